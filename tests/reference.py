@@ -224,6 +224,33 @@ def dppo(s: Sequence, divergence, threshold, ratio_limit) -> None:
         s.objective[t], s.slope[t][t] = weight * a * s.logp[t], weight * a
 
 
+def dis(s: Sequence, clip_low, clip_high) -> None:
+    """DIS: sg[f(r)] A log π with f(r) = r inside the band, else 0, for either sign of A."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        ratio, _ = _ratio(log_ratio)
+        s.margin = min(s.margin, abs(ratio - (1 - clip_low)), abs(ratio - (1 + clip_high)))
+        s.high[t], s.low[t] = ratio > 1 + clip_high, ratio < 1 - clip_low
+        weight = 0.0 if s.high[t] or s.low[t] else ratio
+        s.objective[t], s.slope[t][t] = weight * s.advantage[t] * s.logp[t], weight * s.advantage[t]
+
+
+def ipo(s: Sequence, threshold) -> None:
+    """IPO: r A where the probability has moved by at most the threshold, else 0."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        moved = math.exp(min(s.logp[t], 0)) - math.exp(min(s.old_logp[t], 0))
+        s.margin = min(s.margin, abs(abs(moved) - threshold))
+        s.high[t], s.low[t] = moved > threshold, moved < -threshold
+        ratio, derivative = (0.0, 0.0) if abs(moved) > threshold else _ratio(log_ratio)
+        s.objective[t], s.slope[t][t] = ratio * s.advantage[t], derivative * s.advantage[t]
+
+
+def dro(s: Sequence, beta) -> None:
+    """DRO: A log π - β/2 log² r."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        x = min(max(log_ratio, -EXP_LIMIT), EXP_LIMIT)
+        s.objective[t], s.slope[t][t] = s.advantage[t] * s.logp[t] - beta / 2 * x**2, s.advantage[t] - beta * x
+
+
 def binary_tv(p: float, q: float) -> float:
     return abs(p - q)
 
@@ -275,19 +302,6 @@ def leave_one_out(rewards):
             others = [r for j, r in enumerate(group) if j != i]
             out[p, i] = group[i] - math.fsum(others) / len(others) if others else 0.0
     return out
-
-
-def kept_tokens(logits, top_k, top_p, min_p):
-    """The tokens kept by top-k, then top-p of the rest, then min-p, as a set of ids."""
-    order = sorted(range(len(logits)), key=lambda i: -logits[i])
-    if top_k:
-        order = order[:top_k]
-    mass = np.exp([logits[i] for i in order])
-    mass = mass / mass.sum()
-    if top_p < 1:
-        count = next(n for n in range(1, len(order) + 1) if mass[:n].sum() >= top_p or n == len(order))
-        order = order[:count]
-    return {i for i in order if logits[i] >= logits[order[0]] + (np.log(min_p) if min_p else -np.inf)}
 
 
 def _sequences(mask):

@@ -26,6 +26,7 @@ from gspax import losses
 NAMES = (
     *("gspo", "gspo_token", "luspo", "gmpo", "vespo", "grpo", "dr_grpo", "dapo"),
     *("importance_sampling", "cispo", "sapo", "dppo_tv", "dppo_kl"),
+    *("dis", "ipo", "dro"),
 )
 ROUNDS = 40
 BYTES = 4 + 4 + 1 + 4  # logp, old_logp, mask, gradient

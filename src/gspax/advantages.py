@@ -170,6 +170,52 @@ def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     return jnp.where(mean_P1 == 0, 0, _center(reward_PG, mask_PG) / jnp.where(mean_P1 == 0, 1, mean_P1))
 
 
+def opo(reward_PG: Array, mask_PG: Array | None = None, *, length_PG: Array | None = None) -> Array:
+    """A = R - Σ l R / Σ l in each group, with the lengths l (OPO, arXiv 2505.23585, its practical form).
+
+    The baseline that minimizes the variance of the on-policy gradient, if the squared norm of a response's score grows
+    with its length and tokens are summed. A run passes the tokens that the policy sampled; there is no division by the
+    standard deviation.
+
+    >>> opo(jnp.array([[1.0, 0.0, 0.0]]), length_PG=jnp.array([[6, 2, 4]])).tolist()
+    [[0.5, -0.5, -0.5]]
+
+    Args:
+      reward_PG: [P, G].
+      mask_PG: bool [P, G], the samples that there are; None for all.
+      length_PG: [P, G], response tokens of each sample.
+
+    Raises:
+      TypeError, ValueError: see the module; also without lengths.
+    """
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    length_PG = _real("length_PG", length_PG, "PG")
+    checks.same_shape("length_PG", length_PG, "reward_PG", reward_PG.shape)
+    above_PG = reward_PG - masked.min(reward_PG, mask_PG, axis=-1)[:, None]  # zeros for equal rewards
+    total_P1 = masked.sum(length_PG, mask_PG, axis=-1)[:, None]
+    baseline_P1 = masked.sum(length_PG * above_PG, mask_PG, axis=-1)[:, None] / jnp.where(total_P1 > 0, total_P1, 1)
+    return jnp.where(mask_PG, above_PG - baseline_P1, 0)
+
+
+def best_of_group(reward_PG: Array, mask_PG: Array | None = None) -> Array:
+    """A = max R - max of the others' R, which is 0 for all but the best sample (arXiv 2503.19595; verl's `grpo_passk`).
+
+    The objective is the best reward of the group, pass@G for rewards 0 and 1, instead of the mean: a sample gets what
+    the group would lose without it. Where several are best, none would be missed. The expectation of Σ A ∇log π over
+    the group is the gradient of E[max R], as a test verifies by enumeration. verl divides by the group's standard
+    deviation by default.
+
+    >>> best_of_group(jnp.array([[1.0, 0.25, 0.0], [1.0, 1.0, 0.0]])).tolist()
+    [[0.75, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    held_PG = jnp.where(mask_PG, reward_PG, -jnp.inf)
+    order_PG = jnp.sort(held_PG, axis=-1, descending=True)
+    second_P1 = order_PG[:, min(1, held_PG.shape[1] - 1)][:, None]
+    second_P1 = jnp.where(_count(mask_PG) > 1, second_P1, order_PG[:, :1])  # a group of one has nothing to compare with
+    return jnp.where(mask_PG, jnp.maximum(reward_PG - second_P1, 0), 0)
+
+
 def constant_groups(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """bool [P]: all rewards of the group are equal. Its mean is the share of groups without a signal.
 

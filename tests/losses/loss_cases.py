@@ -74,12 +74,15 @@ DPPO_TV = Member(
 DPPO_KL = Member(
     "dppo_kl", losses.dppo_kl, _dppo(reference.binary_kl), (("threshold", 0.05), ("ratio_limit", 20.0)), "by_token"
 )
+DIS = Member("dis", losses.dis, reference.dis, band(0.3, 0.4), "by_token")  # not the defaults: both bounds
+IPO = Member("ipo", losses.ipo, reference.ipo, (("threshold", 0.1),), "by_token")
+DRO = Member("dro", losses.dro, reference.dro, (("beta", 0.1),), "by_token")
 FAMILY = (
     *(GSPO, GSPO_TOKEN, LUSPO, GRPO, DUAL, DR_GRPO, DAPO),
-    *(IMPORTANCE, CISPO, SAPO, GMPO, VESPO, DPPO_TV, DPPO_KL),
+    *(IMPORTANCE, CISPO, SAPO, GMPO, VESPO, DPPO_TV, DPPO_KL, DIS, IPO, DRO),
 )
 MINIMUM = (GSPO, GSPO_TOKEN, LUSPO, GRPO, DR_GRPO, DAPO)  # min(x A, clip(x) A) of a ratio x
-BOUNDED = tuple(member for member in FAMILY if member not in (IMPORTANCE, SAPO, VESPO))  # losses with a bound
+BOUNDED = tuple(member for member in FAMILY if member not in (IMPORTANCE, SAPO, VESPO, DRO))  # losses with a bound
 SEQUENCE = (GSPO, GSPO_TOKEN, LUSPO, VESPO)  # all tokens of a sequence have one weight
 
 

@@ -209,6 +209,14 @@ def loop_maxrl(groups):
     return [[(r - m) / m if m > 0 else 0.0 for r in g] for g, m in zip(groups, means, strict=True)]
 
 
+def loop_best_of_group(groups):
+    """What the best reward would lose without the sample."""
+    return [
+        [max(g) - max(g[:i] + g[i + 1 :]) if len(g) > 1 else 0.0 for i in range(len(g))]
+        for g in (list(group) for group in groups)
+    ]
+
+
 GROUPED = {
     "standardize": (advantages.standardize, loop_standardize),
     "standardize_0": (
@@ -223,6 +231,7 @@ GROUPED = {
         lambda groups: loop_over_batch(loop_center(groups)),
     ),
     "maxrl": (advantages.maxrl, loop_maxrl),
+    "best_of_group": (advantages.best_of_group, loop_best_of_group),
 }
 over_grouped = pytest.mark.parametrize("ours, loop", GROUPED.values(), ids=GROUPED)
 
@@ -442,6 +451,69 @@ def test_the_expectation_of_maxrl_is_the_gradient_of_a_truncated_log_likelihood(
         expected += probability * sum(a * (r - p) for a, r in zip(advantage, group, strict=True)) / G
     wanted = sum((1 - p) ** (k - 1) for k in range(1, G)) * p * (1 - p)
     assert expected == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("G", (2, 3))
+def test_the_expectation_of_best_of_group_is_the_gradient_of_the_best_reward(G):
+    """Three outcomes of a softmax policy, all 3^G groups in float64; the other side by differences."""
+    rewards, logits = np.array([0.0, 0.4, 1.0]), np.array([0.3, 0.1, -0.8])
+
+    def probabilities(logits):
+        p = np.exp(logits - logits.max())
+        return p / p.sum()
+
+    def best(logits):
+        p = probabilities(logits)
+        groups = itertools.product(range(3), repeat=G)
+        return math.fsum(math.prod(p[i] for i in group) * max(rewards[list(group)]) for group in groups)
+
+    p, expected = probabilities(logits), np.zeros(3)
+    for group in itertools.product(range(3), repeat=G):
+        advantage = np.asarray(advantages.best_of_group(rewards[None, list(group)]), np.float64)[0]
+        for a, i in zip(advantage, group, strict=True):
+            expected += math.prod(p[j] for j in group) * a * (np.eye(3)[i] - p)
+    step = 1e-6 * np.eye(3)
+    wanted = [(best(logits + step[i]) - best(logits - step[i])) / 2e-6 for i in range(3)]
+    np.testing.assert_allclose(expected, wanted, atol=1e-7)
+
+
+def loop_opo(groups, lengths):
+    pairs = list(zip(groups, lengths, strict=True))
+    means = [math.fsum(r * n for r, n in zip(g, ns, strict=True)) / sum(ns) for g, ns in pairs]
+    return [[r - mean for r in group] for group, mean in zip(groups, means, strict=True)]
+
+
+@pytest.mark.parametrize("offset", (0.0, 100.0))
+def test_opo_equals_the_loop(offset):
+    groups = as_floats([[x + offset for x in group] for group in RAGGED])
+    lengths = [[1 + (3 * i + p) % 7 for i in range(len(group))] for p, group in enumerate(groups)]
+    (reward, mask), (length, _) = padded(groups, 9, np.nan), padded(lengths, 9, np.nan)
+    for compiled in (advantages.opo, jax.jit(advantages.opo)):
+        got = np.asarray(compiled(reward, mask, length_PG=length))
+        assert got.dtype == np.float32 and not got[~mask].any()
+        assert_close(got[mask], flat(loop_opo(groups, lengths)))
+    constant = [p for p, group in enumerate(groups) if len(set(group)) == 1]
+    assert len(constant) == 3 and not got[constant].any(), "exact zeros"
+
+
+def test_opo_minimizes_the_variance_of_a_gradient_whose_square_grows_with_the_length():
+    """One prompt, in float64: among baselines b, E[l (R - b)²] is least at OPO's."""
+    reward, length = np.array([1.0, 0.0, 0.5, 0.0]), np.array([3.0, 10.0, 6.0, 1.0])
+    baseline = reward[0] - float(advantages.opo(reward[None], length_PG=length[None])[0, 0])
+    at = [float((length * (reward - b) ** 2).sum()) for b in (baseline - 0.01, baseline, baseline + 0.01)]
+    assert at[1] < min(at[0], at[2])
+
+
+def test_opo_with_equal_lengths_is_center_and_without_any_is_an_error():
+    reward = np.random.default_rng(0).random((3, 4)).astype(np.float32)
+    same = np.full((3, 4), 5)
+    np.testing.assert_allclose(advantages.opo(reward, length_PG=same), advantages.center(reward), atol=1e-6)
+    for length, error, message in (
+        (None, TypeError, r"^length_PG must be an array \[P, G\] of real numbers; got NoneType"),
+        (same[:, :2], ValueError, r"^length_PG must have shape \[3, 4\], as reward_PG has; got \[3, 2\]"),
+    ):
+        with pytest.raises(error, match=message):
+            advantages.opo(reward, length_PG=length)
 
 
 def test_maxrl_rejects_negative_rewards():

@@ -38,7 +38,8 @@ import jax.numpy as jnp
 logp = jnp.zeros((2, 3))
 advantage = gspax.advantages.standardize(jnp.array([[1.0, 0.0]])).reshape(-1)
 print(float(gspax.losses.gspo_loss(logp, logp, advantage, jnp.ones((2, 3), bool))[0]))
-for name in "gspo_token grpo luspo dr_grpo dapo importance_sampling cispo sapo gmpo vespo dppo_tv dppo_kl".split():
+names = "gspo_token grpo luspo dr_grpo dapo importance_sampling cispo sapo gmpo vespo dppo_tv dppo_kl dis ipo dro"
+for name in names.split():
     getattr(gspax.losses, name)(logp, logp, advantage, jnp.ones((2, 3), bool))
 assert not BLOCKED & set(sys.modules)
 """

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from pair_cases import CASES, Pair, exact_k3, held, pair
 
 from gspax import losses
-from gspax.losses import calibration, correction, kl, regularizers
+from gspax.losses import calibration, correction, kl, regularizers, selection, sequences
 
 ADVANTAGE = np.array([-1, 1, -0.5, 0, -2, 0.5, -1, -1], np.float32)
 
@@ -52,6 +52,54 @@ FUNCTIONS = {
         functools.partial(correction.reject_geometric, **NARROW),
         lambda x, b, at: float(math.log(0.9995) <= math.fsum(x) / len(x) <= math.log(1.0005)),
     ),
+    "reject_tokens": (
+        functools.partial(correction.reject_tokens, high=0.02),
+        lambda x, b, at: [float(exact_k3(-held(r)) <= 0.02) for r in x],
+    ),
+    "reject_tokens by k1": (
+        functools.partial(correction.reject_tokens, estimate=kl.k1, low=-0.1, high=0.3),
+        lambda x, b, at: [float(-0.1 <= -held(r) <= 0.3) for r in x],
+    ),
+    "reject_sequences": (
+        functools.partial(correction.reject_sequences, high=0.03),
+        lambda x, b, at: float(math.fsum(exact_k3(-held(r)) for r in x) / len(x) <= 0.03),
+    ),
+    "reject_sequences by the sum of k1": (
+        functools.partial(correction.reject_sequences, estimate=kl.k1, over=sequences.total, low=-0.3, high=0.2),
+        lambda x, b, at: float(-0.3 <= -math.fsum(map(held, x)) <= 0.2),
+    ),
+    "reject_sequences by the largest k2": (
+        functools.partial(correction.reject_sequences, estimate=kl.k2, over=sequences.largest, high=0.1),
+        lambda x, b, at: float(max(held(r) ** 2 / 2 for r in x) <= 0.1),
+    ),
+    "product": (
+        functools.partial(
+            correction.product,
+            factors=(
+                functools.partial(correction.truncate_tokens, cap=1.25),
+                functools.partial(correction.reject_sequences, high=0.03),
+                functools.partial(correction.reject_tokens, estimate=kl.k1, low=-0.1, high=0.3),
+            ),
+        ),
+        lambda x, b, at: [
+            math.exp(min(r, math.log(1.25)))
+            * (math.fsum(exact_k3(-held(r)) for r in x) / len(x) <= 0.03)
+            * (-0.1 <= -held(r) <= 0.3)
+            for r in x
+        ],
+    ),
+    "product of sequences": (
+        functools.partial(
+            correction.product,
+            factors=(
+                functools.partial(correction.truncate_geometric, cap=1.05),
+                functools.partial(correction.reject_sequences, estimate=kl.k2, over=sequences.largest, high=0.1),
+            ),
+        ),
+        lambda x, b, at: (
+            math.exp(min(math.fsum(x) / len(x), math.log(1.05))) * (max(held(r) ** 2 / 2 for r in x) <= 0.1)
+        ),
+    ),
     "reject_off_policy": (
         opsm,
         lambda x, b, at: float(not (ADVANTAGE[b] < 0 and -math.fsum(x) / len(x) > 0.02)),
@@ -72,7 +120,7 @@ def ours(name, x):
 
 
 def loop(name, x):
-    by_token = name in ("truncate_tokens", "mask_tokens")
+    by_token = name in ("truncate_tokens", "mask_tokens", "reject_tokens", "reject_tokens by k1", "product")
     out = np.zeros(x.mask.shape if by_token else len(x.mask))
     for b, tokens, ratios in x.sequences():
         out[(b, tokens) if by_token else b] = FUNCTIONS[name][1](ratios, b, tokens)
@@ -342,6 +390,70 @@ def test_invalid_bounds_are_rejected(function, bounds, error, message):
         function(x.logp, x.other, x.mask, **bounds)
 
 
+@pytest.mark.parametrize("function", (correction.reject_tokens, correction.reject_sequences))
+@pytest.mark.parametrize(
+    "options, error, message",
+    (
+        ({"high": -0.1}, ValueError, r"^low and high must be at most and at least 0.*got -inf and -0\.1"),
+        ({"high": 0.1, "low": 0.05}, ValueError, r"^low and high must be at most and at least 0.*got 0\.05 and 0\.1"),
+        ({"high": float("nan")}, ValueError, r"^low and high must be.*got -inf and nan"),
+        ({"high": "1"}, TypeError, r"^high must be a Python number.*got str"),
+        ({"high": 0.1, "estimate": "k3"}, TypeError, r"^estimate must be a function, as kl\.k3 is; got str"),
+    ),
+)
+def test_invalid_rejections_are_rejected(function, options, error, message):
+    x = CASES["ragged-0.3"]
+    with pytest.raises(error, match=message):
+        function(x.logp, x.other, x.mask, **options)
+
+
+def test_invalid_factors_are_rejected():
+    x = CASES["ragged-0.3"]
+    for factors, error, message in (
+        ((), ValueError, r"^factors must be at least one correction.*got none"),
+        ((correction.truncate_tokens, 2.0), TypeError, r"^factors must be a function.*got float"),
+    ):
+        with pytest.raises(error, match=message):
+            correction.product(x.logp, x.other, x.mask, factors=factors)
+
+
+# The names of verl's `rollout_rs`, and their formulas by its documentation, of r = π_old/μ.
+ESTIMATES = {
+    "k1": (kl.k1, lambda log_r: -log_r),
+    "k2": (kl.k2, lambda log_r: log_r**2 / 2),
+    "k3": (kl.k3, lambda log_r: math.exp(log_r) - 1 - log_r),
+}
+LEVELS = {
+    "token": (correction.reject_tokens, lambda values: values),
+    "seq_sum": (
+        functools.partial(correction.reject_sequences, over=sequences.total),
+        lambda values: [math.fsum(values)] * len(values),
+    ),
+    "seq_mean": (correction.reject_sequences, lambda values: [math.fsum(values) / len(values)] * len(values)),
+    "seq_max": (
+        functools.partial(correction.reject_sequences, over=sequences.largest),
+        lambda values: [max(values)] * len(values),
+    ),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_every_rejection_of_verl_can_be_written(level, estimate):
+    """k1 has bounds on both sides, the others an upper one; these keep about half of the tokens."""
+    x = CASES["ragged-0.3"]
+    (function, over), (ours, formula) = LEVELS[level], ESTIMATES[estimate]
+    value = np.zeros(x.mask.shape)
+    for b, tokens, log_ratios in x.sequences():
+        value[b, tokens] = over([formula(r) for r in log_ratios])
+    high = np.median(np.abs(value[x.mask])) + 1e-5
+    low = -high if estimate == "k1" else -math.inf
+    wanted = x.mask & (low <= value) & (value <= high)
+    got = np.asarray(function(x.logp, x.other, x.mask, estimate=ours, low=low, high=float(high)))
+    np.testing.assert_array_equal(got if level == "token" else np.where(x.mask, got[:, None], 0), wanted)
+    assert 0.2 < wanted[x.mask].mean() < 0.8
+
+
 def test_invalid_numbers_are_rejected():
     x = CASES["ragged-0.3"]
     for cap in (0.0, -1.0, float("nan"), float("inf")):
@@ -360,14 +472,17 @@ PAGE = (Path(__file__).parents[2] / "docs" / "corrections.md").read_text(encodin
 
 
 def test_the_example_in_the_docs_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    example, composed = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope = {}
     exec(compile(example, "docs/corrections.md", "exec"), scope)
     assert np.isfinite(scope["loss"]) and scope["metrics"]["mismatch_ess_tokens"] < 1
+    exec(compile(composed, "docs/corrections.md", "exec"), scope)
+    weight = scope["one_weight_two_rejections"](scope["old_logp"], scope["sampler_logp"], scope["mask"])
+    np.testing.assert_allclose(weight, [[0, 0, 0], [0, 0, 0]], err_msg="geometric means 1.22 and 1.10 are out of range")
 
 
 def test_the_docs_list_every_function_and_metric():
-    for module in (kl, correction, regularizers, calibration):
+    for module in (kl, correction, selection, regularizers, calibration):
         for name, value in vars(module).items():
             if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_") and name != "k3_of":
                 assert f"`{name}" in PAGE or f".{name}`" in PAGE or f"`{name}(" in PAGE, name

@@ -9,7 +9,7 @@ import pytest
 from loss_cases import CASES, Packed
 
 from gspax import losses
-from gspax.losses import correction, kl, regularizers
+from gspax.losses import correction, kl, regularizers, sequences
 
 PACKED = {name: Packed(CASES[name], sequences_per_row=4) for name in ("some_empty-0.3", "ragged-0.001", "extreme")}
 over_cases = pytest.mark.parametrize("name", PACKED)
@@ -50,6 +50,7 @@ PENALTIES = {
     "sequence_kl": kl.sequence_kl,
     "grpo_kl": functools.partial(kl.grpo_kl, aggregate=losses.by_constant),
     "entropy_bonus": lambda x, _, mask, **options: regularizers.entropy_bonus(x, mask, **options),
+    "log_ratio_square": regularizers.log_ratio_square,
     "router_z": lambda x, _, mask, **options: regularizers.router_z(routers(x), mask, **options),
     "load_balance": lambda x, _, mask, **options: regularizers.load_balance(
         routers(x), jnp.array([[1.0, 0.5, 1.5]]), mask, **options
@@ -103,6 +104,14 @@ CORRECTIONS = {
     "mask_tokens": correction.mask_tokens,
     "mask_sequences": functools.partial(correction.mask_sequences, low=0.3, high=3.0),
     "reject_geometric": functools.partial(correction.reject_geometric, low=0.9, high=1.1),
+    "product": functools.partial(
+        correction.product,
+        factors=(
+            correction.truncate_tokens,
+            functools.partial(correction.reject_tokens, estimate=kl.k1, low=-0.5, high=0.5),
+            functools.partial(correction.reject_sequences, over=sequences.largest, high=0.2),
+        ),
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,18 @@ from loss_cases import (
     CASES,
     CISPO,
     DAPO,
+    DIS,
     DPPO_KL,
     DPPO_TV,
     DR_GRPO,
+    DRO,
     FAMILY,
     GMPO,
     GRPO,
     GSPO,
     GSPO_TOKEN,
     IMPORTANCE,
+    IPO,
     LUSPO,
     MASKS,
     MINIMUM,
@@ -31,6 +35,7 @@ from loss_cases import (
 )
 
 from gspax import losses
+from gspax.losses import kl, regularizers
 
 over_family = pytest.mark.parametrize("member", FAMILY, ids=str)
 over_minimum = pytest.mark.parametrize("member", MINIMUM, ids=str)
@@ -180,6 +185,9 @@ def test_signatures_and_defaults_are_as_documented():
         losses.sapo: (1.0, 1.05, losses.by_sequence),
         losses.gmpo: (0.4, 0.4, losses.by_sequence),
         losses.vespo: (2.0, 3.0, 3.0, 2.0, losses.by_token),
+        losses.dis: (0.5, 1.0, losses.by_token),
+        losses.ipo: (0.1, losses.by_token),
+        losses.dro: (0.1, losses.by_token),
         losses.dppo_tv: (0.15, 20.0, losses.by_token),
         losses.dppo_kl: (0.05, 20.0, losses.by_token),
     }
@@ -256,6 +264,36 @@ def test_dppo_masks_a_frequent_token_at_a_ratio_at_which_a_rare_one_moves():
     for member in (DPPO_TV, DPPO_KL):
         _, gradient = value_and_gradient(member, (logp, old_logp, np.ones(1, np.float32), mask))
         assert gradient[0, 0] == pytest.approx(-1.8 / 2, rel=1e-5) and gradient[0, 1] == 0
+
+
+def test_dis_without_bounds_has_the_gradient_of_importance_sampling():
+    x = CASES["ragged-0.3"]
+    wide = dict(clip_low=np.inf, clip_high=np.inf)
+    _, gradient = value_and_gradient(DIS, x.arguments(DIS), **wide)
+    _, wanted = value_and_gradient(IMPORTANCE, x.arguments(IMPORTANCE), aggregate=losses.by_token)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ("ragged-0.3", "holes-0.3"))
+def test_dppo_tv_and_the_squared_log_ratio_are_the_default_loss_of_prime_rl(name):
+    """Its formula by token in float64: -M ρ A + τ log² ρ, M by the sign of A, the square of masked tokens too."""
+    x = CASES[name]
+    logp, sampler_logp, advantage, mask = x.arguments(DPPO_TV)
+
+    def ours(logp):
+        terms = losses.dppo_tv(logp, sampler_logp, advantage, mask, threshold=0.2, ratio_limit=1e9)
+        square = regularizers.log_ratio_square(logp, sampler_logp, mask, aggregate=losses.by_token)
+        return losses.reduce(kl.add_penalty(terms, square, coefficient=1e-3))[0]
+
+    wanted, masked = np.zeros(mask.shape), 0
+    for b, t in np.argwhere(mask):
+        log_p, log_q, a = float(logp[b, t]), float(sampler_logp[b, t]), float(advantage[b])
+        moved = math.exp(min(log_p, 0)) - math.exp(min(log_q, 0))
+        keep = moved <= 0.2 if a > 0 else moved >= -0.2
+        masked += not keep
+        wanted[b, t] = (-keep * a * math.exp(log_p - log_q) + 2e-3 * (log_p - log_q)) / mask.sum()
+    assert masked > 0
+    assert_near(jax.grad(ours)(jnp.asarray(logp)), wanted, rtol=2e-6)
 
 
 def test_vespo_weight_is_1_on_policy_and_peaks_at_k_over_lambda():
@@ -354,9 +392,8 @@ def test_infinite_widths_disable_clipping(member):
     assert np.all((np.asarray(gradient) != 0) == x.mask)
 
 
-@pytest.mark.parametrize(
-    "member", [m for m in FAMILY if m is not CISPO], ids=str
-)  # CISPO clips weights, whatever the advantage
+# CISPO, DIS, and IPO clip whatever the advantage; DRO's square has a gradient without one.
+@pytest.mark.parametrize("member", [m for m in FAMILY if m not in (CISPO, DIS, IPO, DRO)], ids=str)
 def test_a_zero_advantage_is_never_clipped(member):
     x = CASES["full-0.3"]
     (loss, metrics), gradient = value_and_gradient(

@@ -8,15 +8,18 @@ from loss_cases import (
     CASES,
     CISPO,
     DAPO,
+    DIS,
     DPPO_KL,
     DPPO_TV,
     DR_GRPO,
+    DRO,
     DUAL,
     FAMILY,
     GMPO,
     GRPO,
     GSPO,
     IMPORTANCE,
+    IPO,
     LUSPO,
     MASKS,
     SAPO,
@@ -27,7 +30,7 @@ from loss_cases import (
 
 
 # Losses without a stop-gradient: not the token form, and no constant weight times log π.
-@pytest.mark.parametrize("member", (GSPO, LUSPO, GRPO, DUAL, DR_GRPO, DAPO, IMPORTANCE, SAPO, GMPO), ids=str)
+@pytest.mark.parametrize("member", (GSPO, LUSPO, GRPO, DUAL, DR_GRPO, DAPO, IMPORTANCE, SAPO, GMPO, IPO, DRO), ids=str)
 @pytest.mark.parametrize("scale", (1e-3, 0.3))
 def test_gradient_equals_finite_difference(member, scale):
     x = case(MASKS["ragged"], scale)
@@ -42,7 +45,7 @@ def test_gradient_equals_finite_difference(member, scale):
     np.testing.assert_allclose(x.reference(member).gradient, numeric, atol=1e-7)
 
 
-@pytest.mark.parametrize("member", (CISPO, VESPO, DPPO_TV, DPPO_KL), ids=str)
+@pytest.mark.parametrize("member", (CISPO, VESPO, DPPO_TV, DPPO_KL, DIS), ids=str)
 @pytest.mark.parametrize("scale", (1e-3, 0.3))
 def test_gradient_of_a_constant_weight_times_log_prob_is_the_weight(member, scale):
     x = case(MASKS["ragged"], scale)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from pair_cases import MASKS
+from pair_cases import MASKS, held, pair
 
 from gspax import losses
 from gspax.learner.metrics import expert_load
@@ -78,6 +78,22 @@ def test_load_balance_is_1_when_balanced_and_larger_when_routers_agree():
     load = np.zeros((L, E), np.float32)
     load[:, 0] = E
     assert losses.reduce(regularizers.load_balance(one, load, mask))[0] == pytest.approx(E)
+
+
+@over_masks
+@pytest.mark.parametrize("scale", (0.3, 30.0))
+def test_log_ratio_square_equals_a_loop(mask, scale):
+    """Held within ±25 in value and gradient."""
+    x = pair(mask, scale)
+    gradient, terms = gradient_and_terms(regularizers.log_ratio_square, x.logp, x.other, mask, aggregate=by_token)
+    value, slope = np.zeros(B), np.zeros((B, T))
+    for b, tokens, log_ratios in x.sequences():
+        value[b] = math.fsum(held(r) ** 2 for r in log_ratios)
+        slope[b, tokens] = [2 * held(r) for r in log_ratios]
+    np.testing.assert_allclose(terms.value, value, rtol=1e-5)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-5)
+    mean = value.sum() / max(mask.sum(), 1)
+    assert losses.reduce(terms)[1]["log_ratio_square"] == pytest.approx(mean, rel=1e-5)
 
 
 @over_masks

@@ -144,6 +144,9 @@ def test_aggregates_and_corrections_have_a_level():
     assert level_of(losses.by_token) == level_of(functools.partial(correction.truncate_tokens, cap=3.0)) == "token"
     assert level_of(correction.mask_tokens) == "token" and level_of(correction.truncate_geometric) == "sequence"
     assert level_of(lambda value, mask: None) is None
+    sequence, token = correction.reject_sequences, functools.partial(correction.reject_tokens, high=1.0)
+    for factors, level in (((sequence, sequence), "sequence"), ((sequence, token), "token"), ((max,), None)):
+        assert level_of(functools.partial(correction.product, factors=factors)) == level
 
 
 @pytest.mark.parametrize("name", ("full-0.001", "full-0.3"))

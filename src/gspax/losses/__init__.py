@@ -4,14 +4,16 @@ A policy loss returns `Terms`, one value per row, and `reduce` turns them into t
 `gspo_loss` does both for GSPO. A loss takes `by_sequence`, `by_token`, or `by_constant` as its `aggregate`.
 `token_logp` computes log-probabilities from logits. Names that are not listed here may change.
 
-Six more modules are imported by name (`from gspax.losses import kl`): `kl` (a KL to a reference policy), `distill` (a
-teacher), `correction` (a sampler that differs from the learner), `regularizers` (entropy, routers), `calibration` (a
-measured clip range), and `ratio_spread` (statistics of ratios by response length).
+Eight more modules are imported by name (`from gspax.losses import kl`): `kl` (a KL to a reference policy), `distill` (a
+teacher), `correction` (a sampler that differs from the learner), `selection` (tokens chosen from a whole minibatch),
+`proximal` (old log-probs without a pass), `regularizers` (entropy, routers), `calibration` (a measured clip range), and
+`ratio_spread` (statistics of ratios by response length).
 """
 
 from gspax.losses.grpo_family import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, grpo, importance_sampling, sapo
 from gspax.losses.gspo_family import gmpo, gspo, gspo_loss, gspo_token, luspo, vespo
 from gspax.losses.logprobs import chunked_token_logp, token_logp
+from gspax.losses.sampler_family import dis, dro, ipo
 from gspax.losses.terms import (
     Aggregate,
     Metrics,
@@ -40,9 +42,11 @@ __all__ = [
     "chunked_token_logp",
     "cispo",
     "dapo",
+    "dis",
     "dppo_kl",
     "dppo_tv",
     "dr_grpo",
+    "dro",
     "gmpo",
     "grpo",
     "gspo",
@@ -50,6 +54,7 @@ __all__ = [
     "gspo_token",
     "has_traits",
     "importance_sampling",
+    "ipo",
     "luspo",
     "reduce",
     "sapo",

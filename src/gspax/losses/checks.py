@@ -162,6 +162,13 @@ def at_least_0(name: str, value: float) -> float:
     return float(value)
 
 
+def finite_at_least_0(name: str, value: float) -> float:
+    """`value` as a Python float if it is a finite number ≥ 0."""
+    if not 0 <= number(name, value) < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0; got {value}")
+    return float(value)
+
+
 def positive(name: str, value: float) -> float:
     """`value` as a Python float if it is a finite number above 0."""
     if not (number(name, value) > 0 and math.isfinite(value)):
@@ -178,10 +185,10 @@ def count(name: str, value: int) -> int:
     return value
 
 
-def function(name: str, value: object) -> None:
+def function(name: str, value: object, *, like: str = "losses.by_sequence") -> None:
     """TypeError unless `value` can be called."""
     if not callable(value):
-        raise TypeError(f"{name} must be a function, as losses.by_sequence is; got {type(value).__name__}")
+        raise TypeError(f"{name} must be a function, as {like} is; got {type(value).__name__}")
 
 
 def number(name: str, value: object) -> float:

@@ -18,10 +18,15 @@ rows) all are [B, T]. The loss's own ratio stays π/π_old.
 | `mask_tokens` | ρ_t if low ≤ ρ_t ≤ high, else 0 (IcePop) | token |
 | `mask_sequences` | Π_t ρ_t if low ≤ Π_t ρ_t ≤ high, else 0 | sequence |
 | `reject_geometric` | 1 if low ≤ (Π_t ρ_t)^(1/|y|) ≤ high, else 0 | sequence |
+| `reject_tokens` | 1 if low ≤ k_t ≤ high, else 0, for a KL estimate k_t (`kl.k1`, `k2`, `k3`) | token |
+| `reject_sequences` | the same for the mean, the sum, or the largest of k_t over the sequence | sequence |
+| `product` | the product of several: one weight, any rejections | the finest of them |
 | `reject_off_policy` | 0 if A < 0 and the mean of log(μ/π) is above δ, else 1 (OPSM) | sequence |
 
 Which one: by token is biased but low in variance; the product is the exact ratio of a sequence, and its variance grows
 with the length; the geometric mean does not depend on the length, but is not an importance weight.
+
+They compose: `partial(product, factors=(truncate_tokens, partial(reject_geometric, low=0.99, high=1.01)))`.
 
 Weights by token belong to losses whose gradient has a weight per token. GSPO, LUSPO and GMPO have one per sequence:
 they replace the weights of a sequence's tokens by their mean (docs/corrections.md).
@@ -35,8 +40,10 @@ Comparisons are made between logarithms and `exp` comes last, so nothing overflo
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +51,14 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, sequences
+from gspax.losses.kl import k3
 from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of, log_ratio
 from gspax.losses.terms import Metrics, Spread, mean_over, share_of_sequences, share_of_tokens
 from gspax.losses.traits import at_level
 
 Array = jax.Array
+Estimate = Callable[[Array, Array, Array], Array]  # (logp, ref_logp, mask) -> [B, T]: `kl.k1`, `kl.k2`, or `kl.k3`
+OverSequence = Callable[[Array, Array, Array | None], Array]  # `sequences.mean`, `sequences.total`, `sequences.largest`
 
 
 @at_level("token")
@@ -136,6 +146,107 @@ def reject_geometric(
     """
     mean, keep = _of_sequence(sequences.mean, old_logp, sampler_logp, mask, segment_ids)
     return _masked(mean, keep, low, high, lambda x: x * 0 + 1)
+
+
+@at_level("token")
+def reject_tokens(
+    old_logp: Array,
+    sampler_logp: Array,
+    mask: Array,
+    *,
+    estimate: Estimate = k3,
+    low: float = -math.inf,
+    high: float,
+    segment_ids: Array | None = None,
+) -> Array:
+    """1 if an estimate of a token's KL(μ‖π_old) is inside [low, high], else 0, [B, T].
+
+    verl's `token_k1`, `token_k2`, and `token_k3`. With `kl.k1`, which is -log ρ_t, bounds of ρ are minus their
+    logarithms: ρ from 1/2 to 2 is low=-log 2, high=log 2.
+
+    >>> old_logp, sampler_logp = jnp.log(jnp.array([[1.0, 0.4, 0.2]])), jnp.log(jnp.array([[1.0, 0.1, 0.3]]))
+    >>> reject_tokens(old_logp, sampler_logp, jnp.array([[False, True, True]]), high=0.1).tolist()  # k3 1.61 and 0.07
+    [[0.0, 0.0, 1.0]]
+
+    Args:
+      old_logp, sampler_logp, mask, segment_ids: as of every correction.
+      estimate: a function of (sampler_logp, old_logp, mask), which holds log ρ within ±25.
+      low: at most 0, the estimate for equal policies; only `kl.k1` is ever below.
+      high: at least 0.
+    """
+    value_BT, mask_BT, _ = _estimated(estimate, old_logp, sampler_logp, mask, segment_ids)
+    return _inside(value_BT, mask_BT, low, high)
+
+
+@at_level("sequence")
+def reject_sequences(
+    old_logp: Array,
+    sampler_logp: Array,
+    mask: Array,
+    *,
+    estimate: Estimate = k3,
+    over: OverSequence = sequences.mean,
+    low: float = -math.inf,
+    high: float,
+    segment_ids: Array | None = None,
+) -> Array:
+    """1 if the mean, sum, or largest of the tokens' KL estimates is inside [low, high], else 0, [B].
+
+    verl's `seq_mean_k1` to `seq_max_k3`. The largest rejects a sequence for a single token; the sum grows with the
+    length. The mean of `kl.k1` with the bounds -log high and -log low is `reject_geometric`.
+
+    Args:
+      old_logp, sampler_logp, mask, segment_ids: as of every correction.
+      estimate: a function of (sampler_logp, old_logp, mask), which holds log ρ within ±25.
+      over: `sequences.mean`, `sequences.total`, or `sequences.largest`.
+      low: at most 0, the estimate for equal policies; only `kl.k1` is ever below.
+      high: at least 0.
+    """
+    checks.function("over", over)
+    value_BT, mask_BT, segment_BT = _estimated(estimate, old_logp, sampler_logp, mask, segment_ids)
+    value, keep = sequences.by_row_or_token(over(value_BT, mask_BT, segment_BT), mask_BT, segment_BT)
+    return _inside(value, keep, low, high)
+
+
+def product(
+    old_logp: Array,
+    sampler_logp: Array,
+    mask: Array,
+    *,
+    factors: Sequence[Callable[..., Array]],
+    segment_ids: Array | None = None,
+) -> Array:
+    """The product of several corrections, [B] or [B, T]: one weight and any number of rejections.
+
+    OpenRLHF's and NeMo-RL's sequence-masked TIS is a token's ratio in the sequences that `reject_geometric` keeps;
+    verl's `rollout_is` and `rollout_rs` are one factor each for every name in them.
+
+    >>> ratio, mask = jnp.array([[2.0, 0.5], [4.0, 1.0]]), jnp.ones((2, 2), bool)
+    >>> keep = functools.partial(reject_geometric, low=0.9, high=1.1)  # of the geometric means 1 and 2
+    >>> product(jnp.log(ratio), jnp.zeros((2, 2)), mask, factors=(truncate_tokens, keep)).tolist()
+    [[2.0, 0.5], [0.0, 0.0]]
+
+    Args:
+      old_logp, sampler_logp, mask, segment_ids: as of every correction.
+      factors: at least one correction.
+
+    Raises:
+      TypeError: a factor is no function.
+      ValueError: there is none.
+    """
+    if not factors:
+        raise ValueError("factors must be at least one correction, such as (truncate_tokens,); got none")
+    for factor in factors:
+        checks.function("factors", factor, like="correction.truncate_tokens")
+    packed = {} if segment_ids is None else {"segment_ids": segment_ids}
+    return multiplied([factor(old_logp, sampler_logp, mask, **packed) for factor in factors])
+
+
+def multiplied(weights: Sequence[Array]) -> Array:
+    """The product of weights, of which some may be [B] and others [B, T]."""
+    rank = max(weight.ndim for weight in weights)
+    columns = (weight[:, None] if weight.ndim < rank else weight for weight in weights)
+    return functools.reduce(operator.mul, columns)
 
 
 @at_level("sequence")
@@ -271,6 +382,24 @@ def _of_sequence(
     """(log ρ reduced over each sequence, where it counts): [B], or [B, T] for packed rows."""
     log_ratio_BT, mask_BT, segment_BT = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segments)
     return sequences.by_row_or_token(reduction(log_ratio_BT, mask_BT, segment_BT), mask_BT, segment_BT)
+
+
+def _estimated(
+    estimate: Estimate, old_logp: ArrayLike, sampler_logp: ArrayLike, mask: ArrayLike, segments: ArrayLike | None
+) -> tuple[Array, Array, Array | None]:
+    """(the estimate of KL(μ‖π_old) by token, [B, T]; the mask; the segments)."""
+    checks.function("estimate", estimate, like="kl.k3")
+    policies = checks.two_policies("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segments)
+    old_logp_BT, sampler_logp_BT, mask_BT, segment_BT = policies
+    mask_BT = sequences.response(mask_BT, segment_BT)
+    return stop_gradient(estimate(sampler_logp_BT, old_logp_BT, mask_BT)), mask_BT, segment_BT
+
+
+def _inside(value: Array, keep: Array, low: float, high: float) -> Array:
+    """1 where low ≤ value ≤ high, NaN where the value is, else 0."""
+    if not (checks.number("low", low) <= 0 and checks.number("high", high) >= 0):
+        raise ValueError(f"low and high must be at most and at least 0, of equal policies; got {low} and {high}")
+    return jnp.where(keep & ~((value < low) | (value > high)), value * 0 + 1, 0)
 
 
 def _truncated(log_ratio: Array, keep: Array, cap: float) -> Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax.losses import checks
-from gspax.losses.surrogate import Inputs, clipped, exp, policy_terms, prepare
+from gspax.losses.surrogate import Inputs, clipped, exp, policy_terms, prepare, weighted_terms
 from gspax.losses.terms import Aggregate, Terms, by_constant, by_sequence, by_token
 from gspax.losses.traits import Traits, has_traits
 
@@ -389,5 +389,4 @@ def _dppo(
     high_BT = far_BT & (x.advantage_BU > 0) & (x.log_ratio_BT > 0)
     low_BT = far_BT & (x.advantage_BU < 0) & (x.log_ratio_BT < 0)
     ratio_BT = jnp.minimum(stop_gradient(exp(x.log_ratio_BT)), ratio_limit)
-    weight_BT = jnp.where(high_BT | low_BT, 0, ratio_BT)
-    return policy_terms(weight_BT * x.advantage_BU * x.logp_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
+    return weighted_terms(ratio_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)

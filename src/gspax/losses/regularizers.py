@@ -1,4 +1,4 @@
-"""Penalties on the policy's entropy and on its routers: `Terms` that `kl.add_penalty` adds to a policy loss.
+"""Penalties on entropy, on the distance from the sampler, and on routers: `Terms` that `kl.add_penalty` adds to a loss.
 
 None is part of any loss unless it is added. For reinforcement learning of a trained model all are off by default, and
 the sources that each function cites disagree about those on routers.
@@ -16,6 +16,7 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, sequences
+from gspax.losses.surrogate import compare_logp, squared
 from gspax.losses.terms import Aggregate, Terms, by_sequence, mean_over
 
 Array = jax.Array
@@ -47,6 +48,38 @@ def entropy_bonus(
     mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
     checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
     return _terms("entropy_bonus", -entropy_BT, mask_BT, aggregate, segment_ids, sign=-1)
+
+
+def log_ratio_square(
+    logp: Array,
+    sampler_logp: Array,
+    mask: Array,
+    *,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+) -> Terms:
+    """log²(π/μ) of each response token: the policy stays near the one that sampled, also where a mask cuts the loss.
+
+    prime-rl adds 1e-3 of it to its losses, and names Kimi K2.5 (arXiv 2602.02276) as its source. Its default is
+    `dppo_tv` with the threshold 0.2 and `old_logp="sampler"` beside it. The gradient is 2 log(π/μ) ∇log π, twice that
+    of `kl.token_kl` to μ.
+
+    >>> logp, sampler_logp = jnp.array([[0.0, -1.0, -1.5]]), jnp.array([[0.0, -1.0, -2.0]])
+    >>> log_ratio_square(logp, sampler_logp, jnp.array([[False, True, True]])).value.tolist()
+    [0.125]
+
+    Args:
+      logp: float32 [B, T], of the policy that is trained.
+      sampler_logp: float32 [B, T], of the policy that sampled the tokens; a constant.
+      mask: bool [B, T], True on response tokens.
+
+    Returns:
+      Terms with float32 [B] leaves and the metric `log_ratio_square`.
+
+    Leaves the source: the log-ratio is held within ±25, in the value and as a factor of the gradient.
+    """
+    logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, sampler_logp, mask, segment_ids, other_name="sampler_logp")
+    return _terms("log_ratio_square", squared(x_BT, logp_BT), mask_BT, aggregate, segment_BT)
 
 
 def load_balance(

@@ -48,13 +48,18 @@ class Inputs(NamedTuple):
 
 
 def compare_logp(
-    logp: ArrayLike, ref_logp: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None
+    logp: ArrayLike,
+    other: ArrayLike,
+    mask: ArrayLike,
+    segment_ids: ArrayLike | None,
+    *,
+    other_name: str = "ref_logp",
 ) -> tuple[Array, Array, Array, Array | None]:
     """(log π, x without a gradient, the mask, the segments)."""
-    policies = checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
-    logp_BT, ref_logp_BT, mask_BT, segment_BT = policies
+    policies = checks.two_policies("logp", logp, other_name, other, mask, segment_ids)
+    logp_BT, other_BT, mask_BT, segment_BT = policies
     mask_BT = sequences.response(mask_BT, segment_BT)
-    return logp_BT, limited_log_ratio(logp_BT, ref_logp_BT, mask_BT), mask_BT, segment_BT
+    return logp_BT, limited_log_ratio(logp_BT, other_BT, mask_BT), mask_BT, segment_BT
 
 
 def limited_log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
@@ -77,6 +82,11 @@ def with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array:
     What is outside the mask does not matter: every aggregation leaves it out.
     """
     return value_BT + gradient_BT * (logp_BT - stop_gradient(logp_BT))
+
+
+def squared(x_BT: Array, logp_BT: Array) -> Array:
+    """x² with the gradient 2 x ∇log π, for a constant x = log π - log of another policy."""
+    return with_gradient(x_BT**2, 2 * x_BT, logp_BT)
 
 
 def prepare(
@@ -171,6 +181,12 @@ def of_tokens(held_BS: Array, tokens_BS: Array) -> Share:
 def of_sequences(held_BS: Array, tokens_BS: Array) -> Share:
     """The share of non-empty sequences with at least one clipped token."""
     return Share(*(jnp.sum(tokens > 0, -1, dtype=jnp.float32) for tokens in (held_BS, tokens_BS)))
+
+
+def weighted_terms(weight_BT: Array, x: Inputs, aggregate: Aggregate, *, high_BT: Array, low_BT: Array) -> Terms:
+    """Terms of the loss that maximizes w A log π, with a constant weight w that is 0 where high or low."""
+    weight_BT = jnp.where(high_BT | low_BT, 0, weight_BT)
+    return policy_terms(weight_BT * x.advantage_BU * x.logp_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
 def policy_terms(

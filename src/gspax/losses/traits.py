@@ -28,6 +28,9 @@ class Traits:
     of that ratio. `correction` is the level of the finest `correction` whose factor reaches the gradient of each token
     unchanged: "sequence" for a loss whose gradient has one weight per sequence, which replaces factors of single
     tokens by their mean over the sequence; None for a loss that takes no correction.
+
+    `old_logp` is "sampler" for a loss whose ratio is to the policy that sampled the tokens, as if the experiment's
+    `old_logp` were set so: no old log-probs are computed.
     """
 
     ratio: Level | None = None
@@ -35,6 +38,7 @@ class Traits:
     clip_low_limit: float = 1.0  # exclusive: a ratio is above 0, so a band reaching to 0 or below has no lower bound
     correction: Level | None = None
     token_advantage: bool = False  # takes advantages [B, T] for rows that are not packed
+    old_logp: Literal["sampler"] | None = None  # None: as the experiment says
     updates: bool = False  # takes `updates`, int32: the number of updates before this one, skipped ones included
     aggregate: Reduction | None = None  # its default; None: it takes none
 
@@ -74,6 +78,16 @@ def traits_of(loss: Callable[..., object]) -> Traits:
     )
 
 
+def takes_sampler_logp(loss: Callable[..., object], old_logp: str) -> bool:
+    """Whether the old log-probs are the sampler's, by an experiment's `old_logp` or because the loss demands it."""
+    return "sampler" in (old_logp, traits_of(loss).old_logp)
+
+
+def is_scored(loss: Callable[..., object], old_logp: str) -> bool:
+    """Whether a pass of the learner computes the old log-probs."""
+    return old_logp == "learner" and not takes_sampler_logp(loss, old_logp)
+
+
 def at_level(level: Level) -> Callable[[Function], Function]:
     """Decorator for an `aggregate` and a correction: whether each token or each sequence has its own weight."""
 
@@ -85,8 +99,14 @@ def at_level(level: Level) -> Callable[[Function], Function]:
 
 
 def level_of(function: Callable[..., object]) -> Level | None:
-    """The level that `at_level` attached; None for a function without it."""
-    return next((layer.level for layer in layers(function) if hasattr(layer, "level")), None)
+    """The level that `at_level` attached, or the finest of the `factors` bound to it; None for any other function."""
+    for layer in layers(function):
+        if hasattr(layer, "level"):
+            return layer.level
+        if isinstance(layer, functools.partial) and "factors" in layer.keywords:
+            levels = [level_of(factor) for factor in layer.keywords["factors"]]
+            return next((level for level in ("token", "sequence") if level in levels), None)
+    return None
 
 
 def aggregate_of(loss: Callable[..., object]) -> Reduction | None:
