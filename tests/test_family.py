@@ -15,11 +15,12 @@ from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
 from gspax.learner.diagnostics import make_route
+from gspax.learner.minibatches import make_select
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_update
 from gspax.learner.updates import Steps, initial_range, make_steps
-from gspax.losses import correction, kl, shaping
+from gspax.losses import correction, kl, selection, shaping
 from gspax.model.sizes import reads_experts
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.scores import reward_calls
@@ -39,6 +40,7 @@ LOSSES = (
         losses.cispo,
     ),
     *(losses.sapo, losses.dppo_tv, losses.dppo_kl, losses.luspo, losses.gmpo, losses.vespo),
+    *(losses.dis, losses.ipo, losses.dro),
 )
 DENSE = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
 SPARSE = {"model": replace(experiment.model, num_hidden_layers=1)}  # only for tests of routers: it compiles longer
@@ -93,7 +95,8 @@ def train(changes, rollouts=2, seed=0):
     keep = read and variant.routing_replay != "sampler"
     shift = variant.router_shift is not None
     scored = make_steps(variant, OPTIMIZER, MESH).scored
-    steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored)
+    select = None if variant.selection is None else make_select(variant.selection, MESH)
+    steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = make_sampler(variant.model, MESH, MESH)
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
@@ -130,8 +133,12 @@ def each(functions, *fast):
 @pytest.mark.parametrize("loss", each(LOSSES, "gspo", "cispo", "dppo_kl"))
 def test_every_loss_trains(loss):
     (first, second), _, _ = train({"loss": loss})
-    assert group(first, "policy") >= POLICY and group(first, "mismatch") >= MISMATCH
-    assert abs(first["policy/noise_floor"]) < 1e-4, "the first update of a rollout batch has ratio 1"
+    if losses.traits_of(loss).old_logp == "sampler":
+        assert group(first, "policy") >= POLICY - {"noise_floor"}, "no pass computes log-probs before the updates"
+    else:
+        assert group(first, "policy") >= POLICY
+        assert abs(first["policy/noise_floor"]) < 1e-4, "the first update of a rollout batch has ratio 1"
+    assert group(first, "mismatch") >= MISMATCH
     assert second["policy/ratio_max"] > second["policy/ratio_min"]
 
 
@@ -142,6 +149,12 @@ CORRECTIONS = (
     correction.mask_tokens,
     partial(correction.mask_sequences, low=0.5, high=2.0),
     partial(correction.reject_geometric, low=0.999, high=1.001),
+    partial(correction.reject_tokens, high=0.001),
+    partial(correction.reject_sequences, high=0.001),
+    partial(
+        correction.product,
+        factors=(correction.truncate_tokens, partial(correction.reject_geometric, low=0.999, high=1.001)),
+    ),
 )
 
 
@@ -207,6 +220,23 @@ def test_the_sampler_log_probs_can_be_the_old_ones():
     assert 0 < second["mismatch/abs_diff"] < 1e-4
 
 
+def test_a_loss_without_an_old_policy_takes_the_sampler_log_probs():
+    """The same metrics, to the bit, as with the setting."""
+    parts = {"regularizers": Regularizers(log_ratio_square=1e-3)}
+    (_, plain), _, _ = train({"loss": losses.dis, **parts})
+    (_, second), _, _ = train({"loss": losses.dis, "old_logp": "sampler", **parts})
+    same = [name for name in plain if name.startswith(("policy/", "mismatch/", "optim/"))]
+    assert {name: plain[name] for name in same} == {name: second[name] for name in same}
+    assert "policy/noise_floor" not in plain and plain["policy/log_ratio_square"] > 0
+
+
+def test_a_selection_trains():
+    """A fifth of the tokens of each minibatch."""
+    (first, _), _, _ = train({"loss": losses.dapo, "selection": selection.top_entropy})
+    assert 0.7 < first["policy/correction_rejected"] < 0.82, "tokens of equal entropy stay together"
+    assert abs(first["policy/noise_floor"]) < 1e-4, "a pass scores the first minibatch too"
+
+
 def test_router_shift_weights_train():
     (first, second), _, _ = train(SPARSE | {"router_shift": config.RouterShift(floor=0.9)})
     assert 0.9 <= second["policy/router_shift"] < 1 and first["policy/router_shift"] < 1
@@ -221,6 +251,8 @@ def test_router_shift_weights_train():
         advantages.reinforce_plus_plus,
         advantages.reinforce_plus_plus_baseline,
         advantages.maxrl,
+        advantages.opo,
+        advantages.best_of_group,
     ],
     ids=lambda function: function.__name__,
 )

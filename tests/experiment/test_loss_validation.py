@@ -23,12 +23,22 @@ def own_correction(old_logp, sampler_logp, mask):
 
 PACKED = replace(experiment.schedule, microbatch_tokens=64)
 UNSCORED = {"old_logp": "sampler"}
+KEEP = partial(correction.reject_sequences, high=0.01)
 DENSE = replace(experiment.model, num_experts=0, intermediate_size=32)
 WRONG = [
     ({"loss": own_loss, "correction": correction.truncate_tokens}, "correction: wanted a loss that takes a `corr"),
     ({"loss": own_loss, "rejection": partial(correction.reject_off_policy, delta=0.0)}, "rejection: wanted a loss"),
     ({"correction": correction.reject_off_policy}, "correction: wanted a function of (old_logp, sampler_logp, mask)"),
     ({"rejection": correction.truncate_tokens}, "rejection: wanted a function of (logp, sampler_logp, advantage"),
+    (
+        {"correction": partial(correction.product, factors=(correction.truncate_tokens, 2.0))},
+        "correction: factors must be a function, as correction.truncate_tokens is; got float",
+    ),
+    (
+        {"correction": partial(correction.reject_sequences, high=-1.0)},
+        "correction: low and high must be at most and at least 0, of equal policies; got -inf and -1.0",
+    ),
+    ({"correction": correction.reject_tokens}, "correction: wanted a function of (old_logp, sampler_logp, mask), gsp"),
     ({"correction": 2.0}, "correction: wanted a function or None, got 2.0"),
     ({"length_reward": advantages.by_group}, "length_reward: wanted a function of (length)"),
     ({"loss": own_loss, "regularizers": Regularizers(entropy=0.1)}, "regularizers.entropy: wanted a loss with an `agg"),
@@ -56,6 +66,14 @@ WRONG = [
         UNSCORED | {"correction": correction.truncate_geometric},
         "correction: wanted old_logp=learner, got sampler, with",
     ),
+    (
+        {"loss": losses.dis, "correction": correction.truncate_geometric},
+        "correction: wanted a loss with old log-probs of the learner, got gspax.losses.dis, with which no log-probs",
+    ),
+    (
+        {"loss": losses.ipo, "schedule": replace(experiment.schedule, epochs=2)},
+        "schedule.epochs: wanted 1 with gspax.losses.ipo, which has no old policy that would bound a second pass",
+    ),
     (UNSCORED | {"calibration": Calibration()}, "calibration: wanted old_logp=learner, got sampler"),
     (UNSCORED | {"router_shift": RouterShift()}, "router_shift: wanted old_logp=learner, got sampler"),
     (UNSCORED | {"routing_replay": "old"}, "routing_replay: wanted old_logp=learner, got sampler"),
@@ -71,6 +89,9 @@ WRONG = [
     ({"loss": partial(losses.gspo, clip_high=-1.0)}, "loss.clip_high: wanted a number at least 0, got -1.0"),
 ]
 RIGHT = [
+    {"correction": partial(correction.product, factors=(correction.truncate_geometric, KEEP)), "schedule": PACKED},
+    {"loss": partial(losses.dppo_tv, threshold=0.2), "regularizers": Regularizers(log_ratio_square=1e-3)} | UNSCORED,
+    {"loss": losses.dis, "rejection": partial(correction.reject_off_policy, delta=0.0), "schedule": PACKED},
     UNSCORED | {"routing_replay": "sampler", "regularizers": Regularizers(load_balance=0.1)},
     {"calibration": Calibration(), "schedule": replace(experiment.schedule, minibatches=1, epochs=2)},
     {
@@ -124,7 +145,7 @@ def test_components_of_the_loss_can_be_overridden():
     assert changed.correction.keywords == {"cap": 3}
 
 
-@pytest.mark.parametrize(("options", "warned"), [({}, True), (UNSCORED, False)])
+@pytest.mark.parametrize(("options", "warned"), [({}, True), (UNSCORED, False), ({"loss": losses.dro}, False)])
 def test_stale_samples_need_a_correction_unless_their_own_log_probs_are_the_old_ones(options, warned):
     stale = replace(experiment, placement=Placement(devices=1, staleness=1), **options)
     assert any("nothing corrects for that" in each for each in warnings(stale)) == warned

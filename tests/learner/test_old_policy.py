@@ -18,6 +18,7 @@ from gspax.learner import minibatches, train_step
 from gspax.learner.forward import forward
 from gspax.learner.objective import Outputs, UpdateConstants, make_objective, router_logp
 from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import new_state
 from gspax.losses.router_shift import log_factor
 from gspax.model.moe import Routing
 from gspax.parallel import sharding
@@ -57,12 +58,65 @@ def test_experts_of_the_sampler_stay_with_their_tokens(shape):
     assert seen == 34, "every token of every response"
 
 
+@pytest.mark.parametrize("shape", [RowShape(4, T, 4, False), RowShape(2, 16, 2, True)], ids=["rows", "packed"])
+def test_versions_stay_with_their_tokens(shape):
+    drawn = rollout()
+    drawn = replace(drawn, version_BT=3 * drawn.tokens_BT)
+    mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:1])
+    batches, _ = minibatches.split_minibatches(drawn, 2, shape, mesh)
+    for batch in batches:
+        kept = np.asarray(batch.segment_BT) > 0
+        np.testing.assert_array_equal(np.asarray(batch.version_BT)[kept], 3 * np.asarray(batch.tokens_BT)[kept])
+
+
+def a_batch(mask_BT, **arrays):
+    zeros = jnp.zeros(mask_BT.shape, jnp.int32)
+    return Batch(tokens_BT=zeros, segment_BT=zeros + 1, mask_BT=mask_BT, **arrays)
+
+
+def test_interpolated_old_log_probs_follow_the_updates_of_the_rollout():
+    """Four updates a rollout, two rollouts done; tokens are of the versions 0 to 2."""
+    logp_BT, sampler_BT = jnp.full((1, 3), -1.0), jnp.full((1, 3), -3.0)
+    batch = a_batch(jnp.ones((1, 3), bool), sampler_logp_BT=sampler_BT, version_BT=jnp.array([[0, 1, 2]]))
+    for updates, share in ((8, [1, 1, 1]), (9, [2 / 2.25, 1 / 1.25, 0]), (11, [2 / 2.75, 1 / 1.75, 0])):
+        found = train_step.interpolate_old_logp(batch, logp_BT, jnp.int32(updates), 4)
+        np.testing.assert_allclose(found.old_logp_BT[0], [-3 + 2 * each for each in share], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", (0, 1, 2))
+def test_an_update_interpolates_under_any_split(rows):
+    """The ratio of the first update is 1 for every token, later ones by hand."""
+    model = replace(MODEL, num_hidden_layers=1)
+    rng = np.random.default_rng(0)
+    params, mesh = tiny.params(model), tiny.one_device()
+    mask_BT = jnp.ones((4, T), bool).at[:, 0].set(False)
+    batch = a_batch(
+        mask_BT,
+        sampler_logp_BT=jnp.asarray(rng.normal(-2, 0.1, (4, T)), jnp.float32),
+        old_logp_BT=jnp.full((4, T), jnp.nan),
+        version_BT=jnp.asarray(rng.integers(0, 3, (4, T), np.int32)),
+        advantage=jnp.asarray(rng.normal(size=4), jnp.float32),
+    )
+    settings = tiny.settings(model, mesh, microbatch_rows=rows, updates_per_rollout=4)
+    gradient = jax.jit(train_step.make_gradient(settings, make_objective(losses.importance_sampling)))
+    optimizer = make_optimizer(Optimizer())
+    state = new_state(params, optimizer, jax.random.key(0))
+    for updates in (8, 11):
+        _, terms, scores = gradient(replace(state, step=jnp.int32(updates)), batch, False)
+        progress = updates % 4 / 4
+        age_BT = 2 - np.asarray(batch.version_BT)
+        share_BT = np.ones((4, T)) if progress == 0 else age_BT / (age_BT + progress)
+        ratio_BT = np.exp((1 - share_BT) * np.asarray(scores.logp_BT - batch.sampler_logp_BT, np.float64))
+        wanted = -(np.asarray(batch.advantage)[:, None] * ratio_BT).mean(-1, where=np.asarray(mask_BT))
+        np.testing.assert_allclose(terms.value, wanted, rtol=2e-5)
+
+
 def test_scoring_gets_the_experts_of_the_rollout_and_the_reference_does_not():
     mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:1])
     batches, _ = minibatches.split_minibatches(rollout(), 1, RowShape(N, T, N, False), mesh)
     given = []
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, kept_BTK):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT):
         given.append((params, expert_BLTA))
         return train_step.Scores(jnp.zeros((N, T)), jnp.zeros((N, T)), router_logp_BLTA=jnp.ones(1))
 

@@ -2,19 +2,21 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from small_experiment import Countdown, Spoiled, experiment
 
-from gspax import config
+from gspax import config, losses
 from gspax.config import Grading, Lora, PartialRollouts, Placement, Sampling, Turns
 from gspax.data import CharChat
 from gspax.data.problem import Problem
 from gspax.experiment.validation import validate
 from gspax.learner.metrics import staleness_metrics
 from gspax.learner.state import init_state
+from gspax.losses import correction, selection
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.pool import FREE, choose_groups, new_pool
 from gspax.rollout.problems import Skipped
@@ -308,9 +310,13 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
             "placement": Placement(devices=4, staleness=1, partial=PartialRollouts(carried=2, ahead=0)),
             "sampling": {"group": 2},
         },
-        {"sampling": {"slots": 16, "top_p": 0.8, "mask_replay": 4}},
+        {"loss": losses.grpo, "old_logp": "interpolated", "correction": correction.truncate_tokens},
+        {"loss": losses.grpo, "selection": partial(selection.clip_cov, share=0.1, low=-10.0, high=10.0)},
     ],
-    ids=["conversations", "bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "split groups", "sets"],
+    ids=[
+        *("conversations", "bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "split groups"),
+        *("old log-probs by age", "a random selection"),
+    ],
 )  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
     run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})

@@ -30,9 +30,7 @@ from gspax.config.experiment import (
     Turns,
     WarmStart,
     adapted_weights,
-    filters_in_use,
     row_shape,
-    sampling_mask_size,
     trained_dtype,
     updates_per_step,
 )
@@ -48,7 +46,6 @@ from gspax.config.model import (
     layer_runs,
     layer_windows,
     sparse_layers,
-    token_id_dtype,
 )
 
 __all__ = [
@@ -83,15 +80,12 @@ __all__ = [
     "Yarn",
     "adapted_weights",
     "expert_id_dtype",
-    "filters_in_use",
     "has_experts",
     "is_sparse",
     "layer_runs",
     "layer_windows",
     "row_shape",
-    "sampling_mask_size",
     "sparse_layers",
-    "token_id_dtype",
     "trained_dtype",
     "updates_per_step",
 ]

@@ -21,6 +21,7 @@ from gspax.config.protocols import (
     Loss,
     Rejection,
     Reward,
+    Selection,
     Tokenizer,
     Transform,
     Vote,
@@ -48,7 +49,7 @@ from gspax.config.ranges import (
 
 Action = Literal["warn", "stop"]
 Alarm = Literal["reward", "gradient", "entropy", "length"]
-OldLogp = Literal["learner", "sampler"]
+OldLogp = Literal["learner", "sampler", "interpolated"]
 RoutingReplay = Literal["off", "old", "sampler"]
 Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)]
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
@@ -75,12 +76,9 @@ class Sampling:
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0
-    top_k: NonNegativeInt = 0  # 0: off
+    top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
     top_p: Share = 1.0
     min_p: Below1 = 0.0
-    # The most tokens of the set that these filters keep, over which the learner then normalizes its log-probs too;
-    # the sampler drops others from the set. 0: log-probs are over the whole vocabulary, which the samples are not from
-    mask_replay: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +160,6 @@ def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
         return RowShape(_round_up(responses, microbatch), schedule.microbatch_tokens // microbatch, microbatch, True)
     microbatch = schedule.microbatch_rows or _round_up(responses, shards)
     return RowShape(_round_up(responses, microbatch), longest, microbatch, False)
-
-
-def sampling_mask_size(sampling: Sampling, vocab_size: int) -> int:
-    """The most tokens of a set that is kept for the learner (`Sampling.mask_replay`); 0: none is."""
-    return min(sampling.mask_replay, sampling.top_k or vocab_size, vocab_size)
-
-
-def filters_in_use(sampling: Sampling) -> list[str]:
-    """The names of the filters of `sampling` that are on."""
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return [name for name, value in off.items() if getattr(sampling, name) != value]
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -292,6 +279,7 @@ class Regularizers:
     """Coefficients of the terms added to the policy loss (`losses.regularizers`); 0: off."""
 
     entropy: Finite = 0.0  # above 0 rewards entropy
+    log_ratio_square: NonNegative = 0.0  # of the policy to the one that sampled the tokens
     load_balance: NonNegative = 0.0
     router_z: NonNegative = 0.0
 
@@ -358,6 +346,7 @@ class Experiment:
     loss: Loss  # (logp, old_logp, advantage, mask) -> losses.Terms
     correction: Correction | None = None  # (old_logp, sampler_logp, mask) -> weights: losses.correction
     rejection: Rejection | None = None  # (logp, sampler_logp, advantage, mask) -> weights: reject_off_policy
+    selection: Selection | None = None  # (losses.selection.Minibatch) -> weights: losses.selection
     reference: Reference | None = None
     regularizers: Regularizers = field(default_factory=Regularizers)
     length_reward: LengthReward | None = None  # lengths [B] -> rewards [B] to add: shaping
@@ -365,7 +354,9 @@ class Experiment:
     calibration: Calibration | None = None
     environment: Environment | None = None  # answers the policy's messages: tools, tasks of several turns
     turns: Turns = field(default_factory=Turns)
-    old_logp: OldLogp = "learner"  # the ratios' denominators: computed by the learner, or the sampler's own log-probs
+    # The ratios' denominators: computed by the learner; the sampler's own log-probs, which some losses demand; or
+    # interpolated by age between these and the current ones (losses.proximal)
+    old_logp: OldLogp = "learner"
     routing_replay: RoutingReplay = "off"  # updates route tokens as the old policy (R2) or as the sampler did (R3)
     router_shift: RouterShift | None = None
     grading: Grading = field(default_factory=Grading)

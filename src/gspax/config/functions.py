@@ -80,6 +80,11 @@ def name_of(value: Function) -> str:
     return f"{next((each for each in packages if lookup(f'{each}.{name}') is value), module)}.{name}"
 
 
+def takes_lengths(advantage: Function) -> bool:
+    """Whether an advantage takes the lengths of the responses: it has a keyword `length_PG` that is not bound."""
+    return keywords(advantage).get("length_PG", 0) in (None, inspect.Parameter.empty)
+
+
 def title_of(function: Function) -> str:
     """The name of a function, a partial or a callable object in a message."""
     inner = unwrap(function)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import optax
 
     from gspax.losses import Terms
+    from gspax.losses.selection import Minibatch
 
     Array = jax.Array
 
@@ -146,7 +147,10 @@ class Vote(Protocol):
 
 
 class Advantage(Protocol):
-    """Rewards [P, G], or [P, G, R], to advantages [P, G]. With `filter_overlong` a mask, bool [P, G], comes second."""
+    """Rewards [P, G], or [P, G, R], to advantages [P, G]. With `filter_overlong` a mask, bool [P, G], comes second.
+
+    A function with a keyword `length_PG` gets the response tokens of each sample, int32 [P, G] (`advantages.opo`).
+    """
 
     def __call__(self, rewards: Array, /) -> Array: ...
 
@@ -168,6 +172,12 @@ class Rejection(Protocol):
     """Weights, 0 or 1, that depend on the current policy (`losses.correction.reject_off_policy`)."""
 
     def __call__(self, logp: Array, sampler_logp: Array, advantage: Array, mask: Array, /) -> Array: ...
+
+
+class Selection(Protocol):
+    """Weights [B, T], 0 or 1, from a whole minibatch before its updates (`losses.selection`)."""
+
+    def __call__(self, minibatch: Minibatch, /) -> Array: ...
 
 
 class KLLoss(Protocol):

@@ -8,15 +8,14 @@ On a mesh every device computes its own rows and positions, with the head gather
 over the vocabulary). The head is gathered once for all chunks; the chunks' contributions to its gradient are
 accumulated on each device and reduced over the devices once. Left to the partitioner, both happen for every chunk.
 
-Axes: as in docs/architecture.md; N tokens of a device, K chunks of C tokens, S tokens of a sampling mask (elsewhere K),
-X devices.
+Axes: as in docs/architecture.md; N tokens of a device, K chunks of C tokens, X devices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +30,7 @@ from gspax.parallel.sharding import axis_sizes, batch_shards, mesh_axes, own_axe
 from gspax.types import Array, Params
 
 LogpEntropy = tuple[Array, Array]  # log-probs and entropies, float32
-Rows = TypeVar("Rows")  # a tree of arrays [B, T, ...]
-
-
-class Target(NamedTuple):
-    """The tokens that are scored, and what each of them was chosen from; of any leading axes."""
-
-    token: Array  # int32
-    kept: Array | None  # [..., S] as in `Batch`; None: the whole vocabulary
+Rows = TypeVar("Rows")  # a tree of arrays [B, T]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +48,7 @@ class StepSettings:
     # Each token goes to the experts in `batch.expert_BLTA`, with the current router's gates (Routing Replay, arXiv
     # 2507.18071).
     routing_replay: bool = False
+    updates_per_rollout: int = 1  # for old log-probs that are interpolated
 
 
 def forward(
@@ -67,7 +60,6 @@ def forward(
     mask_BT: Array | None = None,
     expert_BLTA: Array | None = None,
     prefix_BT: Array | None = None,
-    kept_BTK: Array | None = None,
 ) -> Outputs:
     """Log-probs, entropies, and routing of these tokens under the policy.
 
@@ -77,13 +69,11 @@ def forward(
       mask_BT: the tokens whose log-probs and entropies are computed; they are 0 elsewhere. None, or `worst_case`: all.
       expert_BLTA: the experts that the tokens go to; None: those that the routers choose.
       prefix_BT: as for `transformer.apply`.
-      kept_BTK: as in `Batch`; log-probs and entropies are of the distribution over these tokens. None: over all.
     """
     config, mesh = settings.config, settings.mesh
     T, sizes = tokens_BT.shape[1], axis_sizes(mesh)
     mask_BT = None if settings.worst_case else mask_BT
-    arrays = tokens_BT, segment_BT, mask_BT, prefix_BT, kept_BTK
-    tokens_BT, segment_BT, mask_BT, prefix_BT, kept_BTK = pad_rows(arrays, mesh)
+    tokens_BT, segment_BT, mask_BT, prefix_BT = pad_rows((tokens_BT, segment_BT, mask_BT, prefix_BT), mesh)
     forced_LBTA = None
     if expert_BLTA is not None:
         fill = (0, tokens_BT.shape[1] - T)
@@ -93,14 +83,7 @@ def forward(
     )
     chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
     both = head_logp(
-        params,
-        hidden_BTD,
-        tokens_BT,
-        temperature=settings.temperature,
-        chunk=chunk,
-        mesh=mesh,
-        mask_BT=mask_BT,
-        kept_BTK=kept_BTK,
+        params, hidden_BTD, tokens_BT, temperature=settings.temperature, chunk=chunk, mask_BT=mask_BT, mesh=mesh
     )
     logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in both)
     routing = routing._replace(expert=routing.expert[:, :, :T], logits=routing.logits[:, :, :T])
@@ -108,9 +91,9 @@ def forward(
 
 
 def pad_rows(arrays: Rows, mesh: jax.sharding.Mesh) -> Rows:
-    """The arrays `[B, T, ...]` with padding at T's end, so that the devices of a row have equal chunks of it."""
+    """The arrays `[B, T]` with padding at the end, so that the devices of a row have equal chunks of it."""
     size = mesh.shape["context"]
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2))), arrays)
+    return jax.tree.map(lambda x_BT: jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % size))), arrays)
 
 
 def head_logp(
@@ -122,42 +105,34 @@ def head_logp(
     chunk: int,
     mesh: jax.sharding.Mesh,
     mask_BT: Array | None = None,
-    kept_BTK: Array | None = None,
 ) -> LogpEntropy:
     """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32.
 
     Args:
       hidden_BTD: from `transformer.apply`, in the compute dtype.
       chunk: tokens at a time on each device.
-      mask_BT, kept_BTK: as for `forward`.
+      mask_BT: as for `forward`.
       mesh: rows and positions are sharded over it by `token_spec`, and must divide evenly.
     """
-    targets = tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1), kept_BTK
+    target_BT = tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1)
     on_device = partial(_device_logp, temperature=temperature, chunk=chunk, all_of_them=mask_BT is None)
     if mesh.size == 1:
         head_DV = transformer.head(params)
         copies = jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype), head_DV.astype(jnp.float32)
-        return shift(partial(on_device, *copies, over=()), hidden_BTD, *targets)
+        return shift(partial(on_device, *copies, over=()), hidden_BTD, target_BT)
     split = own_axes(mesh, "batch") + mesh_axes("time")
 
-    def on_mesh(
-        head_1DV: Array, summed_1DV: Array, hidden_BTD: Array, target_BT: Array, kept_BTS: Array | None
-    ) -> LogpEntropy:
-        return on_device(head_1DV[0], summed_1DV[0], hidden_BTD, target_BT, kept_BTS, over=split)
+    def on_mesh(head_1DV: Array, summed_1DV: Array, hidden_BTD: Array, target_BT: Array) -> LogpEntropy:
+        return on_device(head_1DV[0], summed_1DV[0], hidden_BTD, target_BT, over=split)
 
     own, into = PartitionSpec(split), token_spec(mesh, *tokens_BT.shape)
     mapped = jax.shard_map(
-        on_mesh,
-        mesh=mesh,
-        in_specs=(own, own, into, into, into),
-        out_specs=into,
-        axis_names=set(split),
-        check_vma=False,
+        on_mesh, mesh=mesh, in_specs=(own, own, into, into), out_specs=into, axis_names=set(split), check_vma=False
     )
     # In the backward pass the head's gradient is reduced before the layers run, not held whole meanwhile.
     head_DV, hidden_BTD = jax.lax.optimization_barrier((transformer.head(params), hidden_BTD))
     copies = _copies(head_DV, hidden_BTD.dtype, mesh, split)
-    return shift(partial(mapped, *copies), hidden_BTD, *targets, keep_length=True)
+    return shift(partial(mapped, *copies), hidden_BTD, target_BT, keep_length=True)
 
 
 def _device_logp(
@@ -165,7 +140,6 @@ def _device_logp(
     summed_DV: Array,
     hidden_BTD: Array,
     target_BT: Array,
-    kept_BTS: Array | None,
     *,
     temperature: float,
     chunk: int,
@@ -179,11 +153,9 @@ def _device_logp(
     """
     (B, T, D), N = hidden_BTD.shape, target_BT.size
     wanted_N = target_BT.reshape(N) >= 0
-    hidden_ND, target = hidden_BTD.reshape(N, D), Target(jnp.maximum(target_BT.reshape(N), 0), None)
-    if kept_BTS is not None:
-        target = target._replace(kept=kept_BTS.reshape(N, -1))
+    hidden_ND, token_N = hidden_BTD.reshape(N, D), jnp.maximum(target_BT.reshape(N), 0)
     if chunk >= N:
-        both_N = _chunk_logp(temperature, head_DV, summed_DV, hidden_ND, target)
+        both_N = _chunk_logp(temperature, head_DV, summed_DV, hidden_ND, token_N)
         return jax.tree.map(lambda x_N: jnp.where(wanted_N, x_N, 0).reshape(B, T), both_N)
     order_N = jnp.argsort(~wanted_N, stable=True)
     inverse_N = jnp.argsort(order_N)
@@ -196,8 +168,7 @@ def _device_logp(
         return jnp.pad(x, ((0, K * chunk - N), *[(0, 0)] * (x.ndim - 1))).reshape(K, chunk, *x.shape[1:])
 
     hidden_KCD = split(_permute(hidden_ND, order_N, inverse_N))
-    target = jax.tree.map(lambda x: split(x[order_N]), target)
-    both_KC = _chunks_logp(temperature, head_DV, summed_DV, hidden_KCD, target, count)
+    both_KC = _chunks_logp(temperature, head_DV, summed_DV, hidden_KCD, split(token_N[order_N]), count)
 
     def join(x_KC: Array) -> Array:
         return jnp.where(wanted_N, _permute(x_KC.reshape(-1)[:N], inverse_N, order_N), 0).reshape(B, T)
@@ -205,55 +176,49 @@ def _device_logp(
     return jax.tree.map(join, both_KC)
 
 
-def _chunk_logp(temperature: float, head_DV: Array, summed_DV: Array, hidden_CD: Array, target: Target) -> LogpEntropy:
+def _chunk_logp(temperature: float, head_DV: Array, summed_DV: Array, hidden_CD: Array, token_C: Array) -> LogpEntropy:
     """Log-probs and entropies of one chunk, [C]."""
-    return logp_and_entropy(_product(head_DV, summed_DV, hidden_CD), target.token, temperature, target.kept)
+    return logp_and_entropy(_product(head_DV, summed_DV, hidden_CD), token_C, temperature)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunks_logp(
-    temperature: float, head_DV: Array, summed_DV: Array, hidden_KCD: Array, target: Target, count: Array | None
+    temperature: float, head_DV: Array, summed_DV: Array, hidden_KCD: Array, token_KC: Array, count: Array | None
 ) -> LogpEntropy:
-    """Log-probs and entropies of the first `count` chunks, [K, C], and 0 for the others. None: all.
-
-    The arrays of `target` are [K, C] and [K, C, S].
-    """
+    """Log-probs and entropies of the first `count` chunks, [K, C], and 0 for the others. None: all."""
 
     def step(k: Array, both_KC: LogpEntropy) -> LogpEntropy:
-        both_C = _chunk_logp(temperature, head_DV, summed_DV, hidden_KCD[k], jax.tree.map(lambda x: x[k], target))
+        both_C = _chunk_logp(temperature, head_DV, summed_DV, hidden_KCD[k], token_KC[k])
         return jax.tree.map(lambda x_KC, x_C: x_KC.at[k].set(x_C), both_KC, both_C)
 
-    empty = jnp.zeros(target.token.shape, jnp.float32)
-    return jax.lax.fori_loop(0, len(empty) if count is None else count, step, (empty, empty))
+    empty = jnp.zeros(token_KC.shape, jnp.float32)
+    return jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, (empty, empty))
 
 
-ChunkInputs = tuple[Array, Array, Array, Target, Array | None]  # what `_chunks_logp` takes
+ChunkInputs = tuple[Array, Array, Array, Array, Array | None]  # the arrays that `_chunks_logp` takes
 
 
-def _chunks_logp_forward(
-    temperature: float, head_DV: Array, summed_DV: Array, hidden_KCD: Array, target: Target, count: Array | None
-) -> tuple[LogpEntropy, ChunkInputs]:
-    inputs = head_DV, summed_DV, hidden_KCD, target, count
+def _chunks_logp_forward(temperature: float, *inputs: Array) -> tuple[LogpEntropy, tuple[Array, ...]]:
     return _chunks_logp(temperature, *inputs), inputs
 
 
 def _chunks_logp_backward(
     temperature: float, inputs: ChunkInputs, dboth_KC: LogpEntropy
 ) -> tuple[None, Array, Array, None, None]:
-    head_DV, summed_DV, hidden_KCD, target, count = inputs
+    head_DV, summed_DV, hidden_KCD, token_KC, count = inputs
 
     def step(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dsummed_DV, dhidden_KCD = carry
 
         def both(summed_DV: Array, hidden_CD: Array) -> LogpEntropy:
-            return _chunk_logp(temperature, head_DV, summed_DV, hidden_CD, jax.tree.map(lambda x: x[k], target))
+            return _chunk_logp(temperature, head_DV, summed_DV, hidden_CD, token_KC[k])
 
         _, pull = jax.vjp(both, summed_DV, hidden_KCD[k])
         more_DV, dhidden_CD = pull(jax.tree.map(lambda x_KC: x_KC[k], dboth_KC))
         return dsummed_DV + more_DV, dhidden_KCD.at[k].set(dhidden_CD)
 
     start = jnp.zeros(summed_DV.shape, jnp.float32), jnp.zeros_like(hidden_KCD)
-    dsummed_DV, dhidden_KCD = jax.lax.fori_loop(0, len(hidden_KCD) if count is None else count, step, start)
+    dsummed_DV, dhidden_KCD = jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, start)
     return None, dsummed_DV, dhidden_KCD, None, None
 
 

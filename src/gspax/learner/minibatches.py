@@ -5,7 +5,7 @@ Packed rows hold several responses, each with its prompt or after a shared one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -15,20 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gspax.config import (
-    Experiment,
-    ModelConfig,
-    Reference,
-    RowShape,
-    Sampling,
-    expert_id_dtype,
-    row_shape,
-    sampling_mask_size,
-    sparse_layers,
-    token_id_dtype,
-)
+from gspax.config import Experiment, Reference, RowShape, expert_id_dtype, row_shape, sparse_layers
+from gspax.config.protocols import Selection
 from gspax.learner.objective import Scores
 from gspax.learner.train_step import Score
+from gspax.losses.selection import Minibatch
 from gspax.losses.shaping import filter_overlong
 from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
@@ -103,8 +94,8 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
         segment_BT=(jnp.arange(columns)[None] < total_B1).astype(jnp.int32),
         mask_BT=_loss_mask(rollout, without_overlong),
         sampler_logp_BT=rollout.logp_BT,
+        version_BT=rollout.version_BT,
         expert_BLTA=rollout.expert_BLTA,
-        kept_BTK=rollout.kept_BTK,
     )
     size = responses // count
 
@@ -122,9 +113,6 @@ def _gather(
     def take(x_BT: Array) -> Array:
         return jnp.where(segment_BT > 0, x_BT.reshape(-1)[source_BT], jnp.zeros((), x_BT.dtype))
 
-    def take_sets(kept_BTK: Array) -> Array:  # on padding any
-        return kept_BTK.reshape(-1, kept_BTK.shape[2])[source_BT]
-
     def take_experts(expert_BLTA: Array) -> Array:  # on padding any: nothing is routed there
         expert_BTLA = expert_BLTA.swapaxes(1, 2)
         return expert_BTLA.reshape(-1, *expert_BTLA.shape[2:])[source_BT].swapaxes(1, 2)
@@ -135,8 +123,8 @@ def _gather(
         prefix_BT=prefix_BT,
         mask_BT=take(_loss_mask(rollout, without_overlong)),
         sampler_logp_BT=take(rollout.logp_BT),
+        version_BT=None if rollout.version_BT is None else take(rollout.version_BT),
         expert_BLTA=None if rollout.expert_BLTA is None else take_experts(rollout.expert_BLTA),
-        kept_BTK=None if rollout.kept_BTK is None else take_sets(rollout.kept_BTK),
     )
 
 
@@ -160,18 +148,11 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
         sampler_logp_BT=rows((B, T), jnp.float32),
         ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
+        version_BT=rows((B, T), jnp.int32) if experiment.old_logp == "interpolated" else None,
+        selected_BT=None if experiment.selection is None else rows((B, T), jnp.float32),
         expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
         router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
-        kept_BTK=abstract_sets(config, experiment.sampling, mesh, (B, T)),
     )
-
-
-def abstract_sets(
-    model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, shape: tuple[int, int]
-) -> Array | None:
-    """The `ShapeDtypeStruct` of the sampling masks of tokens [B, T]; None without `Sampling.mask_replay`."""
-    K = sampling_mask_size(sampling, model.vocab_size)
-    return abstract_rows(mesh, (*shape, K), token_id_dtype(model)) if K else None
 
 
 def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -296,8 +277,7 @@ def score_minibatches(
     """
 
     def compute(params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
-        rows = batch.tokens_BT, batch.segment_BT, batch.mask_BT
-        scores = score(params, *rows, expert_BLTA, batch.prefix_BT, kept_BTK=batch.kept_BTK)
+        scores = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, expert_BLTA, batch.prefix_BT)
         jax.block_until_ready(scores)  # dispatched ahead, they would leave no moment to stop between minibatches
         interrupt.stop_point()
         return scores
@@ -311,9 +291,43 @@ def score_minibatches(
         filled[index] = replace(
             batch, old_logp_BT=scores.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=scores.router_logp_BLTA
         )
-    if reference is not None:  # it routes by itself, but chooses from the tokens that the sampler did
+    if reference is not None:  # it routes by itself
         filled = [replace(batch, ref_logp_BT=compute(reference, batch, None).logp_BT) for batch in filled]
     return filled, of_old
+
+
+Select = Callable[[Batch, Array, Array], Array]  # (batch, entropy_BT of the old policy, key) -> weights [B, T]
+
+
+def make_select(selection: Selection, mesh: jax.sharding.Mesh) -> Select:
+    """The selection of tokens, jitted, for a batch with old log-probs and advantages."""
+
+    @partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
+    def select(batch: Batch, entropy_BT: Array, key: Array) -> Array:
+        advantage, mask_BT = known(batch, "advantage"), batch.mask_BT
+        advantage_BT = jnp.broadcast_to(advantage if advantage.ndim == 2 else advantage[:, None], mask_BT.shape)
+        policies = known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT")
+        return selection(Minibatch(*policies, entropy_BT, advantage_BT, mask_BT, key)).astype(jnp.float32)
+
+    return select
+
+
+def select_tokens(
+    select: Select | None, batches: Sequence[Batch], scores: Sequence[Scores | None], key: Array
+) -> list[Batch]:
+    """The minibatches with the weights of a selection, if there is one, of each as a whole.
+
+    Args:
+      scores: the old policy's, of each minibatch.
+      key: of this rollout alone.
+    """
+    if select is None:
+        return list(batches)
+    entropies = [of_old.entropy_BT for of_old in scores if of_old is not None]
+    return [
+        replace(batch, selected_BT=select(batch, entropy_BT, jax.random.fold_in(key, index)))
+        for index, (batch, entropy_BT) in enumerate(zip(batches, entropies, strict=True))
+    ]
 
 
 def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:

@@ -2,7 +2,7 @@
 
 An objective is `(outputs, batch, constants) -> losses.Terms`: the policy's outputs for the rows of one microbatch,
 those rows, and what is the same for all microbatches. `make_objective` combines a loss with a correction for the
-sampler, a KL to the reference, an entropy bonus, router losses and a calibrated clip range, each optional.
+sampler, a KL to the reference, penalties (`Regularizers`) and a calibrated clip range, each optional.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers, RouterShift
 from gspax.config.functions import keywords
 from gspax.losses.calibration import range_metrics
-from gspax.losses.correction import weight_metrics
+from gspax.losses.correction import multiplied, weight_metrics
 from gspax.losses.kl import add_penalty
 from gspax.losses.ratio_spread import ratio_metrics
-from gspax.losses.regularizers import entropy_bonus, load_balance, router_z
+from gspax.losses.regularizers import entropy_bonus, load_balance, log_ratio_square, router_z
 from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
@@ -148,14 +148,14 @@ def correction_weight(
     correction: Callable[..., Array] | None, rejection: Callable[..., Array] | None, logp_BT: Array, batch: Batch
 ) -> Array | None:
     """The constant factor of the objective, float32 [B] or [B, T]; None if nothing is corrected."""
-    weight, mask_BT, keywords = None, batch.mask_BT, packed(batch)
+    weights, mask_BT, keywords = [], batch.mask_BT, packed(batch)
     if correction is not None:
-        weight = correction(known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT"), mask_BT, **keywords)
+        weights.append(correction(known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT"), mask_BT, **keywords))
+    if batch.selected_BT is not None:
+        weights.append(batch.selected_BT)
     if rejection is not None:
-        kept = rejection(logp_BT, known(batch, "sampler_logp_BT"), batch.advantage, mask_BT, **keywords)
-        kept = kept[:, None] if weight is not None and weight.ndim > kept.ndim else kept
-        weight = kept if weight is None else weight * kept
-    return weight
+        weights.append(rejection(logp_BT, known(batch, "sampler_logp_BT"), batch.advantage, mask_BT, **keywords))
+    return multiplied(weights) if weights else None
 
 
 def penalties(
@@ -170,6 +170,10 @@ def penalties(
     if regularizers.entropy:
         bonus = entropy_bonus(outputs.entropy_BT, mask_BT, aggregate=aggregate, segment_ids=ids)
         yield regularizers.entropy, bonus
+    if regularizers.log_ratio_square:
+        sampler_logp_BT = known(batch, "sampler_logp_BT")
+        penalty = log_ratio_square(outputs.logp_BT, sampler_logp_BT, mask_BT, aggregate=aggregate, segment_ids=ids)
+        yield regularizers.log_ratio_square, penalty
     if regularizers.load_balance:
         assert load_LE is not None, "the batch has no experts"
         prob_LBTE = jax.nn.softmax(outputs.routing.logits)

@@ -32,6 +32,7 @@ from gspax.learner.adapters import trained_axes
 from gspax.learner.forward import StepSettings, forward
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.objective import Objective, Scores, UpdateConstants, router_logp
+from gspax.losses.proximal import interpolated_logp
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
 from gspax.parallel.sharding import constrain, replica_axes, within_replica
@@ -40,7 +41,7 @@ from gspax.types import Array, Batch, Params, PyTree, TrainState, known
 Scalars = dict[str, Array]  # float32 scalars by the name of their metric
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
 Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Scalars, Scores]]  # see `make_update`
-Score = Callable[..., Scores]  # see `make_score`
+Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
 
 # (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
 Gradient = Callable[[TrainState, Batch, bool | Array], tuple[Params, losses.Terms, Scores]]
@@ -169,10 +170,11 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
                 mask_BT=part.mask_BT,
                 expert_BLTA=known(part, "expert_BLTA") if settings.routing_replay else None,
                 prefix_BT=part.prefix_BT,
-                kept_BTK=part.kept_BTK,
             )
             with jax.named_scope("loss"):
-                if part.old_logp_BT is not None:
+                if part.version_BT is not None:
+                    part = interpolate_old_logp(part, outputs.logp_BT, constants.updates, settings.updates_per_rollout)
+                elif part.old_logp_BT is not None:
                     own_BT = jax.lax.stop_gradient(outputs.logp_BT)
                     part = replace(part, old_logp_BT=jnp.where(on_policy, own_BT, part.old_logp_BT))
                 terms = objective(outputs, part, constants)
@@ -202,11 +204,18 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
     return gradient
 
 
-def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
+def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, updates_per_rollout: int) -> Batch:
+    """The batch with old log-probs between the sampler's and the policy's own (`losses.proximal`)."""
+    rollouts, done = updates // updates_per_rollout, updates % updates_per_rollout
+    age_BT = jnp.maximum(rollouts - known(batch, "version_BT"), 0)
+    sampler_logp_BT, progress = known(batch, "sampler_logp_BT"), done / updates_per_rollout
+    return replace(batch, old_logp_BT=interpolated_logp(logp_BT, sampler_logp_BT, age_BT, progress))
 
-    With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs and entropies are over
-    these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the
+
+def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:
+    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT) -> Scores`.
+
+    With `expert_BLTA`, not None, the tokens go to these experts. `keep_experts` and `keep_router_logp` return the
     experts that they went to, and the router's log-probabilities of them.
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
@@ -222,8 +231,6 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
         mask_BT: Array,
         expert_BLTA: Array | None = None,
         prefix_BT: Array | None = None,
-        *,
-        kept_BTK: Array | None = None,
     ) -> Scores:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
@@ -237,7 +244,7 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
             )
 
         arrays: dict[str, Array | None] = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}
-        arrays |= {"expert_BLTA": expert_BLTA, "prefix_BT": prefix_BT, "kept_BTK": kept_BTK}
+        arrays |= {"expert_BLTA": expert_BLTA, "prefix_BT": prefix_BT}
         return run_microbatches(of_microbatch, arrays, settings.microbatch_rows, count_held(settings, segment_BT))[1]
 
     return score

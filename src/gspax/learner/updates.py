@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspax.config import Calibration, Experiment, has_experts, row_shape
+from gspax.config import Calibration, Experiment, has_experts, row_shape, updates_per_step
 from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
+from gspax.learner.minibatches import Select, make_select
 from gspax.learner.objective import Scores, make_objective
 from gspax.learner.state import applied_updates
 from gspax.learner.train_step import (
@@ -35,7 +36,7 @@ from gspax.learner.train_step import (
 )
 from gspax.losses import Terms
 from gspax.losses.calibration import next_range, range_warnings
-from gspax.losses.traits import traits_of
+from gspax.losses.traits import is_scored, traits_of
 from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
@@ -54,6 +55,7 @@ class Steps(NamedTuple):
     gradient: Gradient  # of the update, not compiled
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
     measure: Measure | None = None  # with `Experiment.diagnostics`
+    select: Select | None = None  # with `Experiment.selection`
 
 
 def make_steps(
@@ -73,16 +75,18 @@ def make_steps(
         packed=schedule.microbatch_tokens > 0,
         worst_case=worst_case,
         routing_replay=experiment.routing_replay != "off",
+        updates_per_rollout=updates_per_step(schedule),
     )
     # The sampler's experts are in the rollout; the old policy's are found by the pass that computes its log-probs.
     reference, replay, shift = experiment.reference, experiment.routing_replay, experiment.router_shift
     keep = replay != "sampler" and reads_experts(experiment.regularizers, replay, shift)
     # The first minibatch's update computes its own old log-probs, unless they are read before it: by a KL in the
-    # reward, for the routing that updates read, or for a calibrated clip range, which needs to know how differently
-    # the two passes round.
+    # reward, for the routing that updates read, by a selection of tokens, or for a calibrated clip range, which needs
+    # to know how differently the two passes round.
     rewarded = reference is not None and reference.reward is not None
-    first = 0 if rewarded or keep or shift is not None or experiment.calibration is not None else 1
-    scored = range(first, schedule.minibatches) if experiment.old_logp == "learner" else range(0)
+    before = rewarded or keep or shift is not None or experiment.calibration is not None
+    first = 0 if before or experiment.selection is not None else 1
+    scored = range(first, schedule.minibatches) if is_scored(experiment.loss, experiment.old_logp) else range(0)
     objective = make_objective(
         experiment.loss,
         correction=experiment.correction,
@@ -100,6 +104,7 @@ def make_steps(
         make_gradient(settings, objective),
         scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
+        None if experiment.selection is None else make_select(experiment.selection, mesh),
     )
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.advantages import by_turn, constant_groups
-from gspax.config.functions import title_of
+from gspax.config.functions import takes_lengths, title_of
 from gspax.config.protocols import Advantage, LengthReward, Tokenizer
 from gspax.data.problem import Problem
 from gspax.errors import UserError, warn_once
@@ -292,7 +292,8 @@ def compute_advantages(
     """Advantages float32 [B] of the rewards, and `reward/with_added` if something is added to them.
 
     Args:
-      advantage: a function of rewards float32 [P, G], or [P, G, R] if there are R > 1 of them.
+      advantage: a function of rewards float32 [P, G], or [P, G, R] if there are R > 1 of them; with a free keyword
+        `length_PG` it gets the tokens that the policy sampled, int32 [P, G].
       completions: B of them, all with R rewards.
       added_B: from `shape_rewards`: added to a single reward, or one more of several.
       group: G, the adjacent completions of one prompt.
@@ -307,9 +308,15 @@ def compute_advantages(
         reward_BR = reward_BR + added_B1 if single else np.concatenate([reward_BR, added_B1], axis=1)
         metrics["reward/with_added"] = float(reward_BR.sum(axis=1).mean())
     reward_PGR = jnp.asarray(reward_BR.reshape(-1, group, reward_BR.shape[1]))
-    masks = () if finished_B is None else (jnp.asarray(finished_B).reshape(reward_PGR.shape[:2]),)
+    groups = reward_PGR.shape[:2]
+    masks = () if finished_B is None else (jnp.asarray(finished_B).reshape(groups),)
+    lengths = {}
+    if takes_lengths(advantage):
+        lengths["length_PG"] = jnp.array([completion.length for completion in completions]).reshape(groups)
     try:
-        advantage_PG = np.asarray(advantage(reward_PGR[..., 0] if single else reward_PGR, *masks), np.float32)
+        advantage_PG = np.asarray(
+            advantage(reward_PGR[..., 0] if single else reward_PGR, *masks, **lengths), np.float32
+        )
     except (TypeError, ValueError) as error:
         raise UserError(f"advantage: {title_of(advantage)} refuses these rewards: {error}") from error
     return advantage_PG.reshape(-1), metrics

@@ -17,7 +17,6 @@ from functools import partial
 import jax
 import numpy as np
 
-from gspax.config import sampling_mask_size
 from gspax.data.problem import Problem
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
@@ -124,7 +123,6 @@ def sample_options(runtime: Runtime) -> SampleOptions:
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
         keep_experts=experiment.routing_replay == "sampler",
-        mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )
     placement = experiment.placement
     if placement is None or placement.partial is None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gspax.config import ModelConfig, row_shape, updates_per_step
 from gspax.learner import minibatches
@@ -19,7 +20,6 @@ from gspax.learner.metrics import (
     Clock,
     response_metrics,
     routing_metrics,
-    sampling_mask_metrics,
     score_metrics,
     staleness_metrics,
     update_metrics,
@@ -29,6 +29,7 @@ from gspax.learner.objective import Scores
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates
 from gspax.learner.updates import Updated, run_updates
+from gspax.losses.traits import is_scored
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
@@ -47,6 +48,8 @@ from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
 from gspax.types import Batch, Params, Rollout, TrainState
+
+SELECTION = 4  # folded into the run's key
 
 
 class StepResult(NamedTuple):
@@ -83,12 +86,14 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
         clock.lap("refill")
 
     progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-    batches, scores, layouts = prepare_minibatches(runtime, state, reference, graded.rollout)
+    batches, scores, layouts = prepare_minibatches(runtime, state, reference, with_versions(runtime, graded))
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
     progress.phase("updating")  # advantages compare the completions of a prompt; then an update per minibatch
     batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, layouts)
+    key = jax.random.fold_in(jax.random.fold_in(multihost.key_to_host(state.key), SELECTION), trained)
+    batches = minibatches.select_tokens(runtime.steps.select, batches, scores, key)
     updated = run_updates(
         runtime.steps,
         state,
@@ -105,7 +110,6 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
 
     metrics = {
         **rollout_metrics(graded, experiment.sampling.group),
-        **sampling_mask_metrics(graded.rollout, experiment.model.vocab_size),
         **(staleness_metrics(graded.rollout, trained, graded.policy) if experiment.placement else {}),
         **shaping_metrics,
         **learner_metrics(updated, layouts, experiment.model),
@@ -152,13 +156,24 @@ def replace_constant_groups(
     )
 
 
+def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
+    """The rollout with the version of the weights that sampled each token, if old log-probs are interpolated by it."""
+    rollout = graded.rollout
+    if runtime.experiment.old_logp != "interpolated":
+        return replace(rollout, version_BT=None)
+    if rollout.version_BT is not None:
+        return rollout
+    return replace(rollout, version_BT=jnp.full_like(rollout.tokens_BT, graded.policy))
+
+
 def prepare_minibatches(
     runtime: Runtime, state: TrainState, reference: Params | None, rollout: Rollout
 ) -> tuple[list[Batch], list[Scores | None], list[Layout]]:
     """Split a rollout into minibatches, and compute the log-probs of the old policy and of the reference.
 
-    The first update computes the old log-probs of its minibatch itself, and with `old_logp="sampler"` they are the
-    sampler's: `Steps.scored` are the minibatches that need a pass of their own.
+    The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
+    demands it, they are the sampler's; with "interpolated" each update replaces these by its own. `Steps.scored` are
+    the minibatches that need a pass of their own.
     """
     experiment, schedule, which = runtime.experiment, runtime.experiment.schedule, runtime.steps.scored
     batches, layouts = minibatches.split_minibatches(
@@ -171,7 +186,7 @@ def prepare_minibatches(
     )
     if reference is not None:
         reference = combine(reference, partition(state.params)[1])
-    if experiment.old_logp == "sampler":
+    if not is_scored(experiment.loss, experiment.old_logp):
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it

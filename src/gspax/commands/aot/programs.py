@@ -33,11 +33,10 @@ from gspax.config import (
     Sampling,
     layer_runs,
     layer_windows,
-    sampling_mask_size,
     trained_dtype,
     updates_per_step,
 )
-from gspax.learner.minibatches import abstract_batch, abstract_rows, abstract_sets
+from gspax.learner.minibatches import abstract_batch, abstract_rows
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state
 from gspax.learner.updates import make_steps
@@ -109,12 +108,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
             resident=reference + other_batches,
             runs=updates_per_step(experiment.schedule),
         ),
-        Program(
-            name=SCORE,
-            lower=_lower(steps.score, state.params, *scored, kept_BTK=batch.kept_BTK),
-            resident=scoring,
-            runs=scores,
-        ),
+        Program(name=SCORE, lower=_lower(steps.score, state.params, *scored), resident=scoring, runs=scores),
         *([] if experiment.placement is not None else [copy]),
         *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
     ]
@@ -138,8 +132,7 @@ def _make_sampler(
     resident = learner_bytes
     if placement is not None:
         rollouts = placement.staleness if placement.partial is None else 1
-        rollout_bytes = device_bytes(abstract_rollout(model, experiment.sampling, mesh))
-        resident = rollouts * (device_bytes(params) + rollout_bytes)
+        resident = rollouts * (device_bytes(params) + device_bytes(abstract_rollout(experiment.sampling, mesh)))
     sampling = sampler.split_groups(with_carried(experiment.sampling, placement), mesh)
     P, rows = sampling.prompts, partial(abstract_rows, mesh)
     prompts = Prompts(rows((P, sampling.max_prompt_tokens), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.uint32))
@@ -150,7 +143,6 @@ def _make_sampler(
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
         keep_versions=admits,
-        mask_size=sampling_mask_size(sampling, model.vocab_size),
         admits=admits,
         turns=experiment.environment is not None,
     )
@@ -210,7 +202,7 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
     return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
 
 
-def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
+def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
     """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
     rows = partial(abstract_rows, mesh)
@@ -221,8 +213,6 @@ def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.
         prompt_length_B=rows((B,), jnp.int32),
         length_B=rows((B,), jnp.int32),
         finished_B=rows((B,), jnp.bool_),
-        kept_BTK=abstract_sets(model, sampling, mesh, (B, T)),
-        cut_BT=rows((B, T), jnp.bool_) if sampling.mask_replay else None,
     )
 
 

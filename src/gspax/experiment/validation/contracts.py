@@ -20,9 +20,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gspax import losses
 from gspax.config import Experiment, Optimizer, protocols
-from gspax.config.functions import Function, Hint, is_gspax, keywords, name_of, title_of
+from gspax.config.functions import Function, Hint, is_gspax, keywords, name_of, takes_lengths, title_of
 from gspax.errors import UserError, place_of
 from gspax.experiment.validation.fields import Field, WrongFieldError, bare, fields
+from gspax.losses.selection import Minibatch
 from gspax.losses.traits import aggregate_of, traits_of
 
 B, T = 2, 3
@@ -63,7 +64,7 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
         except WrongFieldError:
             continue
         except _BreachError as breach:
-            wrong |= key in ("correction", "rejection")
+            wrong |= key in ("correction", "rejection", "selection")
             yield f"{key}: {breach}"
 
 
@@ -196,6 +197,8 @@ def _loss(context: _Context, field: Field) -> _Call:
         for middle, function in weights.items()
         if function is not None
     ]
+    if of.selection is not None:
+        shapes.append(LOGP.shape)
     if shapes:
         options["correction"] = np.ones(max(shapes, key=len), np.float32)
     if traits_of(field.value).updates:
@@ -211,6 +214,13 @@ def _weights(context: _Context, field: Field, *middle: jax.ShapeDtypeStruct) -> 
     if context.packed:
         wanted, fits = f"weights [B, T], here [{B}, {T}]", _has_shape((B, T))
     return _Call(field.value, (LOGP, LOGP, *middle, MASK), wanted, fits, context.segments)
+
+
+def _selection(context: _Context, field: Field) -> _Call:
+    def select(*arrays: jax.Array) -> object:
+        return field.value(Minibatch(*arrays, key=jax.random.key(0)))
+
+    return _Call(select, (LOGP, LOGP, LOGP, LOGP, MASK), f"weights [B, T], here [{B}, {T}]", _has_shape((B, T)))
 
 
 def _kl_loss(context: _Context, field: Field) -> _Call:
@@ -240,7 +250,9 @@ def _advantage(context: _Context, field: Field) -> _Call:
 def _advantage_call(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> _Call:
     groups = shape[:2]
     arguments = (_array(*shape), _array(*groups, dtype=bool))[: 1 + masked]
-    return _Call(advantage, arguments, f"advantages [P, G], here {[*groups]}", _has_shape(groups), on_host=True)
+    lengths = {"length_PG": np.ones(groups, np.int32)} if takes_lengths(advantage) else {}
+    wanted = f"advantages [P, G], here {[*groups]}"
+    return _Call(advantage, arguments, wanted, _has_shape(groups), lengths, on_host=True)
 
 
 def _length_reward(context: _Context, field: Field) -> _Call:
@@ -278,6 +290,7 @@ _CALLS: dict[Hint, Callable[[_Context, Field], _Call | None]] = {
     protocols.Loss: _loss,
     protocols.Correction: _weights,
     protocols.Rejection: lambda context, field: _weights(context, field, context.advantage),
+    protocols.Selection: _selection,
     protocols.KLLoss: _kl_loss,
     protocols.KLEstimate: _kl_estimate,
     protocols.Advantage: _advantage,

@@ -11,35 +11,27 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gspax.config import (
-    Calibration,
     Evaluation,
     Experiment,
     Lora,
     Mesh,
     ModelConfig,
-    OldLogp,
     PartialRollouts,
     Placement,
     Reference,
-    Regularizers,
-    RouterShift,
-    RoutingReplay,
     Sampling,
     Schedule,
     Turns,
-    filters_in_use,
-    has_experts,
     layer_windows,
     updates_per_step,
 )
-from gspax.config.functions import Function, interface_problems, keywords, title_of
+from gspax.config.functions import Function, interface_problems, takes_lengths, title_of
 from gspax.config.model import architecture_problems
 from gspax.config.protocols import Advantage, Correction, Environment, Loss, Rejection, Reward, Tokenizer
 from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
-from gspax.experiment.description import show
 from gspax.experiment.validation.contracts import contract_problems
 from gspax.experiment.validation.fields import (
     WrongFieldError,
@@ -51,8 +43,18 @@ from gspax.experiment.validation.fields import (
     without,
 )
 from gspax.experiment.validation.first_calls import first_problems
-from gspax.losses.calibration import INERT
-from gspax.losses.traits import aggregate_of, level_of, traits_of
+from gspax.experiment.validation.losses import (
+    calibration_problems,
+    clip_range_problems,
+    loss_warnings,
+    old_policy_problems,
+    penalty_problems,
+    router_problems,
+    sampler_logp_problems,
+    sampler_routing_problems,
+    weight_problems,
+)
+from gspax.losses.traits import takes_sampler_logp, traits_of
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
@@ -101,18 +103,17 @@ def validate(
         lambda: _shared_prompts(e.schedule, e.model),
         lambda: _sampled_ahead(e.sampling, e.placement),
         lambda: _tokens(e.sampling),
-        lambda: _mask_replay(e.sampling),
         lambda: _updates(e.schedule),
         lambda: _adapters(e.lora),
-        lambda: _clip_range(e.loss),
-        lambda: _calibration(e.loss, e.calibration, e.schedule),
-        lambda: _penalties(e.loss, e.reference, e.regularizers),
+        lambda: clip_range_problems(e.loss),
+        lambda: calibration_problems(e.loss, e.calibration, e.schedule),
+        lambda: penalty_problems(e.loss, e.reference, e.regularizers),
         lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
-        lambda: _router(e.model, e.regularizers, e.routing_replay, e.router_shift),
-        lambda: _sampler_logp(
-            e.old_logp, e.correction, e.calibration, e.router_shift, e.routing_replay, e.regularizers
-        ),
-        lambda: _weights(e.loss, e.correction, e.rejection),
+        lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
+        lambda: old_policy_problems(e.loss, e.schedule, e.old_logp, e.placement),
+        lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
+        lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
+        lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
         lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
@@ -146,22 +147,22 @@ def warnings(experiment: Experiment) -> list[str]:
     """Settings of a valid experiment that are probably not intended, one sentence each."""
     notes = opening_notes(experiment.data)
     sampling = experiment.sampling
-    if (filters := filters_in_use(sampling)) and not sampling.mask_replay:
+    filters = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(sampling, name) != off]
+    if filters:
         notes.append(
             f"{', '.join('sampling.' + name for name in filters)}: log-probabilities are of the unfiltered, "
-            "temperature-scaled distribution, so sampling through a filter biases the gradient; set "
-            f"sampling.mask_replay={sampling.top_k or 64} to train on the distribution that was sampled, for up to so "
-            "many tokens that a filter keeps"
+            "temperature-scaled distribution, so sampling through a filter biases the policy ratio"
         )
     placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
-    if placement and placement.staleness and uncorrected and experiment.old_logp == "learner":
+    unexplained = uncorrected and not takes_sampler_logp(experiment.loss, experiment.old_logp)
+    if placement and placement.staleness and unexplained:
         notes.append(
             f"placement.staleness={placement.staleness}: completions are sampled by older parameters than the ratio's "
             "denominator, and nothing corrects for that; set a correction or a rejection (gspax.losses.correction)"
         )
     return [
         *notes,
-        *_loss_warnings(experiment.loss, experiment.correction, experiment.calibration),
+        *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
         *_unused_turns(experiment.environment, experiment.turns),
     ]
 
@@ -232,15 +233,6 @@ def _tokens(sampling: Sampling) -> Iterator[str]:
         )
 
 
-def _mask_replay(sampling: Sampling) -> Iterator[str]:
-    """There are sampling masks to replay."""
-    if sampling.mask_replay and not filters_in_use(sampling):
-        yield (
-            "sampling.mask_replay: wanted 0 without a filter (sampling.top_k, top_p, or min_p), whose tokens it "
-            f"replays, got {sampling.mask_replay}"
-        )
-
-
 def _rows(sampling: Sampling, schedule: Schedule) -> Iterator[str]:
     """A rollout batch divides into minibatches, and those into microbatches."""
     rows = sampling.prompts * sampling.group
@@ -304,87 +296,6 @@ def _partial_rollouts(sampling: Sampling, staleness: int, partial: PartialRollou
         yield "sampling.chunk: wanted the tokens between two renewals of the parameters, with placement.partial, got 0"
 
 
-def _clip_range(loss: Loss) -> Iterator[str]:
-    settings, limit = keywords(loss), traits_of(loss).clip_low_limit
-    for name in ("clip_low", "clip_high"):
-        value = settings.get(name, 0.0)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        if not ok or (name == "clip_low" and value >= limit):
-            words = "at least 0 and below 1" if name == "clip_low" and limit == 1 else "at least 0"
-            yield f"loss.{name}: wanted a number {words}, got {value!r}"
-
-
-def _calibration(loss: Loss, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
-    if calibration is None:
-        return
-    traits = traits_of(loss)
-    if not (traits.ratio == "sequence" and traits.clip_range):
-        yield (
-            "calibration: wanted a loss that clips the ratio of a sequence (gspo, gspo_token, luspo, or one with such "
-            f"`losses.Traits`), got {title_of(loss)}"
-        )
-    if (updates := updates_per_step(schedule)) < 2:
-        yield (
-            "calibration: wanted at least 2 schedule.minibatches or schedule.epochs, as every ratio is 1 in a rollout "
-            f"batch's first update, got {updates}"
-        )
-
-
-def _penalties(loss: Loss, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
-    """Penalties are aggregated as the loss is, so the loss must have an aggregation."""
-    kl = None if reference is None else reference.loss
-    if reference is not None and kl is not None and reference.reward is not None:
-        yield "reference: wanted the KL in the loss or in the reward, got both"
-    on = [f"regularizers.{name}" for name, value in vars(regularizers).items() if value]
-    on += ["reference.loss"] if kl is not None else []
-    aggregate = aggregate_of(loss)
-    if on and aggregate is None:
-        yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {title_of(loss)} has none"
-    if kl is not None and aggregate is not None and "aggregate" not in keywords(kl) and level_of(aggregate) == "token":
-        yield (
-            f"reference.loss: {title_of(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
-            f"by_constant, got {title_of(aggregate)}"
-        )
-
-
-def _router(
-    model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
-) -> Iterator[str]:
-    """Losses and settings of a router need experts."""
-    on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
-    on += ["routing_replay"] if routing_replay != "off" else []
-    on += ["router_shift"] if router_shift is not None else []
-    if on and not has_experts(model):
-        yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
-
-
-def _sampler_logp(
-    old_logp: OldLogp,
-    correction: Correction | None,
-    calibration: Calibration | None,
-    router_shift: RouterShift | None,
-    routing_replay: RoutingReplay,
-    regularizers: Regularizers,
-) -> Iterator[str]:
-    """With the sampler's log-probs as old ones, no setting needs log-probs that the learner computes."""
-    needs_computed = {
-        "correction": correction is not None,
-        "calibration": calibration is not None,
-        "router_shift": router_shift is not None,
-        "routing_replay": routing_replay == "old",
-        "regularizers.load_balance": regularizers.load_balance > 0 and routing_replay != "sampler",
-    }
-    for field in (name for name, is_on in needs_computed.items() if is_on and old_logp == "sampler"):
-        yield f"{field}: wanted old_logp=learner, got sampler, with which no log-probs are computed before the updates"
-
-
-def _weights(loss: Loss, correction: Correction | None, rejection: Rejection | None) -> Iterator[str]:
-    """A loss takes the weights of a correction."""
-    for field, function in {"correction": correction, "rejection": rejection}.items():
-        if function is not None and traits_of(loss).correction is None:
-            yield f"{field}: wanted a loss that takes a `correction`, {title_of(loss)} does not"
-
-
 def _packing(schedule: Schedule, loss: Loss, terms: Terms) -> Iterator[str]:
     """Functions that sum over a response can tell the responses of a packed row apart."""
     for field, function in {"loss": loss, **terms}.items():
@@ -404,6 +315,8 @@ def _credit(turns: Turns, loss: Loss, advantage: Advantage, terms: Terms) -> Ite
     for field, function in terms.items():
         if not takes_segments(function):
             yield f"turns.credit: wanted a {field} that takes `segment_ids`, {title_of(function)} does not"
+    if takes_lengths(advantage):
+        yield f"turns.credit: wanted an advantage of rewards alone, {title_of(advantage)} takes lengths of responses"
     if positional_count(advantage) < 2:
         yield (
             "turns.credit: wanted an advantage of (rewards, mask), because not every conversation has every turn; "
@@ -424,23 +337,6 @@ def _terms(correction: Correction | None, rejection: Rejection | None, reference
     kl = None if reference is None else reference.loss
     terms = {"correction": correction, "rejection": rejection, "reference.loss": kl}
     return {field: function for field, function in terms.items() if function is not None}
-
-
-def _loss_warnings(loss: Loss, correction: Correction | None, calibration: Calibration | None) -> Iterator[str]:
-    """Settings of a loss that run but are probably not meant."""
-    clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
-    wide = [f"loss.{name}={show(value)}" for name, value in clip.items() if value >= INERT]
-    if traits_of(loss).ratio == "sequence" and wide and calibration is None:
-        yield (
-            f"{', '.join(wide)}: GSPO's ratio is a mean over the sequence and stays close to 1, so this band clips "
-            "nothing (the paper's widths are 3e-4 and 4e-4)"
-        )
-    if correction is not None and level_of(correction) == "token" and traits_of(loss).correction == "sequence":
-        yield (
-            f"correction: {title_of(correction)} weights each token, but the gradient of {title_of(loss)} has one "
-            "weight per sequence, the mean of these; gspo_token applies them token by token, and a correction such as "
-            "truncate_geometric weights whole sequences"
-        )
 
 
 def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:

@@ -1,0 +1,171 @@
+"""Rules of an experiment's objective: the loss, its weights and penalties, and the log-probs that they need.
+
+Each message is one sentence: where, what was wanted, what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gspax.config import (
+    Calibration,
+    ModelConfig,
+    OldLogp,
+    Placement,
+    Reference,
+    Regularizers,
+    RouterShift,
+    RoutingReplay,
+    Schedule,
+    has_experts,
+    updates_per_step,
+)
+from gspax.config.functions import keywords, title_of
+from gspax.config.protocols import Correction, Loss, Rejection, Selection
+from gspax.experiment.description import show
+from gspax.losses.calibration import INERT
+from gspax.losses.traits import aggregate_of, is_scored, level_of, takes_sampler_logp, traits_of
+
+
+def clip_range_problems(loss: Loss) -> Iterator[str]:
+    settings, limit = keywords(loss), traits_of(loss).clip_low_limit
+    for name in ("clip_low", "clip_high"):
+        value = settings.get(name, 0.0)
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        if not ok or (name == "clip_low" and value >= limit):
+            words = "at least 0 and below 1" if name == "clip_low" and limit == 1 else "at least 0"
+            yield f"loss.{name}: wanted a number {words}, got {value!r}"
+
+
+def calibration_problems(loss: Loss, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
+    if calibration is None:
+        return
+    traits = traits_of(loss)
+    if not (traits.ratio == "sequence" and traits.clip_range):
+        yield (
+            "calibration: wanted a loss that clips the ratio of a sequence (gspo, gspo_token, luspo, or one with such "
+            f"`losses.Traits`), got {title_of(loss)}"
+        )
+    if (updates := updates_per_step(schedule)) < 2:
+        yield (
+            "calibration: wanted at least 2 schedule.minibatches or schedule.epochs, as every ratio is 1 in a rollout "
+            f"batch's first update, got {updates}"
+        )
+
+
+def penalty_problems(loss: Loss, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
+    """Penalties are aggregated as the loss is, so the loss must have an aggregation."""
+    kl = None if reference is None else reference.loss
+    if reference is not None and kl is not None and reference.reward is not None:
+        yield "reference: wanted the KL in the loss or in the reward, got both"
+    on = [f"regularizers.{name}" for name, value in vars(regularizers).items() if value]
+    on += ["reference.loss"] if kl is not None else []
+    aggregate = aggregate_of(loss)
+    if on and aggregate is None:
+        yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {title_of(loss)} has none"
+    if kl is not None and aggregate is not None and "aggregate" not in keywords(kl) and level_of(aggregate) == "token":
+        yield (
+            f"reference.loss: {title_of(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
+            f"by_constant, got {title_of(aggregate)}"
+        )
+
+
+def router_problems(
+    model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
+) -> Iterator[str]:
+    """Losses and settings of a router need experts."""
+    on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
+    on += ["routing_replay"] if routing_replay != "off" else []
+    on += ["router_shift"] if router_shift is not None else []
+    if on and not has_experts(model):
+        yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
+
+
+def old_policy_problems(
+    loss: Loss, schedule: Schedule, old_logp: OldLogp, placement: Placement | None
+) -> Iterator[str]:
+    """Old log-probs are interpolated by the age of tokens; a loss without an old policy takes none and one pass."""
+    if old_logp == "interpolated" and not (placement is not None and placement.staleness):
+        yield (
+            "old_logp: wanted placement.staleness above 0 with interpolated, which needs tokens of older weights, got "
+            f"{'no placement' if placement is None else 0}"
+        )
+    if traits_of(loss).old_logp != "sampler":
+        return
+    if old_logp == "interpolated":
+        yield f"old_logp: wanted a loss with a ratio to the old policy, got {title_of(loss)}, which has none"
+    if schedule.epochs > 1:
+        yield (
+            f"schedule.epochs: wanted 1 with {title_of(loss)}, which has no old policy that would bound a second pass "
+            f"over the same samples, got {schedule.epochs}"
+        )
+
+
+def sampler_logp_problems(
+    loss: Loss,
+    old_logp: OldLogp,
+    correction: Correction | None,
+    selection: Selection | None,
+    calibration: Calibration | None,
+    router_shift: RouterShift | None,
+) -> Iterator[str]:
+    """With the sampler's log-probs as old ones, no setting needs log-probs that the learner computes."""
+    needs_computed = {
+        "correction": correction is not None and takes_sampler_logp(loss, old_logp),
+        "selection": selection is not None,
+        "calibration": calibration is not None,
+        "router_shift": router_shift is not None,
+    }
+    return _unscored(loss, old_logp, needs_computed)
+
+
+def sampler_routing_problems(
+    loss: Loss, old_logp: OldLogp, routing_replay: RoutingReplay, regularizers: Regularizers
+) -> Iterator[str]:
+    """The routing of the old policy is found by the pass that computes its log-probs."""
+    needs_computed = {
+        "routing_replay": routing_replay == "old",
+        "regularizers.load_balance": regularizers.load_balance > 0 and routing_replay != "sampler",
+    }
+    return _unscored(loss, old_logp, needs_computed)
+
+
+def _unscored(loss: Loss, old_logp: OldLogp, needs_computed: Mapping[str, bool]) -> Iterator[str]:
+    """A sentence for each of these fields that is on, if no pass computes old log-probs."""
+    if is_scored(loss, old_logp):
+        return
+    wanted = f"old_logp=learner, got {old_logp}"
+    if old_logp == "learner":
+        wanted = f"a loss with old log-probs of the learner, got {title_of(loss)}"
+    for field in (name for name, is_on in needs_computed.items() if is_on):
+        yield f"{field}: wanted {wanted}, with which no log-probs are computed before the updates"
+
+
+def weight_problems(
+    loss: Loss, correction: Correction | None, rejection: Rejection | None, selection: Selection | None
+) -> Iterator[str]:
+    """A loss takes the weights of a correction."""
+    for field, function in {"correction": correction, "rejection": rejection, "selection": selection}.items():
+        if function is not None and traits_of(loss).correction is None:
+            yield f"{field}: wanted a loss that takes a `correction`, {title_of(loss)} does not"
+
+
+def loss_warnings(
+    loss: Loss, correction: Correction | None, selection: Selection | None, calibration: Calibration | None
+) -> Iterator[str]:
+    """Settings of a loss that run but are probably not meant."""
+    clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
+    wide = [f"loss.{name}={show(value)}" for name, value in clip.items() if value >= INERT]
+    if traits_of(loss).ratio == "sequence" and wide and calibration is None:
+        yield (
+            f"{', '.join(wide)}: GSPO's ratio is a mean over the sequence and stays close to 1, so this band clips "
+            "nothing (the paper's widths are 3e-4 and 4e-4)"
+        )
+    for field, function in {"correction": correction, "selection": selection}.items():
+        if function is not None and level_of(function) == "token" and traits_of(loss).correction == "sequence":
+            whole = ", and a correction such as truncate_geometric weights whole sequences"
+            yield (
+                f"{field}: {title_of(function)} weights each token, but the gradient of {title_of(loss)} has one "
+                "weight per sequence, the mean of these; gspo_token applies them token by token"
+                f"{whole if field == 'correction' else ''}"
+            )
