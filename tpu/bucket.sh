@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Creates the bucket for run directories, once, for TPU VMs and for GKE.
 #   tpu/bucket.sh [--dry-run]
-# Its hierarchical namespace makes renaming a folder atomic; a checkpoint is completed by a rename.
 
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"
@@ -10,4 +9,4 @@ need GSPAX_PROJECT GSPAX_ZONE GSPAX_BUCKET
 tools gcloud
 
 call gcloud storage buckets create "gs://$GSPAX_BUCKET" --project="$GSPAX_PROJECT" --location="${GSPAX_ZONE%-*}" \
-  --uniform-bucket-level-access --enable-hierarchical-namespace
+  --uniform-bucket-level-access

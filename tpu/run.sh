@@ -7,8 +7,8 @@ set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 read_options "$@"
 shift "$used"
-need GSPAX_PROJECT GSPAX_ZONE GSPAX_NAME GSPAX_RUN
+need GSPAX_PROJECT GSPAX_ZONE GSPAX_NAME GSPAX_BUCKET GSPAX_RUN
 experiment "$@"
 tools gcloud
 
-on_hosts "bash gspax/tpu/host/run.sh$(printf ' %q' "$GSPAX_RUN" "$@")"
+on_hosts "bash gspax/tpu/host/run.sh$(printf ' %q' "gs://$GSPAX_BUCKET/$GSPAX_RUN" "$@")"

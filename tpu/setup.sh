@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Copies the last commit of this checkout and a new secret to all hosts, installs gspax there and mounts the bucket.
+# Copies the last commit of this checkout and a new secret to all hosts, and installs gspax there.
 #   tpu/setup.sh [--dry-run]
 # Refused while a run is active.
 
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 read_options "$@"
-need GSPAX_PROJECT GSPAX_ZONE GSPAX_NAME GSPAX_BUCKET
+need GSPAX_PROJECT GSPAX_ZONE GSPAX_NAME
 tools gcloud git
 
 bundle=$root/build/gspax.bundle
@@ -17,4 +17,4 @@ if [[ $dry_run != 1 ]]; then
 fi
 queued call scp "$bundle" "$(new_secret)" "$GSPAX_NAME:" --node=all --worker=all
 on_hosts "chmod 600 gspax.secret; if [[ \$(systemctl is-active gspax) =~ ^(active|activating|deactivating)\$ ]]; then echo 'gspax: a run is active here' >&2; exit 1; fi; \
-rm -rf gspax && git clone --quiet --config advice.detachedHead=false gspax.bundle gspax && bash gspax/tpu/host/setup.sh $(printf %q "$GSPAX_BUCKET")"
+rm -rf gspax && git clone --quiet --config advice.detachedHead=false gspax.bundle gspax && bash gspax/tpu/host/setup.sh"

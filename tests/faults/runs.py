@@ -137,7 +137,7 @@ def _watch_start(resumed: Path) -> None:
 
 def metrics(workdir: Path) -> list[dict[str, str]]:
     """The lines of metrics.jsonl, without clocks."""
-    rows = [json.loads(line) for line in read_growing(workdir / "metrics.jsonl").decode().splitlines()]
+    rows = [json.loads(line) for line in read_growing(workdir / "metrics.jsonl").decode().splitlines() if line]
     return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
 
 

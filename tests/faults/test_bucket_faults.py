@@ -141,9 +141,10 @@ def test_a_run_goes_on_while_its_token_is_refused(place, reference, injected):
     refused = []
 
     def fault(request):
-        if "checkpoints/8/" in request.name:
-            refused.append(request)
-        return gcs.Status(401) if 0 < len(refused) < 10 and "checkpoints" in request.name else None
+        if "checkpoints" not in request.name or not (refused or "checkpoints/8/" in request.name):
+            return None
+        refused.append(request)
+        return gcs.Status(401) if len(refused) < 30 else None
 
     place.server.faults = fault
     run = place.start()

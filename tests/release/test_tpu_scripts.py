@@ -18,8 +18,7 @@ TPU = ROOT / "tpu"
 SOURCED = [TPU / "lib.sh", TPU / "config.example.sh"]
 SCRIPTS = sorted({*TPU.rglob("*.sh")} - {*SOURCED})
 TOOLS = ["bash", "basename", "cat", "chmod", "dirname", "env", "git", "id", "mkdir", "od", "rm", "sed", "tr"]
-FAKES = ["curl", "docker", "gcloud", "gcsfuse", "kubectl", "mountpoint", "python3", "sudo", "systemctl"]
-FAKES += ["systemd-run", "uv"]
+FAKES = ["docker", "gcloud", "kubectl", "python3", "sudo", "systemctl", "systemd-run", "uv"]
 SETTINGS = {
     "GSPAX_PROJECT": "proj",
     "GSPAX_ZONE": "us-west4-a",
@@ -44,17 +43,13 @@ FAKE = r"""#!{python} -IS
 import json, os, shutil, subprocess, sys
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 get = os.environ.get
-if name not in ("mountpoint", "sudo"):
+if name != "sudo":
     with open(os.environ["FAKE_RECORD"], "a") as record:
         record.write(json.dumps([name, *words]) + "\n")
 if get("FAKE_FAIL") and get("FAKE_FAIL") in words:
     sys.exit(7)
 if name == "sudo":
     os.execvp(words[0], words)
-if name == "mountpoint":
-    sys.exit(not os.path.exists(words[-1] + "/mounted"))
-if name == "systemd-run" and "--unit=gspax-bucket" in words:
-    open(words[-1] + "/mounted", "w").close()
 if name == "systemctl" and words[0] == "is-active":
     print(state := get("FAKE_RUNNING") or "inactive")
     sys.exit(0 if state == "active" else 3)
@@ -311,7 +306,7 @@ def test_setup_and_run_reach_every_host_of_every_slice(cloud):
     assert scp == queued("scp", *files, "pod:", *everywhere)
     assert ssh[:-3] == queued("ssh", "pod", *everywhere)[:-2]
     (ssh,) = cloud.calls("run.sh", EXPERIMENT)
-    command = f"--command=bash gspax/tpu/host/run.sh sort {EXPERIMENT}"
+    command = f"--command=bash gspax/tpu/host/run.sh gs://buck/sort {EXPERIMENT}"
     assert ssh == queued("ssh", "pod", *everywhere, command)
 
 
@@ -363,18 +358,15 @@ def host(cloud, tmp_path):
     return home
 
 
-def test_setup_installs_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, host):
+def test_setup_installs_the_last_commit_on_a_host(cloud, host):
     (cloud.checkout / EXPERIMENT).write_text("changed, not committed")
     done, calls = cloud.run("setup.sh")
     assert done.returncode == 0 and done.stderr == "gspax: uncommitted changes are not sent\n"
     assert (host / "gspax" / EXPERIMENT).read_text() == "experiment = None\n"
     sent = subprocess.run(["git", "bundle", "list-heads", host / "gspax.bundle"], check=True, capture_output=True)
     assert sent.stdout.split()[1:] == [b"HEAD"]  # and no other branch
-    names = [call[0] for call in calls]
-    assert names.count("systemd-run") == 1 and (host / "bucket" / "mounted").exists()
+    assert "systemd-run" not in [call[0] for call in calls]
     assert next(call for call in calls if call[:3] == ["uv", "pip", "install"])[-1] == ".[train,tpu]"
-    mount = calls[names.index("systemd-run")]
-    assert mount[-5:] == ["--foreground", "--implicit-dirs", "--metadata-cache-ttl-secs=0", "buck", f"{host}/bucket"]
 
 
 def test_setup_gives_each_host_a_new_secret_that_no_command_shows(cloud, host):
@@ -390,10 +382,10 @@ def test_setup_gives_each_host_a_new_secret_that_no_command_shows(cloud, host):
     assert f"--setenv=GSPAX_SECRET_FILE={host}/gspax.secret" in start
 
 
-def test_setup_twice_mounts_once_and_prints_no_warning_for_a_clean_checkout(cloud, host):
+def test_setup_twice_prints_no_warning_for_a_clean_checkout(cloud, host):
     assert cloud.run("setup.sh")[0].stderr == ""
-    done, calls = cloud.run("setup.sh")
-    assert done.returncode == 0 and "systemd-run" not in [call[0] for call in calls]
+    done, _ = cloud.run("setup.sh")
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def test_setup_does_not_touch_a_running_host(cloud, host):
@@ -403,7 +395,7 @@ def test_setup_does_not_touch_a_running_host(cloud, host):
     assert done.returncode == 1 and "a run is active here" in done.stderr and (host / "gspax" / "mark").exists()
 
 
-def test_run_starts_a_unit_that_sigterm_stops_before_the_bucket_is_unmounted(cloud, host):
+def test_run_starts_a_unit_that_sigterm_stops_before_the_network_does(cloud, host):
     cloud.calls("setup.sh")
     words = [EXPERIMENT, 'name="it\'s"', "a.b=c d", "x=$HOME;ls"]
     calls = cloud.calls("run.sh", *words)
@@ -414,10 +406,10 @@ def test_run_starts_a_unit_that_sigterm_stops_before_the_bucket_is_unmounted(clo
         "train",
         words[0],
         "--workdir",
-        f"{host}/bucket/sort",
+        "gs://buck/sort",
         *words[1:],
     ]
-    wanted = ["KillSignal=SIGTERM", "KillMode=mixed", "After=gspax-bucket.service", "Requires=gspax-bucket.service"]
+    wanted = ["KillSignal=SIGTERM", "KillMode=mixed", "After=network-online.target"]
     wanted += ["Restart=on-failure", "RestartPreventExitStatus=2 3", "SuccessExitStatus=129 130 143"]
     assert {"--unit=gspax", *(f"--property={each}" for each in wanted)} <= {*options}
 
@@ -448,14 +440,13 @@ def test_the_jobset_has_its_settings(cloud):
     (container,) = pod["containers"]
     assert slices["replicas"] == 3
     assert job["parallelism"] == job["completions"] == 8 and job["completionMode"] == "Indexed"  # 4 x 8 chips, 4 a host
-    assert container["command"] == ["gspax", "train", EXPERIMENT, "--workdir", "/bucket/sort", *words]
+    assert container["command"] == ["gspax", "train", EXPERIMENT, "--workdir", "gs://buck/sort", *words]
     assert container["resources"]["limits"] == {"google.com/tpu": 4} and container["image"] == "registry/gspax:1"
     volumes = {each["name"]: each for each in pod["volumes"]}
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    assert mounts == {"bucket": "/bucket", "secret": "/secret"}
+    assert mounts == {"secret": "/secret"}
     assert volumes["secret"]["secret"] == {"secretName": "pod", "defaultMode": 0o400}
     assert container["env"] == [{"name": "GSPAX_SECRET_FILE", "value": "/secret/secret"}]
-    assert volumes["bucket"]["csi"]["volumeAttributes"]["bucketName"] == "buck"
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x8"
 
 
@@ -523,7 +514,7 @@ def wrong(cloud, *words, **more):
         (("create.sh",), "PROJECT"),
         (("create.sh", "--dry-run"), "ZONE"),
         (("create.sh",), "RUNTIME"),
-        (("setup.sh",), "BUCKET"),
+        (("run.sh", EXPERIMENT), "BUCKET"),
         (("run.sh", EXPERIMENT), "RUN"),
         (("watch.sh",), "NAME"),
         (("resume.sh", EXPERIMENT), "ACCELERATOR"),

@@ -275,10 +275,13 @@ def test_a_run_that_is_killed_in_a_save_has_the_step_or_not(numbers, bucket, cap
         with Checkpoints(run.checkpoints, keep=1, note=run.newest) as checkpoints:
             restored, _ = checkpoints.restore(WANTED)
             assert float(restored["params/w"][0]) == finished[-1], number
+            checkpoints.save(6, state(6), {"step": 6})
+            checkpoints.wait()
+        assert manifest.list_steps(run.checkpoints) == [6], number
         seen.add(tuple(finished))
-        if next(left) > 0:  # the save needs no more requests
+        if is_enough := next(left) > 0:  # the save needs no more requests
             break
-    assert next(left) > 0 and {(2,), (4,)} <= seen <= {(2,), (2, 4), (4,)} and number > 50
+    assert is_enough and {(2,), (4,)} <= seen <= {(2,), (2, 4), (4,)} and number > 50
 
 
 def test_two_processes_do_not_finish_one_step(bucket):

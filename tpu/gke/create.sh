@@ -11,7 +11,7 @@ hosts=$(count_hosts)
 tools gcloud kubectl
 
 call gcloud container clusters create "$GSPAX_NAME" --project="$GSPAX_PROJECT" --location="$GSPAX_ZONE" \
-  --num-nodes=1 --machine-type=e2-standard-8 --workload-pool="$GSPAX_PROJECT.svc.id.goog" --addons=GcsFuseCsiDriver
+  --num-nodes=1 --machine-type=e2-standard-8 --workload-pool="$GSPAX_PROJECT.svc.id.goog"
 for ((slice = 0; slice < GSPAX_SLICES; slice++)); do
   pool=(create "slice-$slice" --cluster="$GSPAX_NAME" --project="$GSPAX_PROJECT" --location="$GSPAX_ZONE"
     --machine-type="$GSPAX_MACHINE" --tpu-topology="$GSPAX_TOPOLOGY" --num-nodes="$hosts")

@@ -52,9 +52,6 @@ spec:
               - action: FailJob
                 onExitCodes: {containerName: gspax, operator: In, values: [2, 3]}
           template:
-            metadata:
-              annotations:
-                gke-gcsfuse/volumes: "true"
             spec:
               restartPolicy: Never
               terminationGracePeriodSeconds: 600
@@ -65,23 +62,16 @@ spec:
               containers:
                 - name: gspax
                   image: $GSPAX_IMAGE
-                  command: $(json gspax train "$1" --workdir "/bucket/$GSPAX_RUN" "${@:2}")
+                  command: $(json gspax train "$1" --workdir "gs://$GSPAX_BUCKET/$GSPAX_RUN" "${@:2}")
                   resources:
                     limits: {google.com/tpu: $GSPAX_CHIPS}
                   env:
                     - {name: GSPAX_SECRET_FILE, value: /secret/secret}
                   volumeMounts:
-                    - {name: bucket, mountPath: /bucket}
                     - {name: secret, mountPath: /secret, readOnly: true}
               volumes:
                 - name: secret
                   secret: {secretName: $GSPAX_NAME, defaultMode: 256} # 0400
-                - name: bucket
-                  csi:
-                    driver: gcsfuse.csi.storage.gke.io
-                    volumeAttributes:
-                      bucketName: $GSPAX_BUCKET
-                      mountOptions: implicit-dirs,metadata-cache:ttl-secs:0
 YAML
 )
 if [[ $dry_run == 1 ]]; then

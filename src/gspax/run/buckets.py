@@ -53,7 +53,7 @@ def require_usable(path: Path) -> None:
                 raise UserError(f"{path}: wanted {package} {wanted} or newer to write to a bucket, got {version}")
     probe = path / f"{secrets.token_hex(8)}.probe.tmp"
     try:
-        probe.write_bytes(b"")
+        probe.write_bytes(b"1")
         probe.unlink()
     except OSError as problem:
         raise UserError(f"{path}: wanted a bucket that can be written to: {problem.strerror}") from problem

@@ -31,9 +31,9 @@ from typing import NamedTuple
 from gspax.errors import UserError, warn
 from gspax.run import lock, objects
 from gspax.run.buckets import is_bucket
-from gspax.run.folders import remove_folder, set_aside, sync_folder, unused_name, write_atomically
+from gspax.run.folders import remove_folder, set_aside, sync_folder, write_atomically
 
-MANIFEST, EXTRA = "manifest.json", "extra.json"
+MANIFEST, EXTRA, DAMAGED = "manifest.json", "extra.json", "damaged_manifest.json"
 VERSION = 1  # of the format
 PACKAGES = ("gspax", "jax", "orbax-checkpoint", "tensorstore", "numpy")
 THREADS, READERS = 8, 2  # hashlib releases the GIL; an object is read into memory as a whole
@@ -207,10 +207,9 @@ def set_step_aside(directory: Path, step: int, why: str) -> None:
     folder = directory / str(step)
     if not is_bucket(directory):
         return set_aside(folder, why)
-    target = unused_name(folder / MANIFEST, "damaged")
-    target.write_bytes((folder / MANIFEST).read_bytes())
+    (folder / DAMAGED).write_bytes((folder / MANIFEST).read_bytes())
     (folder / MANIFEST).unlink()
-    warn(f"{folder} {why}: its manifest was renamed to {target.name}")
+    warn(f"{folder} {why}: its manifest was renamed to {DAMAGED}")
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -231,6 +230,8 @@ def prune(directory: Path, keep: int) -> None:
     """Delete all but the newest `keep` steps. A step with missing or truncated files does not count as kept."""
     steps = finished_steps(directory)
     kept = [step for step in steps if not find_damage(directory / str(step), hashes=False)][-keep:]
+    if kept and is_bucket(directory):  # where a process that is killed leaves steps without a manifest
+        steps = [step for step in list_steps(directory) if not (directory / str(step) / DAMAGED).exists()]
     if kept:
         remove_steps(directory, [step for step in steps if step < kept[0]])
 

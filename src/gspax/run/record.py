@@ -194,7 +194,7 @@ def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
         merge_parts(run.metrics, "".join(map(to_line, kept)))
         _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
     elif is_bucket(run.metrics):
-        write_atomically(run.metrics, "")  # which says that this is a run; the lines go to parts
+        write_atomically(run.metrics, "\n")  # which says that there are metrics: the lines go to parts
     for path in run.samples.glob("*"):
         match = re.fullmatch(r"(?:step|failed)_(\d+)\.jsonl", path.name)
         if match and int(match[1]) >= first and path.is_file():
