@@ -76,6 +76,6 @@ class Countdown:
 
 def objective_of(variant: Experiment) -> Objective:
     """The objective that an experiment's train step minimises."""
-    fields = ("loss", "correction", "rejection", "reference", "regularizers", "calibration", "router_shift")
+    fields = ("loss", "correction", "rejection", "reference", "teacher", "regularizers", "calibration", "router_shift")
     options = {name: getattr(variant, name) for name in fields}
     return make_objective(options.pop("loss"), **options)

@@ -52,6 +52,8 @@ class Batch:
     age_BT: Array | None = None  # int32    on request, rollouts trained on since the weights that sampled the token
     version_BT: Array | None = None  # int32    as in `Rollout`, where the update interpolates old log-probs
     selected_BT: Array | None = None  # float32  weights of `Experiment.selection`
+    teacher_logp_BT: Array | None = None  # float32  log-prob under the teacher
+    teacher_hidden_BTE: Array | None = None  # the teacher's last hidden states, in its compute dtype
     expert_BLTA: Array | None = None  # uint8 or wider  of the old policy or the sampler; `num_experts` on padding
     router_logp_BLTA: Array | None = None  # float32  the old policy's router log-probs of `expert_BLTA`
 
@@ -61,6 +63,8 @@ MEANING = {
     "advantage": "advantages",
     "sampler_logp_BT": "log-probs of the sampler",
     "ref_logp_BT": "log-probs of the reference policy",
+    "teacher_logp_BT": "log-probs of the teacher",
+    "teacher_hidden_BTE": "the teacher's last hidden states",
     "expert_BLTA": "the experts of the old policy or of the sampler",
     "router_logp_BLTA": "the old policy's router log-probs",
 }
@@ -85,3 +89,4 @@ class TrainState:
     params: Params
     opt_state: PyTree
     clip_range: Array  # float32 [2]  clip_low, clip_high if they are calibrated; otherwise zeros that nothing reads
+    teacher: Params = None  # the trained parameters of a teacher that is an earlier policy

@@ -69,7 +69,7 @@ def scored(mesh, head, hidden, tokens, chunk, tied=False, masked=False):
 
     def total(head, hidden):
         params = {"embedding": head.T} if tied else {"head": head}
-        logp, entropy = head_logp(
+        logp, entropy, _ = head_logp(
             params, hidden, tokens, temperature=0.7, chunk=chunk, mask_BT=MASK if masked else None, mesh=mesh
         )
         return (WEIGHT * logp + WEIGHT[:, ::-1] * entropy).sum(), (logp, entropy)

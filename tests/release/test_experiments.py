@@ -18,8 +18,9 @@ from gspax.experiment import load, validate
 from gspax.experiment.loading import MODULE
 from gspax.learner import minibatches
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state
+from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import fill_old_logp, make_train_step
+from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
@@ -80,7 +81,12 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     read = batches[0].tokens_BT, batches[0].segment_BT, batches[0].mask_BT
     logp, entropy, *_ = jax.eval_shape(runtime.steps.score, state.params, *read)
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape
-    after, metrics, _ = jax.eval_shape(runtime.steps.update, state, *fill_old_logp(batches[0]))
+    batch, head = batches[0], []
+    if experiment.teacher is not None:
+        teacher = abstract_params(experiment.teacher.model, runtime.mesh)
+        taught = jax.eval_shape(runtime.steps.teach, teacher, *read)
+        batch, head = replace(batch, teacher_hidden_BTE=jnp.zeros(taught.shape, taught.dtype)), [head_params(teacher)]
+    after, metrics, _ = jax.eval_shape(runtime.steps.update, state, *fill_old_logp(batch), *head)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert {"loss", "grad_norm"} <= set(metrics) and all(leaf.shape == () for leaf in metrics.values())
 

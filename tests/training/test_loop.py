@@ -74,7 +74,8 @@ def whole(runtime, tmp_path_factory):
 def final_state(run, step=None, experiment=experiment):
     runtime = make_runtime(experiment)
     with Checkpoints(run.checkpoints) as checkpoints:
-        state, _ = checkpoints.restore(abstract_state(experiment.model, runtime.optimizer, runtime.mesh), step)
+        wanted = abstract_state(experiment.model, runtime.optimizer, runtime.mesh, teacher=experiment.teacher)
+        state, _ = checkpoints.restore(wanted, step)
     return jax.device_get(replace(state, key=jax.random.key_data(state.key)))
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from gspax.commands.arguments import Parser, add_target, at_least, require_directory, size, subcommand_parser
 from gspax.config import Lora, ModelConfig
+from gspax.config.functions import parse
 from gspax.errors import UserError, warn
 from gspax.hf.config_json import read_config
 from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
@@ -180,8 +179,8 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
     if run.experiment.is_file():
         experiment = read_json(run.experiment)
         try:
-            config = _parse_dataclass(ModelConfig, experiment["model"])
-            lora = _parse_dataclass(Lora, experiment["lora"]) if experiment.get("lora") else None
+            config = parse(ModelConfig, experiment["model"])
+            lora = parse(Lora, experiment["lora"]) if experiment.get("lora") else None
         except (KeyError, TypeError) as problem:
             raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
         return config, lora, _find_companions(experiment.get("tokenizer"), config.checkpoint)
@@ -208,18 +207,6 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
         return checkpoint or None, None
     name, _, revision = checkpoint.partition("@")
     return name, revision or None
-
-
-def _parse_dataclass(kind: type[T], described: Mapping[str, Any]) -> T:
-    """The inverse of `description.describe` for a dataclass. KeyError if a field is missing."""
-    fields = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        value = described[name]
-        if isinstance(value, dict):
-            (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
-            value = _parse_dataclass(hint, value)
-        fields[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**fields)
 
 
 def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:

@@ -37,7 +37,9 @@ def execute(options: argparse.Namespace) -> int:
     from gspax import losses
     from gspax.experiment.description import describe, difference, resumable
     from gspax.learner.state import restore_state
+    from gspax.learner.teacher import fill_teacher, load_teacher, own_teacher
     from gspax.learner.train_step import is_healthy, largest_ratio
+    from gspax.model.transformer import head_params
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
     from gspax.rollout.runtime import make_runtime
@@ -53,9 +55,15 @@ def execute(options: argparse.Namespace) -> int:
     runtime = make_runtime(experiment)
     mesh, run = runtime.mesh, RunDir(options.dump.parent.parent)
     with Checkpoints(options.dump / guard.STATE, mesh=mesh) as checkpoints:
-        state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=experiment.lora)
+        lora, teacher = experiment.lora, experiment.teacher
+        state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, teacher=teacher)
+    head, rows = None, multihost.to_devices(batch, named_sharding(mesh, "batch"))
+    if teacher is not None and runtime.steps.teach is not None:
+        model = teacher.model
+        params = own_teacher(state) if model is None else load_teacher(model, mesh, experiment.tokenizer)
+        (rows,), head = fill_teacher(runtime.steps.teach, params, [rows]), head_params(params)
     gradient = jax.jit(runtime.steps.gradient)
-    grads, terms, _ = gradient(state, multihost.to_devices(batch, named_sharding(mesh, "batch")), False)
+    grads, terms, _ = gradient(state, rows, False, head)
     loss, metrics = losses.reduce(terms)
     norm = optax.tree.norm(grads)
     print(f"step {about['step']}, a minibatch of {len(batch.tokens_BT)} rows")

@@ -12,6 +12,7 @@ from gspax.config.protocols import (
     Correction,
     DataSource,
     Demonstration,
+    Divergence,
     Environment,
     HeldoutProblems,
     KLEstimate,
@@ -31,7 +32,6 @@ from gspax.config.ranges import (
     CHOSEN_AXIS,
     NAME,
     NOT_EMPTY,
-    AtLeast2,
     Below1,
     Between0And1,
     Finite,
@@ -55,6 +55,7 @@ Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
 # 0: greedy
 SamplingTemperature = Annotated[float, Range("0, or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)]
+GroupSize = Annotated[int, at_least(1), at_most(2**20)]
 SamplerDtype = Literal["auto", "int8"]  # auto: the model's dtype
 
 
@@ -63,7 +64,7 @@ class Sampling:
     """How completions are sampled for training."""
 
     prompts: Size = 64  # P, per rollout batch
-    group: AtLeast2 = 8  # G, completions of each prompt
+    group: GroupSize = 8  # G, completions of each prompt; 1 only with a teacher
     max_prompt_tokens: Size = 64
     max_tokens: Size = 64  # of a completion, stop token included
     chunk: NonNegativeInt = 0  # tokens after which rewards of ended samples start; 0: they wait for the last sample
@@ -252,6 +253,24 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A model whose next-token distributions the policy learns on its own samples (`losses.distill`)."""
+
+    # `hf(...)`, with the policy's vocabulary. None: the policy as it was at the start, and after every `refresh_every`
+    # steps moved towards the policy as it is then by `refresh_share` of the way
+    model: ModelConfig | None = None
+    refresh_every: NonNegativeInt = 0  # 0: never
+    refresh_share: Share = 1.0  # 1: equal to the policy; less: a moving average
+    # Of whole distributions: distill.full_reverse_kl, .full_forward_kl, .jensen_shannon. None: the reverse KL, computed
+    # for the `kept` tokens of a position and estimated from the sampled token for the others
+    divergence: Divergence | None = None
+    kept: NonNegativeInt = 0  # the most probable tokens; 0: none
+    kept_by: Literal["teacher", "policy"] = "teacher"  # the model whose most probable tokens these are
+    as_advantage: bool = False  # subtract the sampled token's estimate from its advantage; else it is added to the loss
+    coefficient: NonNegative = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lora:
     """Train low-rank adapters instead of the parameters (arXiv 2106.09685): weight + alpha / rank · a b."""
 
@@ -348,6 +367,7 @@ class Experiment:
     rejection: Rejection | None = None  # (logp, sampler_logp, advantage, mask) -> weights: reject_off_policy
     selection: Selection | None = None  # (losses.selection.Minibatch) -> weights: losses.selection
     reference: Reference | None = None
+    teacher: Teacher | None = None
     regularizers: Regularizers = field(default_factory=Regularizers)
     length_reward: LengthReward | None = None  # lengths [B] -> rewards [B] to add: shaping
     filter_overlong: bool = False  # drop responses cut at the length limit from the loss and the advantages

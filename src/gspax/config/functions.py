@@ -11,11 +11,12 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+T = TypeVar("T")
 Function: TypeAlias = Callable[..., object]
 Hint: TypeAlias = Any  # an annotation, such as `int | None`: typing has no name for its type
 
@@ -115,3 +116,15 @@ def lookup(name: str) -> object:
                 value = getattr(value, part, None)
             return value
     return None
+
+
+def parse(kind: type[T], described: Mapping[str, Any]) -> T:
+    """The inverse of `experiment.description.describe` for a dataclass. KeyError if a field is missing."""
+    fields = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        value = described[name]
+        if isinstance(value, dict):
+            (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+            value = parse(hint, value)
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**fields)

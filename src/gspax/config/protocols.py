@@ -186,6 +186,12 @@ class KLLoss(Protocol):
     def __call__(self, logp: Array, ref_logp: Array, mask: Array, /) -> Terms: ...
 
 
+class Divergence(Protocol):
+    """The divergence of next-token distributions from a teacher's, log-probs [..., V] -> [...] (`losses.distill`)."""
+
+    def __call__(self, logp: Array, teacher_logp: Array, /) -> Array: ...
+
+
 class KLEstimate(Protocol):
     """A KL estimate of every token, [B, T], to be subtracted from the reward (`losses.kl.k1`)."""
 

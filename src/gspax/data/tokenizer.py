@@ -94,9 +94,9 @@ class HFTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         eos = read_settings(self.path, "tokenizer_config.json").get("eos_token")
         token = eos.get("content") if isinstance(eos, dict) else eos
-        if token is not None and not (isinstance(token, str) and token in self._ids):
+        if token is not None and not (isinstance(token, str) and token in self.ids):
             raise UserError(f"the tokenizer in {self.path} has no token {token!r}, which it names as its eos_token")
-        ids = [] if token is None else [self._ids[token]]
+        ids = [] if token is None else [self.ids[token]]
         more = read_settings(self.path, "generation_config.json").get("eos_token_id")
         for i in more if isinstance(more, list) else [] if more is None else [more]:
             if not isinstance(i, int):
@@ -108,7 +108,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        return 1 + max(self._ids.values())
+        return 1 + max(self.ids.values())
 
     def encode(self, text: str) -> list[int]:
         return self.encode_completion(text)
@@ -124,7 +124,7 @@ class HFTokenizer:
         )
 
     @functools.cached_property
-    def _ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
         """Token to id, added tokens included."""
         table: Any = read_object(Path(self.path, "tokenizer.json"))
         try:
@@ -145,7 +145,7 @@ class HFTokenizer:
         from transformers import AutoTokenizer
 
         require_own_files(Path(self.path))
-        _ = self._ids  # for a clearer error on a missing or broken file
+        _ = self.ids  # for a clearer error on a missing or broken file
         try:
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of any type, some from Rust
@@ -158,6 +158,13 @@ def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
         raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
     require_own_files(Path(path))
     return HFTokenizer(os.fspath(path))
+
+
+def has_other_ids(tokenizer: object, folder: Path) -> bool:
+    """Whether a folder has the files of a Hugging Face tokenizer that gives tokens other ids than a given one."""
+    if not isinstance(tokenizer, HFTokenizer) or not (folder / "tokenizer.json").is_file():
+        return False
+    return HFTokenizer(os.fspath(folder)).ids != tokenizer.ids
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:

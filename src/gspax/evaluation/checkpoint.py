@@ -82,7 +82,10 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     run = find_run(workdir, describe(experiment))
     with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, lora=experiment.lora, step=step)
+        lora, teacher = experiment.lora, experiment.teacher
+        state = restore_state(
+            run, checkpoints, experiment.model, optimizer, mesh, lora=lora, teacher=teacher, step=step
+        )
     assert step is not None  # else restoring has raised
     policy, key = _make_policy(runtime, state)
     del state  # the optimizer's memory is for the cache

@@ -12,6 +12,7 @@ from gspax.model.sizes import (
     SamplerSizes,
     active_parameter_count,
     choose_sampler_layout,
+    kept_teacher_bytes,
     learner_bytes,
     optimizer_bytes,
     parameter_count,
@@ -52,6 +53,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     moments, all_moments = (
         optimizer_bytes(experiment.optimizer, config, lora, sizes) for sizes in (mesh, dict.fromkeys(mesh, 1))
     )
+    all_kept = kept_teacher_bytes(experiment.teacher, config, lora)
     return Plan(
         experiment=experiment,
         overridden=tuple(overridden),
@@ -61,7 +63,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         learner=learner_bytes(experiment, mesh),
         sampler=sampler_bytes(experiment, mesh, sampler_mesh),
         host=moments if experiment.optimizer.offload else 0,
-        checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments,
+        checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments + all_kept,
     )
 
 
@@ -69,6 +71,7 @@ def render(plan: Plan) -> str:
     """The plan as text."""
     experiment, sampling, steps = plan.experiment, plan.experiment.sampling, plan.experiment.schedule.steps
     settings, disaggregated = flatten(describe(experiment)), experiment.placement is not None
+    teacher = experiment.teacher
     lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
     width = max(map(len, settings))
     for key, value in settings.items():
@@ -78,8 +81,8 @@ def render(plan: Plan) -> str:
     sampled, trained_on = rows * sampling.max_tokens, rows * (sampling.max_prompt_tokens + sampling.max_tokens)
     lines += [
         "",
-        f"Model       {_count(parameter_count(experiment.model))} parameters, "
-        f"{_count(active_parameter_count(experiment.model))} active per token (embedding and head counted in both)",
+        f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
+        *([f"Teacher     {_parameters(teacher.model)}"] if teacher is not None and teacher.model is not None else []),
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
         f"Sampler     {_axes(plan.sampler_mesh)}{' of its own' if disaggregated else ''}",
@@ -120,6 +123,10 @@ def _explain_sampler_mesh(sizes: dict[str, int], model: ModelConfig) -> list[str
     whole = f"over {tensor} devices by heads, widths and vocabulary" if tensor > 1 else "whole on each device"
     gathered = f", in {fsdp} parts that every token gathers" if fsdp > 1 else ""
     return [*lines, f"attention and head: {whole}{gathered}"]
+
+
+def _parameters(model: ModelConfig) -> str:
+    return f"{_count(parameter_count(model))} parameters, {_count(active_parameter_count(model))} active per token"
 
 
 def _count(number: int) -> str:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from gspax.config import ModelConfig
-from gspax.data.files import require_own_files, why_not_on_hub
+from gspax.config.functions import parse
+from gspax.data.files import read_object, require_own_files, why_not_on_hub
 from gspax.errors import UserError, describe_error
 from gspax.hf.config_json import read_config
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)
+RUN = "experiment.json"  # in the directory of a run
 SMALL = ("*.json", "*.txt", "*.jinja")  # everything except the weights
 ALL = (*SMALL, "*.safetensors")
 COMPANIONS = (  # of the weights: tokenizer, chat template, generation settings
@@ -26,9 +28,10 @@ COMPANIONS = (  # of the weights: tokenizer, chat template, generation settings
 
 
 def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
-    """The model of a published checkpoint, or of one written by `gspax convert`, for a run that starts from it.
+    """The model of a published checkpoint, of one written by `gspax convert`, or of a run, to start from or to teach.
 
-    This reads `config.json` only; the weights are read, and downloaded if necessary, when the run starts.
+    This reads `config.json`, or a run's `experiment.json`; the weights are read, and downloaded if necessary, when the
+    run starts. Those of a run are of its newest checkpoint then.
 
     Args:
       checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision. A
@@ -42,7 +45,20 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
       UserError: there is no such checkpoint, or gspax does not implement its architecture.
     """
     name = os.fspath(checkpoint)
-    return dataclasses.replace(read_config(locate(name, CONFIG)), checkpoint=name, **changes)
+    folder = locate(name, CONFIG)
+    config = _read_run(folder / RUN) if (folder / RUN).is_file() else read_config(folder)
+    return dataclasses.replace(config, checkpoint=name, **changes)
+
+
+def _read_run(file: Path) -> ModelConfig:
+    """The model of a run, from its experiment.json. UserError if its checkpoints hold adapters alone."""
+    recorded: Any = read_object(file)
+    if recorded.get("lora"):
+        raise UserError(f"{file.parent}: wanted a run without lora, whose checkpoints hold every parameter; export it")
+    try:
+        return parse(ModelConfig, recorded["model"])
+    except (KeyError, TypeError) as problem:
+        raise UserError(f"{file}: wanted a model of this version of gspax: {problem}") from problem
 
 
 def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool = True) -> Path:

@@ -13,23 +13,26 @@ Axes: as in docs/architecture.md; N tokens of a device, K chunks of C tokens, X 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig
+from gspax.learner.distillation import Compare
 from gspax.learner.objective import Outputs
 from gspax.losses.logprobs import logp_and_entropy, shift
 from gspax.model import transformer
 from gspax.model.sizes import logit_chunk
 from gspax.parallel.sharding import axis_sizes, batch_shards, mesh_axes, own_axes, spec, token_spec
-from gspax.types import Array, Params
+from gspax.types import Array, Params, PyTree
 
-LogpEntropy = tuple[Array, Array]  # log-probs and entropies, float32
+Scored = tuple[Array, Array, PyTree]  # log-probs, entropies, and what a teacher is compared for, float32; else None
 Rows = TypeVar("Rows")  # a tree of arrays [B, T]
 
 
@@ -49,6 +52,39 @@ class StepSettings:
     # 2507.18071).
     routing_replay: bool = False
     updates_per_rollout: int = 1  # for old log-probs that are interpolated
+    compare: Compare | None = None  # the logits of a teacher with the policy's
+
+
+class TeacherRows(NamedTuple):
+    """A teacher's part of a pass: what is compared, the parameters that `transformer.head` reads, hidden states."""
+
+    compare: Compare
+    head: Params
+    hidden_BTE: Array
+
+
+class Scoring(NamedTuple):
+    """The settings of the head."""
+
+    temperature: float
+    compare: Compare | None
+    chunk: int  # tokens at a time on each device
+    all_of_them: bool  # every token is scored
+
+
+class Heads(NamedTuple):
+    """The output projections, as `_product` takes the policy's."""
+
+    policy_DV: Array  # in the compute dtype, a constant
+    summed_DV: Array  # float32; its gradient is the head's
+    teacher_EV: Array | None = None  # a constant
+
+
+class Hidden(NamedTuple):
+    """Last hidden states, [..., D] and [..., E]."""
+
+    policy: Array
+    teacher: Array | None
 
 
 def forward(
@@ -60,6 +96,7 @@ def forward(
     mask_BT: Array | None = None,
     expert_BLTA: Array | None = None,
     prefix_BT: Array | None = None,
+    teacher: tuple[Params, Array] | None = None,
 ) -> Outputs:
     """Log-probs, entropies, and routing of these tokens under the policy.
 
@@ -69,6 +106,7 @@ def forward(
       mask_BT: the tokens whose log-probs and entropies are computed; they are 0 elsewhere. None, or `worst_case`: all.
       expert_BLTA: the experts that the tokens go to; None: those that the routers choose.
       prefix_BT: as for `transformer.apply`.
+      teacher: the parameters that `transformer.head` reads, and the last hidden states, for `settings.compare`.
     """
     config, mesh = settings.config, settings.mesh
     T, sizes = tokens_BT.shape[1], axis_sizes(mesh)
@@ -82,12 +120,22 @@ def forward(
         params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, forced_LBTA=forced_LBTA, mesh=mesh
     )
     chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
-    both = head_logp(
-        params, hidden_BTD, tokens_BT, temperature=settings.temperature, chunk=chunk, mask_BT=mask_BT, mesh=mesh
+    rows = None
+    if settings.compare is not None and teacher is not None:
+        rows, chunk = TeacherRows(settings.compare, *teacher), math.ceil(chunk / 2)  # the logits of two models
+    scored = head_logp(
+        params,
+        hidden_BTD,
+        tokens_BT,
+        temperature=settings.temperature,
+        chunk=chunk,
+        mask_BT=mask_BT,
+        mesh=mesh,
+        teacher=rows,
     )
-    logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in both)
+    logp_BT, entropy_BT, compared = jax.tree.map(lambda x_BT: x_BT[:, :T], scored)
     routing = routing._replace(expert=routing.expert[:, :, :T], logits=routing.logits[:, :, :T])
-    return Outputs(logp_BT, entropy_BT, routing)
+    return Outputs(logp_BT, entropy_BT, routing, compared)
 
 
 def pad_rows(arrays: Rows, mesh: jax.sharding.Mesh) -> Rows:
@@ -105,121 +153,136 @@ def head_logp(
     chunk: int,
     mesh: jax.sharding.Mesh,
     mask_BT: Array | None = None,
-) -> LogpEntropy:
-    """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32.
+    teacher: TeacherRows | None = None,
+) -> Scored:
+    """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32, and what `teacher` compares.
 
     Args:
       hidden_BTD: from `transformer.apply`, in the compute dtype.
       chunk: tokens at a time on each device.
       mask_BT: as for `forward`.
       mesh: rows and positions are sharded over it by `token_spec`, and must divide evenly.
+      teacher: its rows and positions are those of `hidden_BTD`.
     """
     target_BT = tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1)
-    on_device = partial(_device_logp, temperature=temperature, chunk=chunk, all_of_them=mask_BT is None)
+    compare, teacher_BTE = (None, None) if teacher is None else (teacher.compare, teacher.hidden_BTE)
+    scoring = Scoring(temperature, compare, chunk, mask_BT is None)
     if mesh.size == 1:
         head_DV = transformer.head(params)
-        copies = jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype), head_DV.astype(jnp.float32)
-        return shift(partial(on_device, *copies, over=()), hidden_BTD, target_BT)
+        heads = Heads(jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype), head_DV.astype(jnp.float32))
+        if teacher is not None:
+            heads = heads._replace(teacher_EV=transformer.head(teacher.head).astype(teacher.hidden_BTE.dtype))
+        return shift(partial(_device_logp, scoring, heads, over=()), Hidden(hidden_BTD, teacher_BTE), target_BT)
     split = own_axes(mesh, "batch") + mesh_axes("time")
 
-    def on_mesh(head_1DV: Array, summed_1DV: Array, hidden_BTD: Array, target_BT: Array) -> LogpEntropy:
-        return on_device(head_1DV[0], summed_1DV[0], hidden_BTD, target_BT, over=split)
+    def on_mesh(heads_1: Heads, hidden_BT: Hidden, target_BT: Array) -> Scored:
+        return _device_logp(scoring, jax.tree.map(lambda x_1: x_1[0], heads_1), hidden_BT, target_BT, over=split)
 
     own, into = PartitionSpec(split), token_spec(mesh, *tokens_BT.shape)
     mapped = jax.shard_map(
-        on_mesh, mesh=mesh, in_specs=(own, own, into, into), out_specs=into, axis_names=set(split), check_vma=False
+        on_mesh, mesh=mesh, in_specs=(own, into, into), out_specs=into, axis_names=set(split), check_vma=False
     )
     # In the backward pass the head's gradient is reduced before the layers run, not held whole meanwhile.
     head_DV, hidden_BTD = jax.lax.optimization_barrier((transformer.head(params), hidden_BTD))
-    copies = _copies(head_DV, hidden_BTD.dtype, mesh, split)
-    return shift(partial(mapped, *copies), hidden_BTD, target_BT, keep_length=True)
+    copy = _copier(mesh, split)
+    heads = Heads(copy(jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype)), copy(head_DV.astype(jnp.float32)))
+    if teacher is not None:
+        heads = heads._replace(teacher_EV=copy(transformer.head(teacher.head).astype(teacher.hidden_BTE.dtype)))
+    return shift(partial(mapped, heads), Hidden(hidden_BTD, teacher_BTE), target_BT, keep_length=True)
 
 
 def _device_logp(
-    head_DV: Array,
-    summed_DV: Array,
-    hidden_BTD: Array,
-    target_BT: Array,
-    *,
-    temperature: float,
-    chunk: int,
-    all_of_them: bool,
-    over: tuple[str, ...],
-) -> LogpEntropy:
-    """Log-probs and entropies of a device's targets, 0 where the target is -1.
+    scoring: Scoring, heads: Heads, hidden_BT: Hidden, target_BT: Array, *, over: tuple[str, ...]
+) -> Scored:
+    """The scores of a device's targets, 0 where the target is -1.
 
     All devices of the mesh axes `over` compute the same number of chunks: the vocabulary may be sharded over others,
     and devices that exchange something in a chunk must all compute it.
     """
-    (B, T, D), N = hidden_BTD.shape, target_BT.size
+    (B, T), N, chunk = target_BT.shape, target_BT.size, scoring.chunk
     wanted_N = target_BT.reshape(N) >= 0
-    hidden_ND, token_N = hidden_BTD.reshape(N, D), jnp.maximum(target_BT.reshape(N), 0)
+    hidden_N = jax.tree.map(lambda x_BTD: x_BTD.reshape(N, x_BTD.shape[-1]), hidden_BT)
+    token_N = jnp.maximum(target_BT.reshape(N), 0)
+
+    def only_wanted(x_N: Array) -> Array:
+        wanted = wanted_N.reshape(N, *[1] * (x_N.ndim - 1))
+        return jnp.where(wanted, x_N, 0).reshape(B, T, *x_N.shape[1:])
+
     if chunk >= N:
-        both_N = _chunk_logp(temperature, head_DV, summed_DV, hidden_ND, token_N)
-        return jax.tree.map(lambda x_N: jnp.where(wanted_N, x_N, 0).reshape(B, T), both_N)
+        return jax.tree.map(only_wanted, _chunk_logp(scoring, heads, hidden_N, token_N))
     order_N = jnp.argsort(~wanted_N, stable=True)
     inverse_N = jnp.argsort(order_N)
     K, count = -(-N // chunk), None
-    if not all_of_them:
+    if not scoring.all_of_them:
         count = -(-wanted_N.sum(dtype=jnp.int32) // chunk)
         count = jax.lax.pmax(count, over) if over else count
 
     def split(x: Array) -> Array:
         return jnp.pad(x, ((0, K * chunk - N), *[(0, 0)] * (x.ndim - 1))).reshape(K, chunk, *x.shape[1:])
 
-    hidden_KCD = split(_permute(hidden_ND, order_N, inverse_N))
-    both_KC = _chunks_logp(temperature, head_DV, summed_DV, hidden_KCD, split(token_N[order_N]), count)
+    hidden_KC = jax.tree.map(lambda x_ND: split(_permute(x_ND, order_N, inverse_N)), hidden_N)
+    scored_KC = _chunks_logp(scoring, heads, hidden_KC, split(token_N[order_N]), count)
 
     def join(x_KC: Array) -> Array:
-        return jnp.where(wanted_N, _permute(x_KC.reshape(-1)[:N], inverse_N, order_N), 0).reshape(B, T)
+        x_N = x_KC.reshape(-1, *x_KC.shape[2:])[:N]
+        return only_wanted(_permute(x_N, inverse_N, order_N))
 
-    return jax.tree.map(join, both_KC)
+    return jax.tree.map(join, scored_KC)
 
 
-def _chunk_logp(temperature: float, head_DV: Array, summed_DV: Array, hidden_CD: Array, token_C: Array) -> LogpEntropy:
-    """Log-probs and entropies of one chunk, [C]."""
-    return logp_and_entropy(_product(head_DV, summed_DV, hidden_CD), token_C, temperature)
+def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, token_C: Array) -> Scored:
+    """Log-probs and entropies of one chunk, [C], and what the teacher's logits are compared for, [C, ...]."""
+    logits_CV = _product(heads.policy_DV, heads.summed_DV, hidden_C.policy)
+    logp_C, entropy_C = logp_and_entropy(logits_CV, token_C, scoring.temperature)
+    if scoring.compare is None or heads.teacher_EV is None or hidden_C.teacher is None:
+        return logp_C, entropy_C, None
+    with jax.named_scope("teacher_head"):
+        teacher_CV = jnp.matmul(hidden_C.teacher, heads.teacher_EV, preferred_element_type=jnp.float32)
+    constant_CV = jax.lax.stop_gradient(teacher_CV) / scoring.temperature
+    return logp_C, entropy_C, scoring.compare(logits_CV / scoring.temperature, constant_CV, token_C)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunks_logp(
-    temperature: float, head_DV: Array, summed_DV: Array, hidden_KCD: Array, token_KC: Array, count: Array | None
-) -> LogpEntropy:
-    """Log-probs and entropies of the first `count` chunks, [K, C], and 0 for the others. None: all."""
+def _chunks_logp(scoring: Scoring, heads: Heads, hidden_KC: Hidden, token_KC: Array, count: Array | None) -> Scored:
+    """`_chunk_logp` of the first `count` chunks, [K, C, ...], and 0 for the others. None: all."""
 
-    def step(k: Array, both_KC: LogpEntropy) -> LogpEntropy:
-        both_C = _chunk_logp(temperature, head_DV, summed_DV, hidden_KCD[k], token_KC[k])
-        return jax.tree.map(lambda x_KC, x_C: x_KC.at[k].set(x_C), both_KC, both_C)
+    def step(k: Array, scored_KC: Scored) -> Scored:
+        scored_C = _chunk_logp(scoring, heads, jax.tree.map(lambda x_KC: x_KC[k], hidden_KC), token_KC[k])
+        return jax.tree.map(lambda x_KC, x_C: x_KC.at[k].set(x_C), scored_KC, scored_C)
 
-    empty = jnp.zeros(token_KC.shape, jnp.float32)
-    return jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, (empty, empty))
-
-
-ChunkInputs = tuple[Array, Array, Array, Array, Array | None]  # the arrays that `_chunks_logp` takes
+    one = jax.tree.map(lambda x_KC: x_KC[0], (hidden_KC, token_KC))
+    shapes = jax.eval_shape(partial(_chunk_logp, scoring, heads), *one)
+    empty = jax.tree.map(lambda x_C: jnp.zeros((len(token_KC), *x_C.shape), x_C.dtype), shapes)
+    return jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, empty)
 
 
-def _chunks_logp_forward(temperature: float, *inputs: Array) -> tuple[LogpEntropy, tuple[Array, ...]]:
-    return _chunks_logp(temperature, *inputs), inputs
+ChunkInputs = tuple[Heads, Hidden, Array, Array | None]  # the arrays that `_chunks_logp` takes
+
+
+def _chunks_logp_forward(scoring: Scoring, *inputs: PyTree) -> tuple[Scored, tuple[PyTree, ...]]:
+    return _chunks_logp(scoring, *inputs), inputs
 
 
 def _chunks_logp_backward(
-    temperature: float, inputs: ChunkInputs, dboth_KC: LogpEntropy
-) -> tuple[None, Array, Array, None, None]:
-    head_DV, summed_DV, hidden_KCD, token_KC, count = inputs
+    scoring: Scoring, inputs: ChunkInputs, dscored_KC: Scored
+) -> tuple[Heads, Hidden, None, None]:
+    heads, hidden_KC, token_KC, count = inputs
 
     def step(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dsummed_DV, dhidden_KCD = carry
+        hidden_C = jax.tree.map(lambda x_KC: x_KC[k], hidden_KC)
 
-        def both(summed_DV: Array, hidden_CD: Array) -> LogpEntropy:
-            return _chunk_logp(temperature, head_DV, summed_DV, hidden_CD, token_KC[k])
+        def scored(summed_DV: Array, hidden_CD: Array) -> Scored:
+            these = heads._replace(summed_DV=summed_DV), hidden_C._replace(policy=hidden_CD)
+            return _chunk_logp(scoring, *these, token_KC[k])
 
-        _, pull = jax.vjp(both, summed_DV, hidden_KCD[k])
-        more_DV, dhidden_CD = pull(jax.tree.map(lambda x_KC: x_KC[k], dboth_KC))
+        _, pull = jax.vjp(scored, heads.summed_DV, hidden_C.policy)
+        more_DV, dhidden_CD = pull(jax.tree.map(lambda x_KC: x_KC[k], dscored_KC))
         return dsummed_DV + more_DV, dhidden_KCD.at[k].set(dhidden_CD)
 
-    start = jnp.zeros(summed_DV.shape, jnp.float32), jnp.zeros_like(hidden_KCD)
+    start = jnp.zeros(heads.summed_DV.shape, jnp.float32), jnp.zeros_like(hidden_KC.policy)
     dsummed_DV, dhidden_KCD = jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, start)
-    return None, dsummed_DV, dhidden_KCD, None, None
+    return Heads(None, dsummed_DV, None), Hidden(dhidden_KCD, None), None, None  # type: ignore[arg-type]
 
 
 _chunks_logp.defvjp(_chunks_logp_forward, _chunks_logp_backward)
@@ -243,12 +306,12 @@ def _permute_backward(inverse_N: Array, dy_N: Array) -> tuple[Array, None, None]
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-def _copies(head_DV: Array, dtype: jnp.dtype, mesh: jax.sharding.Mesh, split: tuple[str, ...]) -> tuple[Array, Array]:
-    """Two arrays of one copy of the head for each of the X devices of `split`: [X, D, V], sharded over X and V.
+def _copier(mesh: jax.sharding.Mesh, split: tuple[str, ...]) -> Callable[[Array], Array]:
+    """A function from a head to one copy for each of the X devices of `split`: [X, D, V], sharded over X and V.
 
-    The first is in `dtype` and has no gradient. Only the gradient of the second, in float32, is used, so the array
-    itself is never materialized: chunks multiply in the compute dtype but accumulate in float32, and the sum over
-    copies is computed in shards, each on the device that owns that shard of the head.
+    Of the policy's head there is one copy in the compute dtype that has no gradient, and one in float32 of which only
+    the gradient is used, so that it is never materialized: chunks multiply in the compute dtype but accumulate in
+    float32, and the sum over copies is computed in shards, each on the device that owns that shard of the head.
     """
     gathered = mesh_axes("embed")
     copied = tuple(axis for axis in split if axis not in gathered)
@@ -258,10 +321,9 @@ def _copies(head_DV: Array, dtype: jnp.dtype, mesh: jax.sharding.Mesh, split: tu
         part_DV = jax.lax.pcast(part_DV, copied, to="varying")
         return jax.lax.all_gather(part_DV, gathered, tiled=True)[None]
 
-    spread = jax.shard_map(
+    return jax.shard_map(
         copy, mesh=mesh, in_specs=spec("embed", "vocab"), out_specs=PartitionSpec(split, None, *spec("vocab"))
     )
-    return spread(jax.lax.stop_gradient(head_DV).astype(dtype)), spread(head_DV.astype(jnp.float32))
 
 
 @jax.custom_vjp

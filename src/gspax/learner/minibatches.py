@@ -15,15 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gspax.config import Experiment, Reference, RowShape, expert_id_dtype, row_shape, sparse_layers
+from gspax.config import (
+    Experiment,
+    ModelConfig,
+    Reference,
+    RowShape,
+    Teacher,
+    expert_id_dtype,
+    row_shape,
+    sparse_layers,
+)
 from gspax.config.protocols import Selection
+from gspax.learner.distillation import make_compare
 from gspax.learner.objective import Scores
 from gspax.learner.train_step import Score
 from gspax.losses.selection import Minibatch
 from gspax.losses.shaping import filter_overlong
 from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
-from gspax.parallel.sharding import batch_shards, named_sharding
+from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, Rollout, known
 
@@ -150,9 +160,25 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
         version_BT=rows((B, T), jnp.int32) if experiment.old_logp == "interpolated" else None,
         selected_BT=None if experiment.selection is None else rows((B, T), jnp.float32),
+        **_teacher_arrays(experiment.teacher, config, mesh, B, T),
         expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
         router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
     )
+
+
+def _teacher_arrays(
+    teacher: Teacher | None, config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int
+) -> dict[str, Array]:
+    """`ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
+    if teacher is None:
+        return {}
+    if make_compare(teacher) is None:
+        return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
+    model = teacher.model or config
+    shape = rows, length + -length % mesh.shape["context"], model.hidden_size
+    sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *shape[:2]))
+    hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype), sharding=sharding)
+    return {"teacher_hidden_BTE": cast(Array, hidden)}
 
 
 def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

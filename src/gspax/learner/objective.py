@@ -2,7 +2,7 @@
 
 An objective is `(outputs, batch, constants) -> losses.Terms`: the policy's outputs for the rows of one microbatch,
 those rows, and what is the same for all microbatches. `make_objective` combines a loss with a correction for the
-sampler, a KL to the reference, penalties (`Regularizers`) and a calibrated clip range, each optional.
+sampler, a KL to the reference, a teacher, penalties (`Regularizers`) and a calibrated clip range, each optional.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from gspax import losses
-from gspax.config import Calibration, Reference, Regularizers, RouterShift
+from gspax.config import Calibration, Reference, Regularizers, RouterShift, Teacher
 from gspax.config.functions import keywords
+from gspax.learner.distillation import divergence_terms, mix_advantage
 from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import multiplied, weight_metrics
 from gspax.losses.kl import add_penalty
@@ -25,7 +26,7 @@ from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
 from gspax.model.moe import Routing
-from gspax.types import Array, Batch, known
+from gspax.types import Array, Batch, Params, PyTree, known
 
 PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
 
@@ -38,6 +39,7 @@ class Outputs(NamedTuple):
     logp_BT: Array  # float32  log-prob of the token; column 0 is 0
     entropy_BT: Array  # float32  of the distribution that the token was sampled from
     routing: Routing  # of the sparse layers
+    compared: PyTree = None  # with a teacher, what `distillation.make_compare` computed of each token: [B, T, ...]
 
 
 class Scores(NamedTuple):
@@ -57,6 +59,7 @@ class UpdateConstants(NamedTuple):
     clip_range: Array  # float32 [2]: `TrainState.clip_range`
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
     updates: Array | int = 0  # int32: `TrainState.step`, for losses that take it
+    teacher_head: Params = None  # the teacher's parameters that `transformer.head` reads, if its logits are computed
 
 
 Objective = Callable[[Outputs, Batch, UpdateConstants], losses.Terms]
@@ -68,6 +71,7 @@ def make_objective(
     correction: Callable[..., Array] | None = None,
     rejection: Callable[..., Array] | None = None,
     reference: Reference | None = None,
+    teacher: Teacher | None = None,
     regularizers: Regularizers = NO_REGULARIZERS,
     calibration: Calibration | None = None,
     router_shift: RouterShift | None = None,
@@ -80,6 +84,7 @@ def make_objective(
     traits, aggregate = traits_of(loss), aggregate_of(loss)
 
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
+        batch, added = mix_advantage(teacher, batch)
         old_logp_BT, ids, mask_BT = known(batch, "old_logp_BT"), segment_ids(batch), batch.mask_BT
         log_factor_BT = None if router_shift is None else shift_factor(router_shift, outputs.routing, batch)
         if log_factor_BT is not None:
@@ -106,11 +111,11 @@ def make_objective(
             clipped = metrics["clip_fraction_sequences"]
             assert isinstance(clipped, losses.Share)
             metrics |= range_metrics(*rows, clipped=clipped, share=calibration.share, segment_ids=ids)
-        terms = terms._replace(metrics=metrics)
+        terms = terms._replace(metrics=metrics | added)
         if reference is not None and reference.loss is not None:
             penalty = reference_kl(reference.loss, outputs.logp_BT, batch, aggregate)
             terms = add_penalty(terms, penalty, coefficient=reference.coefficient)
-        for coefficient, penalty in penalties(regularizers, outputs, batch, constants.load_LE, aggregate):
+        for coefficient, penalty in penalties(regularizers, teacher, outputs, batch, constants.load_LE, aggregate):
             terms = add_penalty(terms, penalty, coefficient=coefficient)
         return terms
 
@@ -160,13 +165,17 @@ def correction_weight(
 
 def penalties(
     regularizers: Regularizers,
+    teacher: Teacher | None,
     outputs: Outputs,
     batch: Batch,
     load_LE: Array | None,
     aggregate: losses.Aggregate | None,
 ) -> Iterator[tuple[float, losses.Terms]]:
-    """(coefficient, penalty) of each regularizer that is on, aggregated as the policy loss is."""
+    """(coefficient, penalty) of a teacher and of each regularizer that is on, aggregated as the policy loss is."""
     mask_BT, ids, aggregate = batch.mask_BT, segment_ids(batch), aggregate or losses.by_sequence
+    if teacher is not None and not teacher.as_advantage:
+        of_tokens = outputs.logp_BT, outputs.compared
+        yield teacher.coefficient, divergence_terms(teacher, *of_tokens, batch, aggregate=aggregate, segment_ids=ids)
     if regularizers.entropy:
         bonus = entropy_bonus(outputs.entropy_BT, mask_BT, aggregate=aggregate, segment_ids=ids)
         yield regularizers.entropy, bonus

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,11 +17,11 @@ import jax.numpy as jnp
 import optax
 
 from gspax import unstable
-from gspax.config import Lora, ModelConfig, Optimizer
+from gspax.config import Lora, ModelConfig, Optimizer, Teacher
 from gspax.errors import UserError
 from gspax.hf.parameters import named_leaves, named_shapes, read_params
 from gspax.hf.peft import read_adapters
-from gspax.hf.source import locate
+from gspax.hf.source import RUN, locate
 from gspax.learner import adapters
 from gspax.learner.optimizer import Offloaded, state_shardings
 from gspax.model import transformer
@@ -38,10 +39,16 @@ MODEL, ADAPTERS = 0, 1  # the steps of `start/`
 
 
 def require_memory(
-    config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: jax.sharding.Mesh, *, reference: bool
+    config: ModelConfig,
+    lora: Lora | None,
+    optimizer: Optimizer,
+    mesh: jax.sharding.Mesh,
+    *,
+    reference: bool,
+    teacher: Teacher | None,
 ) -> None:
-    """UserError if the parameters, moments, and reference of a run are larger than the memory of its devices."""
-    parts = resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference)
+    """UserError if parameters, moments, reference, and teacher of a run are larger than the memory of its devices."""
+    parts = resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference, teacher=teacher)
     needed, available = sum(parts.values()), _device_memory(jax.local_devices()[0])
     if available is not None and needed > available:
         what = ", ".join(f"{part} {size / 2**30:,.1f} GiB" for part, size in parts.items())
@@ -169,7 +176,11 @@ def abstract_policy(config: ModelConfig, lora: Lora | None, mesh: jax.sharding.M
 
 
 def abstract_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, lora: Lora | None = None
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    lora: Lora | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainState:
     """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated.
 
@@ -186,7 +197,39 @@ def abstract_state(
     )
     rest = replace(state, params=None, opt_state=None)
     placed = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), rest)
-    return replace(placed, params=params, opt_state=moments)
+    return replace(placed, params=params, opt_state=moments, teacher=abstract_teacher(params, teacher))
+
+
+def abstract_teacher(params: Params, teacher: Teacher | None) -> Params:
+    """`ShapeDtypeStruct`s of the parameters of a teacher that is an earlier policy; None without one.
+
+    A moving average is in float32: in bfloat16 most of its steps would be lost.
+    """
+    if teacher is None or teacher.model is not None:
+        return None
+    trained = partition(params)[0]
+    if teacher.refresh_share == 1:
+        return trained
+    return jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), trained)
+
+
+def start_teacher(state: TrainState, wanted: Params) -> TrainState:
+    """The state with its trained parameters as its teacher, like `wanted`, as arrays of their own."""
+    copy = jax.tree.map(lambda leaf, like: jnp.copy(leaf).astype(like.dtype), partition(state.params)[0], wanted)
+    return replace(state, teacher=copy)
+
+
+def refresh_teacher(state: TrainState, share: float) -> TrainState:
+    """The state with its teacher moved by a share of the way to its trained parameters; 1: equal to them."""
+    trained = partition(state.params)[0]
+    if share == 1:
+        return start_teacher(state, state.teacher)
+    return replace(state, teacher=_move(state.teacher, trained, share))
+
+
+@partial(jax.jit, donate_argnums=0, static_argnums=2)
+def _move(teacher: Params, trained: Params, share: float) -> Params:
+    return jax.tree.map(lambda old, new: old + share * (new.astype(old.dtype) - old), teacher, trained)
 
 
 def _shardings(tree: PyTree) -> PyTree:
@@ -196,13 +239,16 @@ def _shardings(tree: PyTree) -> PyTree:
 def load_model(config: ModelConfig, wanted: Params) -> Params:
     """The parameters of `config.checkpoint`, with the shardings and dtypes of `wanted` (`ShapeDtypeStruct`s).
 
+    A run's are those of its newest checkpoint.
+
     Raises:
       UserError: the checkpoint is broken, or of another architecture than `config`.
     """
     folder = locate(config.checkpoint)
     if not (folder / CHECKPOINTS).is_dir():
         return read_params(folder, config, wanted)
-    require_intact(folder)
+    if not (folder / RUN).is_file():  # a run verifies its checkpoints alone
+        require_intact(folder)
     leaves = {f"params/{name}": leaf for name, leaf in named_leaves(wanted).items()}
     mesh = next(iter(leaves.values())).sharding.mesh
     with Checkpoints(folder / CHECKPOINTS, mesh=mesh) as checkpoints:
@@ -287,10 +333,11 @@ def restore_state(
     mesh: jax.sharding.Mesh,
     *,
     lora: Lora | None = None,
+    teacher: Teacher | None = None,
     step: int | None = None,
 ) -> TrainState:
     """The whole state of a checkpoint (default: the newest). UserError if there is none that can be read."""
-    state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora)), step)
+    state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora, teacher)), step)
     if lora is None:
         return state
     base = load_start(run, abstract_params(model, mesh), mesh)

@@ -35,16 +35,17 @@ from gspax.learner.objective import Objective, Scores, UpdateConstants, router_l
 from gspax.losses.proximal import interpolated_logp
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
+from gspax.model.transformer import head_params
 from gspax.parallel.sharding import constrain, replica_axes, within_replica
 from gspax.types import Array, Batch, Params, PyTree, TrainState, known
 
 Scalars = dict[str, Array]  # float32 scalars by the name of their metric
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
-Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Scalars, Scores]]  # see `make_update`
+Update = Callable[..., tuple[TrainState, Scalars, Scores]]  # see `make_update`
 Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
 
-# (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
-Gradient = Callable[[TrainState, Batch, bool | Array], tuple[Params, losses.Terms, Scores]]
+# (state, batch, on_policy, teacher_head) -> the gradient of the loss, the loss's terms of every row, the scores
+Gradient = Callable[..., tuple[Params, losses.Terms, Scores]]
 
 NO_LIMITS = Guard()
 
@@ -66,7 +67,9 @@ def make_update(
     optimizer: optax.GradientTransformation,
     guard: Guard = NO_LIMITS,
 ) -> Update:
-    """A pure, jitted `(state, batch, on_policy) -> (state, metrics, scores)`; the state argument is donated.
+    """A pure, jitted `(state, batch, on_policy, teacher_head) -> (state, metrics, scores)`; the state is donated.
+
+    The parameters that `transformer.head` reads of a teacher are given if `settings.compare` needs its logits.
 
     With `on_policy` the batch's old log-probs are not read: the old log-probs are the policy's own before the update,
     without a gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the
@@ -99,13 +102,15 @@ def fill_old_logp(batch: Batch) -> tuple[Batch, bool]:
 
 def _update(
     settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation, guard: Guard
-) -> Callable[[TrainState, Batch, bool | Array], tuple[TrainState, Scalars, Scores]]:
+) -> Callable[..., tuple[TrainState, Scalars, Scores]]:
     """The function that `make_update` compiles."""
     gradient = make_gradient(settings, objective)
     exchanges = has_experts(settings.config) and exchanges_rows(settings.mesh)
 
-    def update(state: TrainState, batch: Batch, on_policy: bool | Array) -> tuple[TrainState, Scalars, Scores]:
-        grads, terms, scores = gradient(state, batch, on_policy)
+    def update(
+        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_head: Params = None
+    ) -> tuple[TrainState, Scalars, Scores]:
+        grads, terms, scores = gradient(state, batch, on_policy, teacher_head)
         trained, frozen = partition(state.params)
         value, metrics = losses.reduce(terms)
         grad_norm = optax.tree.norm(grads)
@@ -170,6 +175,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
                 mask_BT=part.mask_BT,
                 expert_BLTA=known(part, "expert_BLTA") if settings.routing_replay else None,
                 prefix_BT=part.prefix_BT,
+                teacher=_of_teacher(settings, part, constants),
             )
             with jax.named_scope("loss"):
                 if part.version_BT is not None:
@@ -187,19 +193,19 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
 
         return run_microbatches(of_microbatch, batch, microbatch_rows // replicas, count)
 
-    def gradient(state: TrainState, batch: Batch, on_policy: bool | Array) -> tuple[Params, losses.Terms, Scores]:
-        constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts), state.step)
+    def gradient(
+        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_head: Params = None
+    ) -> tuple[Params, losses.Terms, Scores]:
+        load_LE, head = _response_load(batch, config.num_experts), teacher_head or _own_head(settings, state)
+        constants = UpdateConstants(state.clip_range, load_LE, state.step, head)
         shared = state.params, constants, on_policy, count_held(settings, batch.segment_BT)
         (grads, (count_LE, fallbacks)), (terms, scores) = sum_over_replicas(of_replica, batch, *shared, mesh=mesh)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         # Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.
         axes = trained_axes(config, partition(state.params)[0])
         grads = jax.tree.map(lambda grad, names: constrain(grad, mesh, *names), grads, axes)
-        return (
-            grads,
-            terms,
-            scores._replace(count_LE=count_LE, fallbacks=fallbacks // replicas),
-        )  # all fall back at once
+        # All replicas fall back at once.
+        return grads, terms, scores._replace(count_LE=count_LE, fallbacks=fallbacks // replicas)
 
     return gradient
 
@@ -210,6 +216,18 @@ def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, upd
     age_BT = jnp.maximum(rollouts - known(batch, "version_BT"), 0)
     sampler_logp_BT, progress = known(batch, "sampler_logp_BT"), done / updates_per_rollout
     return replace(batch, old_logp_BT=interpolated_logp(logp_BT, sampler_logp_BT, age_BT, progress))
+
+
+def _own_head(settings: StepSettings, state: TrainState) -> Params:
+    """The head of a teacher that is an earlier policy, if updates compare its logits."""
+    if settings.compare is None:
+        return None
+    return head_params(combine(state.teacher, partition(state.params)[1]))
+
+
+def _of_teacher(settings: StepSettings, part: Batch, constants: UpdateConstants) -> tuple[Params, Array] | None:
+    """What `forward` takes of a teacher whose logits are compared."""
+    return (constants.teacher_head, known(part, "teacher_hidden_BTE")) if settings.compare is not None else None
 
 
 def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:
@@ -234,7 +252,7 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
     ) -> Scores:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
-                logp_BT, entropy_BT, routing = forward(params, settings, **part)
+                logp_BT, entropy_BT, routing, _ = forward(params, settings, **part)
             expert_BLTA = routing.expert.swapaxes(0, 1)
             return (), Scores(
                 logp_BT,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import jax
@@ -21,9 +22,11 @@ import optax
 from gspax.config import Calibration, Experiment, has_experts, row_shape, updates_per_step
 from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
+from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import Select, make_select
 from gspax.learner.objective import Scores, make_objective
 from gspax.learner.state import applied_updates
+from gspax.learner.teacher import Teach, make_teach
 from gspax.learner.train_step import (
     Gradient,
     Score,
@@ -38,9 +41,10 @@ from gspax.losses import Terms
 from gspax.losses.calibration import next_range, range_warnings
 from gspax.losses.traits import is_scored, traits_of
 from gspax.model.sizes import reads_experts
+from gspax.model.transformer import head_params
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
-from gspax.types import Array, Batch, PyTree, TrainState
+from gspax.types import Array, Batch, Params, PyTree, TrainState
 
 WIDEST = 1.0  # a lower bound of 0: clips nothing
 RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
@@ -56,6 +60,20 @@ class Steps(NamedTuple):
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
     measure: Measure | None = None  # with `Experiment.diagnostics`
     select: Select | None = None  # with `Experiment.selection`
+    teach: Teach | None = None  # with a teacher
+
+
+def bind_teacher(steps: Steps, teacher: Params | None) -> Steps:
+    """The steps, with updates that have the teacher's head if they compare its logits."""
+    if teacher is None:
+        return steps
+    head = head_params(teacher)
+
+    def update(state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
+        return steps.update(state, batch, on_policy, head)
+
+    measure = None if steps.measure is None else partial(steps.measure, teacher_head=head)
+    return steps._replace(update=update, measure=measure)
 
 
 def make_steps(
@@ -66,7 +84,7 @@ def make_steps(
     worst_case: bool = False,
 ) -> Steps:
     """The compiled functions of an experiment, all with the same `StepSettings`."""
-    sampling, schedule, model = experiment.sampling, experiment.schedule, experiment.model
+    sampling, schedule, model, teacher = experiment.sampling, experiment.schedule, experiment.model, experiment.teacher
     settings = StepSettings(
         config=model,
         mesh=mesh,
@@ -76,6 +94,7 @@ def make_steps(
         worst_case=worst_case,
         routing_replay=experiment.routing_replay != "off",
         updates_per_rollout=updates_per_step(schedule),
+        compare=make_compare(teacher),
     )
     # The sampler's experts are in the rollout; the old policy's are found by the pass that computes its log-probs.
     reference, replay, shift = experiment.reference, experiment.routing_replay, experiment.router_shift
@@ -92,6 +111,7 @@ def make_steps(
         correction=experiment.correction,
         rejection=experiment.rejection,
         reference=experiment.reference,
+        teacher=teacher,
         regularizers=experiment.regularizers,
         calibration=experiment.calibration,
         router_shift=experiment.router_shift,
@@ -105,24 +125,25 @@ def make_steps(
         scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
         None if experiment.selection is None else make_select(experiment.selection, mesh),
+        None if teacher is None else make_teach(teacher.model or model, settings),
     )
 
 
-def compile_ahead(steps: Steps, state: TrainState, batch: Batch) -> Steps:
+def compile_ahead(steps: Steps, *arguments: PyTree) -> Steps:
     """The steps, whose update compiles in a thread from now on; its first call waits for that.
 
     Otherwise it would compile after the first rollout. Now it does beside the sampler's compilation and the rollout.
 
     Args:
-      state, batch: `ShapeDtypeStruct`s with shardings, from `abstract_state` and `abstract_batch`.
+      arguments: of the update, `ShapeDtypeStruct`s with shardings (`abstract_state`, `abstract_batch`).
     """
     compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-    compiled = compiler.submit(lambda: cast(jax.stages.Wrapped, steps.update).lower(state, batch, False).compile())
+    compiled = compiler.submit(lambda: cast(jax.stages.Wrapped, steps.update).lower(*arguments).compile())
     compiler.shutdown(wait=False)
 
-    def update(state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
+    def update(*arguments: PyTree) -> tuple[TrainState, dict[str, Array], Scores]:
         compiled.result()  # jax finds the program by the types of the arguments
-        return steps.update(state, batch, on_policy)
+        return steps.update(*arguments)
 
     return steps._replace(update=update)
 

@@ -20,6 +20,7 @@ from gspax.losses import checks
 
 Array = jax.Array
 Scored = TypeVar("Scored")  # a tree of arrays [B, T]
+Output = TypeVar("Output")  # a tree of arrays [B, T, ...]
 
 _FINER = " (log-probabilities need float32: cast the logits, or better, let the last matrix product accumulate in it)"
 
@@ -92,7 +93,7 @@ def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Arra
 
 
 def shift(
-    score: Callable[[Array, Array], Scored], output: Array, tokens_BT: Array, *, keep_length: bool = False
+    score: Callable[[Output, Array], Scored], output: Output, tokens_BT: Array, *, keep_length: bool = False
 ) -> Scored:
     """Score token t + 1 with the model's output at t, and put the result in column t + 1. The only shift in gspax.
 
@@ -100,13 +101,14 @@ def shift(
     first token, and that result is dropped.
 
     Args:
-      score: (output [B, T', ...], tokens_BT') -> arrays [B, T'], position by position; T' is T - 1 or, kept, T.
+      score: (output [B, T', ...], tokens_BT') -> arrays [B, T', ...], position by position; T' is T - 1 or, kept, T.
+      output: arrays [B, T, ...].
     """
     if keep_length:
         scored = jax.tree.map(lambda x: x[:, :-1], score(output, jnp.roll(tokens_BT, -1, axis=1)))
     else:
-        scored = score(output[:, :-1], tokens_BT[:, 1:])
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), scored)
+        scored = score(jax.tree.map(lambda x: x[:, :-1], output), tokens_BT[:, 1:])
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2))), scored)
 
 
 def logp_and_entropy(logits_XV: Array, tokens_X: Array, temperature: float) -> tuple[Array, Array]:

@@ -34,6 +34,7 @@ from gspax.config import (
     RoutingReplay,
     SamplerDtype,
     Sampling,
+    Teacher,
     adapted_weights,
     expert_id_dtype,
     optimizers,
@@ -111,11 +112,13 @@ def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
     trained = _sharded(trained_count(config, lora), mesh)
     shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
     updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
+    reference, teacher = experiment.reference is not None, experiment.teacher
     parts = {
-        **resident_bytes(config, lora, experiment.optimizer, mesh, reference=experiment.reference is not None),
+        **resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference, teacher=teacher),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
         "gradients": size_of(trained_dtype(config, lora)) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if shape.microbatch < shape.rows else 0,
+        **_teacher_bytes(experiment.teacher, config, sampling, mesh),
         **_rollout_bytes(config, sampling, *updates, mesh),
     }
     return {part: size for part, size in parts.items() if size}
@@ -132,8 +135,10 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     sampling = with_carried(experiment.sampling, placement)
     weights, dtype = inference_weights_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
     if placement is None:
-        reference = experiment.reference is not None
-        held = resident_bytes(config, experiment.lora, experiment.optimizer, learner, reference=reference)
+        has_reference, lora = experiment.reference is not None, experiment.lora
+        held = resident_bytes(
+            config, lora, experiment.optimizer, learner, reference=has_reference, teacher=experiment.teacher
+        )
         held[f"inference weights, {dtype}"] = weights
     else:
         pushes = 1 + (placement.staleness if placement.partial is None else 1)
@@ -155,7 +160,13 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
 
 
 def resident_bytes(
-    config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: AxisSizes, *, reference: bool
+    config: ModelConfig,
+    lora: Lora | None,
+    optimizer: Optimizer,
+    mesh: AxisSizes,
+    *,
+    reference: bool,
+    teacher: Teacher | None,
 ) -> dict[str, int]:
     """The arrays that the learner's devices hold throughout a run, by name."""
     parts = {f"parameters, {config.param_dtype}": size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)}
@@ -164,7 +175,36 @@ def resident_bytes(
     if reference:  # with adapters a copy of these alone: the frozen parameters serve both policies
         dtype = trained_dtype(config, lora)
         parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
+    if teacher is not None and teacher.model is not None:
+        dtype = teacher.model.param_dtype
+        parts[f"teacher, {dtype}"] = size_of(dtype) * _sharded(parameter_count(teacher.model), mesh)
+    elif teacher is not None:
+        parts["teacher, an earlier policy"] = _sharded(kept_teacher_bytes(teacher, config, lora), mesh)
     return parts
+
+
+def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora | None) -> int:
+    """The trained parameters of a teacher that is an earlier policy, in all; a moving average is in float32."""
+    if teacher is None or teacher.model is not None:
+        return 0
+    dtype = trained_dtype(config, lora) if teacher.refresh_share == 1 else "float32"
+    return size_of(dtype) * trained_count(config, lora)
+
+
+def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> dict[str, int]:
+    """What updates read of a teacher: log-probs of the sampled tokens, or last hidden states and the gathered head."""
+    if teacher is None:
+        return {}
+    rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
+    positions = rows * (sampling.max_prompt_tokens + sampling.max_tokens)
+    if teacher.divergence is None and not teacher.kept:
+        return {"teacher's log-probs of the rollout": FLOAT32 * positions}
+    model = teacher.model or config
+    width, size = model.hidden_size, size_of(model.dtype)
+    return {
+        "teacher's hidden states of the rollout": math.ceil(size * width * positions / mesh["context"]),
+        "teacher's head, gathered": size * width * model.vocab_size // mesh["tensor"],
+    }
 
 
 def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: AxisSizes) -> int:

@@ -284,3 +284,9 @@ def logits(params: Params, hidden: Array) -> Array:
 def head(params: Params) -> Array:
     """head_DV, the output projection; with tied embeddings, the transposed embedding."""
     return params["head"] if "head" in params else params["embedding"].T
+
+
+def head_params(params: Params) -> Params:
+    """The parameters that `head` reads, in a tree of their own."""
+    name = "head" if "head" in params else "embedding"
+    return {name: params[name]}

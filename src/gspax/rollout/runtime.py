@@ -11,8 +11,9 @@ from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.learner import updates
 from gspax.learner.minibatches import abstract_batch
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state, count_updates, require_memory
+from gspax.learner.state import abstract_params, abstract_state, count_updates, require_memory
 from gspax.learner.updates import Steps, make_steps
+from gspax.model.transformer import head_params
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.episodes import Interaction, interact
@@ -36,7 +37,8 @@ class Runtime:
 def make_runtime(experiment: Experiment) -> Runtime:
     """The mesh, optimizer, and compiled functions of an experiment. UserError if it does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
-    require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
+    model, lora, reference = experiment.model, experiment.lora, experiment.reference is not None
+    require_memory(model, lora, experiment.optimizer, mesh, reference=reference, teacher=experiment.teacher)
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
     sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
@@ -50,9 +52,12 @@ def make_runtime(experiment: Experiment) -> Runtime:
 
 def compile_ahead(runtime: Runtime) -> Runtime:
     """The runtime, whose update compiles in a thread from now on (`updates.compile_ahead`)."""
-    experiment, mesh = runtime.experiment, runtime.mesh
-    state = abstract_state(experiment.model, runtime.optimizer, mesh, experiment.lora)
-    return replace(runtime, steps=updates.compile_ahead(runtime.steps, state, abstract_batch(experiment, mesh)))
+    experiment, mesh, teacher = runtime.experiment, runtime.mesh, runtime.experiment.teacher
+    state = abstract_state(experiment.model, runtime.optimizer, mesh, experiment.lora, teacher)
+    arguments = [state, abstract_batch(experiment, mesh), False]
+    if teacher is not None and teacher.model is not None:
+        arguments.append(head_params(abstract_params(teacher.model, mesh)))
+    return replace(runtime, steps=updates.compile_ahead(runtime.steps, *arguments))
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:

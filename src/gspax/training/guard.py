@@ -252,7 +252,8 @@ def dump(guard: RunGuard, step: int, result: StepResult) -> str:
     if batch is None:
         return ""
     folder = run.dumps / f"step_{step:06d}"
-    arrays = multihost.to_host({name: x for name, x in vars(batch).items() if x is not None})
+    kept = {name: x for name, x in vars(batch).items() if x is not None and name != "teacher_hidden_BTE"}
+    arrays = multihost.to_host(kept)
 
     def write() -> None:
         if jax.process_index() != 0:

@@ -10,17 +10,21 @@ from pathlib import Path
 import jax
 
 from gspax.config import Experiment
-from gspax.errors import DivergedError
+from gspax.errors import DivergedError, UserError
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner.state import (
+    abstract_policy,
+    abstract_teacher,
     first_state,
     load_reference,
     restore_state,
     save_reference,
+    start_teacher,
     with_new_moments,
 )
+from gspax.learner.teacher import fingerprint, load_teacher
 from gspax.learner.updates import initial_range, noise_warnings
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
@@ -39,7 +43,7 @@ from gspax.training.guard import RunGuard, Watch, go_back, save_state, skip_prob
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
-from gspax.types import TrainState
+from gspax.types import Params, TrainState
 
 
 def train(experiment: Experiment, workdir: Path) -> None:
@@ -91,8 +95,10 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
     watch = Watch(**read_extra(checkpoints, done).get("watch", {})) if done else Watch()
     guard = RunGuard(experiment, run, runtime.mesh, watch)
 
+    teacher, identity = load_same_teacher(runtime, checkpoints, done)
+
     def save(is_last: bool) -> None:
-        extra = {"experiment": describe(experiment), "watch": asdict(guard.watch)}
+        extra = {"experiment": describe(experiment), "watch": asdict(guard.watch), **identity}
         save_state(checkpoints, recorder, done, state, extra, is_last=is_last)
 
     with (
@@ -103,12 +109,11 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             record_evaluation(runtime, state, recorder, run, done, bar)
-        reference = None
-        if experiment.reference is not None:
-            reference = load_reference(run, state, experiment.model, experiment.lora, runtime.mesh)
+        others = experiment.model, experiment.lora, runtime.mesh
+        reference = None if experiment.reference is None else load_reference(run, state, *others)
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
-                result = run_step(runtime, state, reference, in_flight)
+                result = run_step(runtime, state, reference, in_flight, teacher)
             state, done = result.state, done + 1
             alarm_metrics, problem = guard.after_step(done, result)
             recorder.write_metrics(done, {**result.metrics, **alarm_metrics})
@@ -132,6 +137,24 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
 
 
+def load_same_teacher(runtime: Runtime, checkpoints: Checkpoints, done: int) -> tuple[Params, dict[str, str]]:
+    """The parameters of the teacher's checkpoint, and their fingerprint as checkpoints record it; None without one.
+
+    UserError if they are not those that the run was trained with up to step `done`.
+    """
+    teacher = runtime.experiment.teacher
+    if teacher is None or teacher.model is None:
+        return None, {}
+    params = load_teacher(teacher.model, runtime.mesh, runtime.experiment.tokenizer)
+    identity = fingerprint(params)
+    if done and identity != (recorded := read_extra(checkpoints, done).get("teacher")):
+        raise UserError(
+            f"teacher.model: wanted the parameters that the run was trained with (fingerprint {recorded}), got others "
+            f"({identity}) from {teacher.model.checkpoint}"
+        )
+    return params, {"teacher": identity}
+
+
 def describe_unsaved(checkpoints: Path) -> str:
     """A phrase that names what is lost if the run ends at once."""
     finished = finished_steps(checkpoints)
@@ -144,7 +167,7 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
     model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
     if (newest := checkpoints.latest()) is not None:
         progress.say(f"{'already at' if newest >= last else 'continuing from'} step {newest} of {last}")
-        return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
+        return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, teacher=experiment.teacher)
     progress.say(f"starting from {model.checkpoint or 'random parameters'}")
     if experiment.warm_start is None:
         state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
@@ -152,6 +175,8 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
         state = with_new_moments(warm_start(experiment, run, mesh, skipped), model, lora, optimizer, mesh)
     if experiment.reference is not None:
         save_reference(run, state, lora, mesh)
+    if (wanted := abstract_teacher(abstract_policy(model, lora, mesh), experiment.teacher)) is not None:
+        state = start_teacher(state, wanted)
     clip_range = initial_range(experiment.calibration)
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspax.config import ModelConfig, row_shape, updates_per_step
+from gspax.config import ModelConfig, Teacher, row_shape, updates_per_step
 from gspax.learner import minibatches
 from gspax.learner.diagnostics import diagnostic_metrics
 from gspax.learner.metrics import (
@@ -27,8 +27,9 @@ from gspax.learner.metrics import (
 from gspax.learner.minibatches import Layout
 from gspax.learner.objective import Scores
 from gspax.learner.optimizer import learning_rate
-from gspax.learner.state import applied_updates, count_updates
-from gspax.learner.updates import Updated, run_updates
+from gspax.learner.state import applied_updates, count_updates, refresh_teacher
+from gspax.learner.teacher import fill_teacher, own_teacher
+from gspax.learner.updates import Updated, bind_teacher, run_updates
 from gspax.losses.traits import is_scored
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
@@ -62,11 +63,13 @@ class StepResult(NamedTuple):
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
 
-def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight) -> StepResult:
+def run_step(
+    runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight, teacher: Params | None = None
+) -> StepResult:
     """Sample one rollout, grade it, and update the policy with it.
 
     Args:
-      reference: from `load_reference`.
+      reference, teacher: from `load_reference` and `load_teacher`.
       in_flight: the rollouts that the sampler works on; updated to those after this step.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
@@ -86,7 +89,7 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
         clock.lap("refill")
 
     progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-    batches, scores, layouts = prepare_minibatches(runtime, state, reference, with_versions(runtime, graded))
+    batches, scores, layouts = prepare_minibatches(runtime, state, reference, with_versions(runtime, graded), teacher)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
@@ -94,17 +97,19 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
     batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, layouts)
     key = jax.random.fold_in(jax.random.fold_in(multihost.key_to_host(state.key), SELECTION), trained)
     batches = minibatches.select_tokens(runtime.steps.select, batches, scores, key)
+    steps = bind_teacher(runtime.steps, teacher)
     updated = run_updates(
-        runtime.steps,
+        steps,
         state,
         batches,
         scores,
         epochs=experiment.schedule.epochs,
         rate=rate,
         calibration=experiment.calibration,
-        measure=runtime.steps.measure if is_measured(runtime, trained) else None,
+        measure=steps.measure if is_measured(runtime, trained) else None,
     )
-    state = replace(updated.state, position=updated.state.position + graded.prompts)
+    state = after_step(experiment.teacher, updated.state, trained + 1)
+    state = replace(state, position=state.position + graded.prompts)
     jax.block_until_ready(state)
     clock.lap("train")
 
@@ -118,6 +123,13 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
     }
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
+
+
+def after_step(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
+    """The state with a teacher that follows the policy, moved to it if that is due after so many steps."""
+    if teacher is None or teacher.model is not None or not teacher.refresh_every or done % teacher.refresh_every:
+        return state
+    return refresh_teacher(state, teacher.refresh_share)
 
 
 def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
@@ -167,9 +179,9 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
 
 
 def prepare_minibatches(
-    runtime: Runtime, state: TrainState, reference: Params | None, rollout: Rollout
+    runtime: Runtime, state: TrainState, reference: Params | None, rollout: Rollout, teacher: Params | None
 ) -> tuple[list[Batch], list[Scores | None], list[Layout]]:
-    """Split a rollout into minibatches, and compute the log-probs of the old policy and of the reference.
+    """Split a rollout into minibatches, and compute what the old policy, the reference, and a teacher say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
     demands it, they are the sampler's; with "interpolated" each update replaces these by its own. `Steps.scored` are
@@ -191,6 +203,8 @@ def prepare_minibatches(
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
     batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
+    if runtime.steps.teach is not None:
+        batches = fill_teacher(runtime.steps.teach, own_teacher(state) if teacher is None else teacher, batches)
     jax.block_until_ready(batches)
     return batches, scores, layouts
 

@@ -38,11 +38,13 @@ from gspax.config import (
 )
 from gspax.learner.minibatches import abstract_batch, abstract_rows
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state
+from gspax.learner.state import abstract_params, abstract_state
+from gspax.learner.teacher import Teach, own_teacher
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
 from gspax.model.sizes import sampler_sizes, with_carried
+from gspax.model.transformer import head_params
 from gspax.parallel.sharding import named_sharding
 from gspax.sampler import engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
@@ -50,6 +52,7 @@ from gspax.sampler.inference_weights import abstract_inference_weights, copier
 from gspax.types import Array, Batch, Params, Rollout, TrainState
 
 TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "inference weights", "rollout"
+TEACHER = "teacher"
 PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of multi-turn rollouts, instead of the rollout
 SAMPLER = (COPY, ROLLOUT, PROMPTS, TURNS, REPLIES)  # run on the sampler's mesh
 
@@ -82,12 +85,15 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
     """
     model, weights_dtype = experiment.model, experiment.sampling.weights_dtype
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
-    state = abstract_state(model, optimizer, mesh, experiment.lora)
+    state = abstract_state(model, optimizer, mesh, experiment.lora, experiment.teacher)
     batch = abstract_batch(experiment, mesh)
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
     reference = 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
-    learner_bytes = device_bytes(state) + reference  # throughout the run
+    taught_by = None if experiment.teacher is None else experiment.teacher.model
+    teacher = None if taught_by is None else abstract_params(taught_by, mesh)
+    held = reference + device_bytes(teacher)
+    learner_bytes = device_bytes(state) + held  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
     scoring = learner_bytes - params + other_batches
     if experiment.placement is not None and experiment.placement.staleness > 0:
@@ -101,17 +107,29 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
         resident=learner_bytes - params,
     )
+    head = None if teacher is None else head_params(teacher)
+    teaching = []
+    if steps.teach is not None:
+        read_by, held_then = own_teacher(state) if teacher is None else teacher, learner_bytes + other_batches
+        teaching.append(_make_teaching(steps.teach, read_by, batch, held_then, experiment.schedule.minibatches))
     return [
         Program(
             name=TRAIN,
-            lower=_lower(steps.update, state, batch, False),
-            resident=reference + other_batches,
+            lower=_lower(steps.update, state, batch, False, *([] if head is None else [head])),
+            resident=held - device_bytes(head) + other_batches,
             runs=updates_per_step(experiment.schedule),
         ),
         Program(name=SCORE, lower=_lower(steps.score, state.params, *scored), resident=scoring, runs=scores),
+        *teaching,
         *([] if experiment.placement is not None else [copy]),
         *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
     ]
+
+
+def _make_teaching(teach: Teach, params: Params, batch: Batch, held: int, runs: int) -> Program:
+    """The teacher's pass over a minibatch, on devices that hold so many bytes, its parameters included."""
+    read = batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT
+    return Program(name=TEACHER, lower=_lower(teach, params, *read), resident=held - device_bytes(params), runs=runs)
 
 
 def _lower(function: Callable[..., object], *arguments: object, **settings: object) -> Callable[[], jax.stages.Lowered]:

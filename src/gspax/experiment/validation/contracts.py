@@ -176,7 +176,8 @@ class _Context:
     @property
     def packed(self) -> bool:
         """Whether advantages are [B, T], and functions are given `segment_ids`."""
-        return bool(self.of.schedule.microbatch_tokens) or self.of.turns.credit == "turn"
+        mixed = self.of.teacher is not None and self.of.teacher.as_advantage
+        return bool(self.of.schedule.microbatch_tokens) or self.of.turns.credit == "turn" or mixed
 
     @property
     def segments(self) -> dict[str, np.ndarray]:
@@ -232,6 +233,11 @@ def _kl_loss(context: _Context, field: Field) -> _Call:
     unbound = keywords(field.value).keys() - getattr(field.value, "keywords", {}).keys()
     options = {name: value for name, value in available.items() if name in unbound and value is not None}
     return _Call(field.value, (LOGP, LOGP, MASK), TERMS, _is_terms, options, differentiated=True)
+
+
+def _divergence(context: _Context, field: Field) -> _Call:
+    logp, wanted = _array(B, T, 2), f"a divergence for each token [B, T], here [{B}, {T}]"
+    return _Call(field.value, (logp, logp), wanted, _has_shape((B, T)))
 
 
 def _kl_estimate(context: _Context, field: Field) -> _Call:
@@ -293,6 +299,7 @@ _CALLS: dict[Hint, Callable[[_Context, Field], _Call | None]] = {
     protocols.Selection: _selection,
     protocols.KLLoss: _kl_loss,
     protocols.KLEstimate: _kl_estimate,
+    protocols.Divergence: _divergence,
     protocols.Advantage: _advantage,
     protocols.LengthReward: _length_reward,
     protocols.LearningRate: _learning_rate,

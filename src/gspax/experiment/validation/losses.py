@@ -17,6 +17,7 @@ from gspax.config import (
     RouterShift,
     RoutingReplay,
     Schedule,
+    Teacher,
     has_experts,
     updates_per_step,
 )
@@ -53,13 +54,16 @@ def calibration_problems(loss: Loss, calibration: Calibration | None, schedule: 
         )
 
 
-def penalty_problems(loss: Loss, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
+def penalty_problems(
+    loss: Loss, reference: Reference | None, regularizers: Regularizers, teacher: Teacher | None
+) -> Iterator[str]:
     """Penalties are aggregated as the loss is, so the loss must have an aggregation."""
     kl = None if reference is None else reference.loss
     if reference is not None and kl is not None and reference.reward is not None:
         yield "reference: wanted the KL in the loss or in the reward, got both"
     on = [f"regularizers.{name}" for name, value in vars(regularizers).items() if value]
     on += ["reference.loss"] if kl is not None else []
+    on += ["teacher"] if teacher is not None and not teacher.as_advantage else []
     aggregate = aggregate_of(loss)
     if on and aggregate is None:
         yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {title_of(loss)} has none"

@@ -21,6 +21,7 @@ from gspax.config import (
     Reference,
     Sampling,
     Schedule,
+    Teacher,
     Turns,
     layer_windows,
     updates_per_step,
@@ -54,6 +55,7 @@ from gspax.experiment.validation.losses import (
     sampler_routing_problems,
     weight_problems,
 )
+from gspax.experiment.validation.teachers import teacher_problems
 from gspax.losses.traits import takes_sampler_logp, traits_of
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
@@ -107,13 +109,15 @@ def validate(
         lambda: _adapters(e.lora),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule),
-        lambda: penalty_problems(e.loss, e.reference, e.regularizers),
+        lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
         lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
         lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
         lambda: old_policy_problems(e.loss, e.schedule, e.old_logp, e.placement),
         lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
         lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
+        lambda: _groups(e.sampling, e.teacher),
+        lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
         lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
@@ -189,6 +193,17 @@ def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
     for key, function in ({"reward": reward} | of_tasks).items():
         for composition, member in find_async_members(function):
             yield f"{key}: wanted plain functions inside {title_of(composition)}, got the async {title_of(member)}"
+
+
+def _groups(sampling: Sampling, teacher: Teacher | None) -> Iterator[str]:
+    """The task's advantages compare the rewards of a group; with a teacher one completion of a prompt will do."""
+    if sampling.group == 1 and teacher is None:
+        yield "sampling.group: wanted at least 2, got 1"
+    if sampling.group == 1 and sampling.max_refills:
+        yield (
+            "sampling.max_refills: wanted 0 with sampling.group=1, where all groups would be replaced, got "
+            f"{sampling.max_refills}"
+        )
 
 
 def _lengths(model: ModelConfig, sampling: Sampling, evaluation: Evaluation) -> Iterator[str]:
@@ -378,6 +393,9 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, model)
+    if experiment.teacher is not None and experiment.teacher.model is not None:
+        mismatches = sharding.find_mismatches(sizes, experiment.teacher.model)
+        yield from (f"teacher.{misfit}" for misfit in mismatches if misfit.startswith("model."))
     if experiment.sampler_mesh is None:
         if placement is None and sampling.cache_gib:
             yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes))

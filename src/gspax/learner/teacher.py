@@ -1,0 +1,115 @@
+"""A run's teacher: its parameters, read and identified, and its pass over a minibatch before the updates."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from gspax import unstable
+from gspax.config import ModelConfig
+from gspax.config.protocols import Tokenizer
+from gspax.data.tokenizer import has_other_ids
+from gspax.errors import UserError
+from gspax.hf.parameters import named_leaves
+from gspax.hf.source import locate
+from gspax.learner.forward import StepSettings, forward, pad_rows
+from gspax.learner.state import abstract_params, load_model
+from gspax.learner.train_step import count_held, run_microbatches
+from gspax.model import transformer
+from gspax.model.low_rank import combine, partition
+from gspax.parallel import multihost
+from gspax.parallel.sharding import constrain, constrain_tokens
+from gspax.run import interrupt
+from gspax.types import Array, Batch, Params, PyTree, TrainState
+
+# (the teacher's parameters, tokens_BT, segment_BT, mask_BT, prefix_BT) -> `teacher_logp_BT` or `teacher_hidden_BTE`
+Teach = Callable[[Params, Array, Array, Array, Array | None], Array]
+
+ODD = 2654435761  # a multiplier that spreads positions over 32 bits (Knuth)
+
+
+def load_teacher(model: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
+    """The parameters of the teacher's checkpoint, sharded as the policy's are.
+
+    UserError as for `load_model`, and if the checkpoint has another tokenizer than the experiment.
+    """
+    if has_other_ids(tokenizer, folder := locate(model.checkpoint)):
+        raise UserError(f"teacher.model: wanted a model with the experiment's tokenizer, got another one in {folder}")
+    return load_model(model, abstract_params(model, mesh))
+
+
+def own_teacher(state: TrainState) -> Params:
+    """The parameters of a teacher that is an earlier policy."""
+    return combine(state.teacher, partition(state.params)[1])
+
+
+def fingerprint(params: Params) -> str:
+    """16 hex digits that identify the parameters, whatever mesh they are on."""
+    sums = multihost.to_host(_weighted_sums(params))
+    lines = [f"{name} {leaf.shape} {leaf.dtype} {int(sums[name])}\n" for name, leaf in named_leaves(params).items()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _weighted_sums(params: Params) -> dict[str, Array]:
+    """The sum over each parameter of its numbers' bits times an odd number that depends on the place, modulo 2^32."""
+
+    def weighted_sum(leaf: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.zeros(leaf.shape, jnp.uint32)
+        for axis in range(leaf.ndim):
+            stride = math.prod(leaf.shape[axis + 1 :]) % 2**32
+            place += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
+        return jnp.sum(bits * (2 * place * jnp.uint32(ODD) + 1), dtype=jnp.uint32)
+
+    return {name: weighted_sum(cast(Array, leaf)) for name, leaf in named_leaves(params).items()}
+
+
+def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
+    """A jitted `Teach`: the log-probs of the sampled tokens, or the last hidden states if updates compare logits.
+
+    It runs in the update's microbatches.
+
+    Args:
+      settings: of the update.
+    """
+    compares = settings.compare is not None
+    own = replace(settings, config=model, routing_replay=False, compare=None)
+
+    def last_hidden(
+        params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None, mask_BT: Array
+    ) -> Array:
+        rows = pad_rows((tokens_BT, segment_BT, prefix_BT), own.mesh)
+        return transformer.apply(params, model, *rows[:2], prefix_BT=rows[2], mesh=own.mesh)[0]
+
+    @partial(jax.jit, compiler_options=unstable.light_compilation(settings.mesh))
+    def teach(
+        params: Params, tokens_BT: Array, segment_BT: Array, mask_BT: Array, prefix_BT: Array | None = None
+    ) -> Array:
+        def of_microbatch(part: PyTree) -> tuple[tuple[()], Array]:
+            with jax.named_scope("teacher"):
+                return (), last_hidden(params, **part) if compares else forward(params, own, **part).logp_BT
+
+        arrays = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT, "prefix_BT": prefix_BT}
+        result = run_microbatches(of_microbatch, arrays, own.microbatch_rows, count_held(own, segment_BT))[1]
+        return constrain_tokens(result, own.mesh) if compares else constrain(result, own.mesh, "batch")
+
+    return teach
+
+
+def fill_teacher(teach: Teach, params: Params, batches: Sequence[Batch]) -> list[Batch]:
+    """The minibatches with what their updates need of the teacher. A stop point after each (`run.interrupt`)."""
+    filled = []
+    for batch in batches:
+        array = teach(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT)
+        name = "teacher_hidden_BTE" if array.ndim == 3 else "teacher_logp_BT"
+        filled.append(replace(batch, **{name: jax.block_until_ready(array)}))
+        interrupt.stop_point()
+    return filled

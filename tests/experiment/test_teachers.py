@@ -1,0 +1,156 @@
+"""A teacher is validated, described, and priced before a run starts."""
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+import small_experiment
+
+from gspax import losses
+from gspax.config import Teacher
+from gspax.data import CharTokenizer
+from gspax.experiment.description import describe
+from gspax.experiment.plan import plan, render
+from gspax.experiment.validation.rules import validate
+from gspax.hf import hf
+from gspax.losses import distill
+
+MODEL = small_experiment.experiment.model
+LARGE = replace(MODEL, num_experts=0, hidden_size=64, num_hidden_layers=4, intermediate_size=96, checkpoint="expert")
+JENSEN_SHANNON = functools.partial(distill.jensen_shannon, beta=0.5)
+
+
+def taught(loss=losses.grpo, **changes):
+    return replace(small_experiment.experiment, loss=loss, teacher=Teacher(**{"model": LARGE, **changes}))
+
+
+def without_aggregate(logp, old_logp, advantage, mask):
+    return losses.grpo(logp, old_logp, advantage, mask)
+
+
+def one_number(logp, teacher_logp):
+    return (logp - teacher_logp).sum()
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        taught(),
+        taught(kept=8),
+        taught(kept=8, kept_by="policy"),
+        taught(divergence=JENSEN_SHANNON),
+        taught(as_advantage=True),
+        taught(model=None, refresh_every=4),
+        taught(losses.gspo_token, as_advantage=True),
+        replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32)),
+    ],
+    ids=range(8),
+)
+def test_every_form_is_valid(experiment):
+    assert validate(experiment, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("experiment", "sentence"),
+    [
+        (
+            taught(model=replace(LARGE, vocab_size=99)),
+            f"teacher.model.vocab_size: wanted the policy's {MODEL.vocab_size}, got 99",
+        ),
+        (
+            taught(model=replace(LARGE, checkpoint="")),
+            "teacher.model.checkpoint: wanted the teacher's checkpoint, got none",
+        ),
+        (
+            taught(model=replace(LARGE, head_dim=3)),
+            "teacher.model.head_dim: wanted an even number (RoPE rotates pairs), got 3",
+        ),
+        (
+            taught(kept=99),
+            f"teacher.kept: wanted at most the {MODEL.vocab_size} tokens of the vocabulary, got 99",
+        ),
+        (
+            taught(kept=8, divergence=JENSEN_SHANNON),
+            "teacher.kept: wanted 0 beside teacher.divergence, which compares every token, got 8",
+        ),
+        (
+            taught(divergence=functools.partial(distill.jensen_shannon, beta=1.0)),
+            "teacher.divergence: beta must be above 0 and below 1 (the ends are the forward and the reverse KL); "
+            "got 1.0",
+        ),
+        (
+            taught(divergence=one_number),
+            "teacher.divergence: wanted test_teachers.one_number to return a divergence for each token [B, T], here "
+            "[2, 3], got float32 []",
+        ),
+        (
+            taught(refresh_every=3),
+            "teacher.refresh_every: wanted 0 with teacher.model, which is not refreshed, got 3",
+        ),
+        (
+            taught(model=None, refresh_share=0.5),
+            "teacher.refresh_every: wanted at least 1 with teacher.refresh_share=0.5, got 0",
+        ),
+        (taught(kept_by="student"), "teacher.kept_by: wanted 'teacher' or 'policy', got 'student'"),
+        (
+            taught(kept=8, as_advantage=True),
+            "teacher.as_advantage: wanted False beside teacher.divergence or teacher.kept, got True",
+        ),
+        (
+            taught(losses.gspo, as_advantage=True),
+            "teacher.as_advantage: wanted a loss with an advantage for each token (losses.gspo_token, losses.grpo), "
+            "got gspax.losses.gspo",
+        ),
+        (
+            taught(without_aggregate),
+            "teacher: wanted a loss with an `aggregate`, to aggregate it likewise, test_teachers.without_aggregate has "
+            "none",
+        ),
+        (
+            replace(small_experiment.experiment, sampling=replace(taught().sampling, group=1, prompts=32)),
+            "sampling.group: wanted at least 2, got 1",
+        ),
+        (
+            replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32, max_refills=2)),
+            "sampling.max_refills: wanted 0 with sampling.group=1, where all groups would be replaced, got 2",
+        ),
+    ],
+    ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
+)
+def test_one_sentence_for_each_error(experiment, sentence):
+    assert validate(experiment, 1) == [sentence]
+
+
+def test_the_teachers_widths_divide_over_the_mesh():
+    experiment = taught(model=replace(LARGE, hidden_size=63))
+    experiment = replace(experiment, mesh=replace(experiment.mesh, fsdp=4), warm_start=None)
+    (sentence,) = validate(experiment, 4)
+    assert sentence.startswith("teacher.model.hidden_size: wanted a multiple of mesh.fsdp (4)")
+
+
+def test_a_run_with_another_tokenizer_is_no_teacher(tmp_path):
+    recorded = describe(replace(small_experiment.experiment, tokenizer=CharTokenizer("0123456789=+")))
+    (tmp_path / "experiment.json").write_text(json.dumps(recorded))
+    sentence = (
+        f"teacher.model.checkpoint: wanted a model with the experiment's tokenizer, got another one in {tmp_path}"
+    )
+    assert validate(taught(model=replace(LARGE, checkpoint=str(tmp_path))), 1) == [sentence]
+    (tmp_path / "experiment.json").write_text(json.dumps(describe(small_experiment.experiment)))
+    assert hf(tmp_path) == replace(MODEL, checkpoint=str(tmp_path))
+    assert validate(taught(model=hf(tmp_path)), 1) == []
+
+
+def test_the_dry_run_counts_the_teacher_and_what_updates_read_of_it():
+    sampled, compared = (plan(taught(**more)).learner for more in ({}, {"kept": 8}))
+    without = plan(small_experiment.experiment).learner
+    positions, weights = 32 * 8, 4 * (64 * MODEL.vocab_size + 4 * (2 * 64 * 16 * 3 + 3 * 64 * 96 + 2 * 64 + 32) + 64)
+    assert sampled["teacher, float32"] == compared["teacher, float32"] == weights
+    assert sampled["teacher's log-probs of the rollout"] == 4 * positions
+    assert compared["teacher's hidden states of the rollout"] == 4 * 64 * positions
+    assert compared["teacher's head, gathered"] == 4 * 64 * MODEL.vocab_size
+    assert {name: size for name, size in sampled.items() if not name.startswith("teacher")} == without
+    own = plan(taught(model=None, refresh_every=1))
+    assert own.learner["teacher, an earlier policy"] == own.learner["parameters, float32"]
+    assert own.checkpoint == plan(small_experiment.experiment).checkpoint + own.learner["parameters, float32"]
+    assert "teacher, float32" in render(plan(taught())) and "teacher, float32" in plan(taught()).sampler

@@ -1,0 +1,105 @@
+"""Runs with a teacher: they resume bit for bit, and with another teacher not at all."""
+
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import small_experiment
+from test_loop import final_state
+
+from gspax import losses
+from gspax.config import Sampling, Teacher
+from gspax.errors import UserError
+from gspax.hf import hf
+from gspax.losses import distill
+from gspax.run import record
+from gspax.run.directory import RunDir
+from gspax.training import loop
+
+small = replace(
+    small_experiment.experiment,
+    model=replace(small_experiment.experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=16),
+    schedule=replace(small_experiment.experiment.schedule, steps=2, eval_every=0, checkpoint_every=1),
+    warm_start=None,
+)
+wide = replace(
+    small, name="wide", model=replace(small.model, hidden_size=48), schedule=replace(small.schedule, steps=1)
+)
+
+
+@pytest.fixture(scope="module")
+def expert(tmp_path_factory):
+    """The directory of a run of a wider model."""
+    folder = tmp_path_factory.mktemp("expert") / "run"
+    loop.train(wide, folder)
+    return folder
+
+
+def taught_by(folder, **changes):
+    """One completion of each prompt, and no reward."""
+    return replace(
+        small,
+        loss=losses.grpo,
+        sampling=Sampling(prompts=16, group=1, max_prompt_tokens=4, max_tokens=4),
+        teacher=Teacher(model=hf(folder), **changes),
+    )
+
+
+def train_steps(experiment, folder, steps):
+    loop.train(replace(experiment, schedule=replace(experiment.schedule, steps=steps)), folder)
+    return RunDir(folder)
+
+
+def learned(run):
+    """The metrics of updates, by step."""
+    wanted = "policy/", "optim/"
+    rows = [{name: x for name, x in row.items() if name.startswith(wanted)} for row in record.read_metrics(run.metrics)]
+    return [row for row in rows if row]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"kept": 3},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"as_advantage": True}, marks=pytest.mark.slow),
+        pytest.param({"divergence": distill.full_forward_kl}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_bit_for_bit_and_only_with_its_teacher(expert, tmp_path, form):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(expert, teacher)
+    experiment = taught_by(teacher, **form)
+    whole = train_steps(experiment, tmp_path / "whole", 2)
+    train_steps(experiment, tmp_path / "halves", 1)
+    halves = train_steps(experiment, tmp_path / "halves", 2)
+    jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=experiment) for run in (halves, whole)))
+    assert learned(halves) == learned(whole)
+    assert len(learned(whole)) == 2 and all(row["policy/teacher_kl"] > 0 for row in learned(whole))
+    shutil.rmtree(teacher)
+    loop.train(replace(wide, seed=1), teacher)
+    with pytest.raises(UserError, match=r"teacher.model: wanted the parameters that the run was trained with \(finger"):
+        train_steps(experiment, tmp_path / "halves", 3)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_teacher_that_follows_the_policy_is_in_the_state(tmp_path, share):
+    """It is the policy at the start, then moves after every second step, and a resumed run continues with it."""
+    teacher = Teacher(refresh_every=2, refresh_share=share, coefficient=0.1)
+    experiment = replace(small, loss=losses.grpo, teacher=teacher)
+    whole = train_steps(experiment, tmp_path / "whole", 3)
+    for steps in (1, 2):
+        halves = train_steps(experiment, tmp_path / "halves", steps)
+    states = {step: final_state(halves, step, experiment) for step in (1, 2)}
+    start = states[1].teacher
+    assert not np.array_equal(start["embedding"], states[1].params["embedding"])
+    moved = jax.tree.map(lambda old, new: old + share * (new - old), start, states[2].params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), states[2].teacher, moved)
+    halves = train_steps(experiment, tmp_path / "halves", 3)
+    jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=experiment) for run in (halves, whole)))
+    first, second, _ = learned(whole)
+    assert first["policy/teacher_kl"] < second["policy/teacher_kl"] and learned(halves) == learned(whole)
