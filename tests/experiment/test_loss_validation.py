@@ -9,7 +9,7 @@ from small_experiment import experiment
 from gspax import advantages, losses
 from gspax.config import Calibration, Placement, Reference, Regularizers, RouterShift
 from gspax.experiment import override, validate, warnings
-from gspax.losses import correction, kl
+from gspax.losses import correction, kl, selection
 
 
 def own_loss(logp, old_logp, advantage, mask):
@@ -24,6 +24,8 @@ def own_correction(old_logp, sampler_logp, mask):
 PACKED = replace(experiment.schedule, microbatch_tokens=64)
 UNSCORED = {"old_logp": "sampler"}
 KEEP = partial(correction.reject_sequences, high=0.01)
+TOP = {"selection": selection.top_entropy, "loss": losses.grpo}
+STALE = Placement(devices=1, staleness=1)
 DENSE = replace(experiment.model, num_experts=0, intermediate_size=32)
 WRONG = [
     ({"loss": own_loss, "correction": correction.truncate_tokens}, "correction: wanted a loss that takes a `corr"),
@@ -74,6 +76,28 @@ WRONG = [
         {"loss": losses.ipo, "schedule": replace(experiment.schedule, epochs=2)},
         "schedule.epochs: wanted 1 with gspax.losses.ipo, which has no old policy that would bound a second pass",
     ),
+    (UNSCORED | TOP, "selection: wanted old_logp=learner, got sampler, with which no log-probs are computed"),
+    ({"loss": own_loss, "selection": TOP["selection"]}, "selection: wanted a loss that takes a `correction`"),
+    (
+        {"loss": losses.grpo, "selection": partial(selection.top_entropy, share=2.0)},
+        "selection: share must be above 0 and at most 1; got 2.0",
+    ),
+    (
+        {"loss": losses.grpo, "selection": lambda minibatch: minibatch.mask_BT.sum()},
+        "selection: wanted test_loss_validation.<lambda> to return weights [B, T], here [",
+    ),
+    (
+        {"old_logp": "interpolated"},
+        "old_logp: wanted placement.staleness above 0 with interpolated, which needs tokens of older weights, got",
+    ),
+    (
+        {"old_logp": "interpolated", "loss": losses.dis, "placement": STALE},
+        "old_logp: wanted a loss with a ratio to the old policy, got gspax.losses.dis, which has none",
+    ),
+    (
+        {"old_logp": "interpolated", "placement": STALE} | TOP,
+        "selection: wanted old_logp=learner, got interpolated, with which no log-probs are computed",
+    ),
     (UNSCORED | {"calibration": Calibration()}, "calibration: wanted old_logp=learner, got sampler"),
     (UNSCORED | {"router_shift": RouterShift()}, "router_shift: wanted old_logp=learner, got sampler"),
     (UNSCORED | {"routing_replay": "old"}, "routing_replay: wanted old_logp=learner, got sampler"),
@@ -89,6 +113,8 @@ WRONG = [
     ({"loss": partial(losses.gspo, clip_high=-1.0)}, "loss.clip_high: wanted a number at least 0, got -1.0"),
 ]
 RIGHT = [
+    TOP | {"correction": correction.truncate_tokens, "schedule": PACKED},
+    {"old_logp": "interpolated", "placement": STALE, "correction": correction.truncate_geometric},
     {"correction": partial(correction.product, factors=(correction.truncate_geometric, KEEP)), "schedule": PACKED},
     {"loss": partial(losses.dppo_tv, threshold=0.2), "regularizers": Regularizers(log_ratio_square=1e-3)} | UNSCORED,
     {"loss": losses.dis, "rejection": partial(correction.reject_off_policy, delta=0.0), "schedule": PACKED},
@@ -127,6 +153,14 @@ def test_a_wide_clip_range_for_sequence_ratios_warns_unless_calibrated(loss):
     assert warnings(replace(experiment, loss=losses.grpo)) == []
 
 
+def test_a_selection_for_a_loss_of_sequences_warns():
+    (found,) = warnings(replace(experiment, **TOP | {"loss": losses.gspo}))
+    assert found.startswith(
+        "selection: gspax.losses.selection.top_entropy weights each token, but the gradient of gspa"
+    )
+    assert warnings(replace(experiment, **TOP)) == []
+
+
 def test_components_of_the_loss_can_be_overridden():
     changed = override(
         experiment,
@@ -145,7 +179,10 @@ def test_components_of_the_loss_can_be_overridden():
     assert changed.correction.keywords == {"cap": 3}
 
 
-@pytest.mark.parametrize(("options", "warned"), [({}, True), (UNSCORED, False), ({"loss": losses.dro}, False)])
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [({}, True), (UNSCORED, False), ({"loss": losses.dro}, False), ({"old_logp": "interpolated"}, True)],
+)
 def test_stale_samples_need_a_correction_unless_their_own_log_probs_are_the_old_ones(options, warned):
     stale = replace(experiment, placement=Placement(devices=1, staleness=1), **options)
     assert any("nothing corrects for that" in each for each in warnings(stale)) == warned

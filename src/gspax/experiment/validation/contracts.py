@@ -218,10 +218,10 @@ def _weights(context: _Context, field: Field, *middle: jax.ShapeDtypeStruct) -> 
 
 
 def _selection(context: _Context, field: Field) -> _Call:
-    def select(*arrays: jax.Array) -> object:
-        return field.value(Minibatch(*arrays, key=jax.random.key(0)))
+    def select(value: jax.Array, mask: jax.Array) -> object:
+        return field.value(Minibatch(value, value, value, value, mask, jax.random.key(0)))
 
-    return _Call(select, (LOGP, LOGP, LOGP, LOGP, MASK), f"weights [B, T], here [{B}, {T}]", _has_shape((B, T)))
+    return _Call(select, (LOGP, MASK), f"weights [B, T], here [{B}, {T}]", _has_shape((B, T)))
 
 
 def _kl_loss(context: _Context, field: Field) -> _Call:
