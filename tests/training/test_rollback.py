@@ -182,20 +182,23 @@ def gives_nan_advantages(reward_PG):
     return (reward_PG * 0).at[1, 2].set(jnp.nan)
 
 
-def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(
+    is_local, bucket, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     overrides = ["advantage=test_rollback.gives_nan_advantages", "warm_start=null", "guard.rollbacks=0"]
     overrides += ["schedule.steps=9", "schedule.checkpoint_every=1", "schedule.minibatches=1", "schedule.max_skipped=2"]
     overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=8"]
-    assert main.main(["train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides]) == 3
-    run = RunDir(tmp_path / "run")
+    run = RunDir(tmp_path / "run" if is_local else bucket[0])
+    assert main.main(["train", EXPERIMENT, "--workdir", str(run.path), *overrides]) == 3
     folder = run.path / "dumps" / "step_000002"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "schedule.max_skipped" in line]
     assert (
         "wanted fewer than 2 skipped updates in a row, got 2 by step 2" in line
         and f"{folder}, for `gspax replay`" in line
     )
-    assert "Traceback" not in line and not list(run.checkpoints.iterdir())
+    assert "Traceback" not in line and not list(run.checkpoints.glob("*"))
 
     # the dump has the settings of the run; only what differs from it is an override
     assert main.main(["replay", EXPERIMENT, str(folder), "optimizer.learning_rate=0.5"]) == 0

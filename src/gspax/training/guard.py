@@ -279,12 +279,12 @@ def read_minibatch(folder: Path) -> Batch:
     """The minibatch of a dump, on the host. UserError if it cannot be read."""
     path = folder / MINIBATCH
     try:
-        content = io.BytesIO(path.read_bytes())
-        with zipfile.ZipFile(content) as archive:
+        content = path.read_bytes()
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
             damaged = archive.testzip()
         if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet
             raise UserError(f"the checksum of {damaged} differs")
-        with np.load(content, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             batch = Batch(**arrays)
         known(batch, "old_logp_BT"), known(batch, "advantage")
         return batch
