@@ -206,6 +206,35 @@ def test_a_converted_checkpoint_of_another_model_is_rejected(tmp_path):
         start(replace(hf(tmp_path / "orbax"), attention_bias=True))
 
 
+def test_a_checkpoint_in_a_bucket_is_read_converted_and_exported(bucket, tmp_path, capsys):
+    path, server = bucket
+    source, tensors = checkpoint(tmp_path / "hf", tiny.MOE, files=2)
+    name = str(path).split("/")[2]
+    server.copy_from(source, name, "hf")
+    published_url, url = f"gs://{name}/hf", f"gs://{name}/orbax"
+    assert main.main(["convert", "--from", published_url, "--to", url]) == 0 and main.main(["check", url]) == 0
+    assert f"{url}: " in capsys.readouterr().out
+    for model in (hf(published_url), hf(url)):
+        found, expected = start(model), start(hf(source))
+        jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    for target in (f"gs://{name}/out", str(tmp_path / "out")):
+        assert main.main(["export", "--from", url, "--to", target, "--dtype", "float32"]) == 0
+    server.copy_to(name, "out", tmp_path / "copy")
+    assert same_bytes(load(tmp_path / "out"), tensors) and same_bytes(load(tmp_path / "copy"), tensors)
+    assert names_in(tmp_path / "copy") == names_in(tmp_path / "out")
+
+
+def test_a_truncated_tensor_file_in_a_bucket_is_rejected(bucket, tmp_path):
+    path, server = bucket
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    content = (source / "model.safetensors").read_bytes()
+    server.copy_from(source, str(path).split("/")[2], "runs/a")
+    for damaged in (b"", content[:5], content[:100], content[:-1], content + b"0"):
+        (path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"model.safetensors: (no safetensors file|truncated or corrupt)"):
+            start(hf(str(path)))
+
+
 # Export of a run
 
 
@@ -237,9 +266,10 @@ def experiment_with(tmp_path):
     return replace(small_experiment.experiment, model=hf(source), tokenizer=HFTokenizer(str(tmp_path / "tok")))
 
 
-def test_a_run_is_exported_with_the_newest_parameters_or_those_of_a_step(tmp_path):
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_run_is_exported_with_the_newest_parameters_or_those_of_a_step(is_local, bucket, tmp_path):
     experiment = small_experiment.experiment
-    run = a_run(tmp_path / "run", experiment)
+    run = a_run(tmp_path / "run" if is_local else bucket[0], experiment)
     export.run(run, tmp_path / "newest", dtype="float32")
     export.run(run, tmp_path / "older", dtype="float32", step=2)
     assert same_bytes(load(tmp_path / "newest"), tensors_of_step(experiment.model, 4))

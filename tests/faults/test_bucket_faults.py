@@ -61,7 +61,10 @@ def test_a_run_in_a_bucket_is_the_local_run_bit_for_bit(place, reference, capsys
     assert {"run/report.html", "run/samples/before.jsonl", "run/newest_checkpoint.json"} <= {*names}
     assert "run/lock.json" not in names and not [name for name in names if name.endswith(".tmp")]
     assert check.run(place.path) == 0 and main.main(["report", place.url]) == 0
-    assert main.main(["compare", f"a={place.url}", "--out", str(place.folder / "compare")]) == 0
+    assert main.main(["compare", f"a={place.url}", "--out", f"gs://{place.name}/compare"]) == 0
+    for workdir in (place.url, str(runs.copy(reference, place.folder / "local"))):
+        assert main.main(["eval", runs.VICTIM, "--workdir", workdir, "--step", "24", "evaluation.problems=8"]) == 0
+    assert (place.path / "evaluations.jsonl").read_text() == (place.folder / "local" / "evaluations.jsonl").read_text()
 
 
 def test_a_run_moves_to_a_bucket_and_back(place, reference):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, add_target, subcommand_parser
@@ -56,7 +55,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
         devices = jax.devices()
         mesh = make_mesh(Mesh(), devices[: math.gcd(len(devices), config.hidden_size)])
         params = read_params(folder, config, abstract_params(config, mesh, dtype))
-        shutil.copyfile(folder / "config.json", temporary / "config.json")
+        (temporary / "config.json").write_bytes((folder / "config.json").read_bytes())
         copy_companions([folder], temporary)
         write_manifest(temporary)  # of these files; the parameters have their own
         largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # at most this is compressed at once

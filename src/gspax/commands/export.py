@@ -18,7 +18,7 @@ from gspax.config.functions import parse
 from gspax.errors import UserError, warn
 from gspax.hf.config_json import read_config
 from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
-from gspax.run.buckets import to_path
+from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
@@ -195,11 +195,11 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     from gspax.learner.state import CHECKPOINTS
     from gspax.run.checkpoints import Checkpoints, read_extra
 
-    folder = Path(checkpoint)
+    folder = to_path(checkpoint)
     if checkpoint and (folder / CHECKPOINTS).is_dir():  # by `gspax convert`, which PEFT cannot load
         with Checkpoints(folder / CHECKPOINTS) as converted:
             return _find_base(read_extra(converted, converted.steps()[-1])["source"])
-    if checkpoint and folder.is_dir():
+    if checkpoint and not is_bucket(folder) and folder.is_dir():
         return str(folder.resolve()), None
     if not HUB_NAME.fullmatch(checkpoint):
         what = f"{checkpoint} is not here" if checkpoint else "the run started from random parameters"

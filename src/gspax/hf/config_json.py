@@ -24,6 +24,7 @@ from gspax.config import ModelConfig, Yarn
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
+from gspax.run.buckets import to_path
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ def read_config(directory: str | Path) -> ModelConfig:
     Raises:
       UserError: no such file, or it needs something that gspax does not implement; the message names the key.
     """
-    path = Path(directory) / "config.json"
+    path = to_path(directory) / "config.json"
     if not path.exists():
         raise UserError(f"{directory}: wanted a checkpoint folder with config.json, there is none")
     raw = read_object(path)

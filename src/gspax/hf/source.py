@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from gspax.config.functions import parse
 from gspax.data.files import read_object, require_own_files, why_not_on_hub
 from gspax.errors import UserError, describe_error
 from gspax.hf.config_json import read_config
+from gspax.run.buckets import is_bucket, to_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)
@@ -34,10 +34,10 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
     run starts. Those of a run are of its newest checkpoint then.
 
     Args:
-      checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision. A
-        relative folder is looked up in the working directory, as the paths of the command line are; one beside the
-        experiment file is `Path(__file__).parent / "folder"`. A name whose owner is also a folder here is taken for a
-        mistyped path, unless it has a revision.
+      checkpoint: a folder, also of a bucket (gs://BUCKET/NAME), or a name on the Hub, such as "Qwen/Qwen3-30B-A3B";
+        "name@revision" pins a revision. A relative folder is looked up in the working directory, as the paths of the
+        command line are; one beside the experiment file is `Path(__file__).parent / "folder"`. A name whose owner is
+        also a folder here is taken for a mistyped path, unless it has a revision.
       **changes: fields of the ModelConfig to replace, such as `remat="full"`, and `dtype="bfloat16"`: activations and
         products are in float32 by default, whatever the dtype of the checkpoint's tensors.
 
@@ -70,7 +70,9 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
       UserError: there is no such folder, and no such checkpoint on the Hub or no access to it; or a link leads out of
         the folder.
     """
-    folder = Path(checkpoint)
+    folder = to_path(checkpoint)
+    if is_bucket(folder):
+        return folder
     if folder.is_dir():
         require_own_files(folder)
         return folder
@@ -103,8 +105,9 @@ def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
     """
     folders = [folder for folder in sources if folder.is_dir()]
     for folder in folders:
-        require_own_files(folder)
+        if not is_bucket(folder):
+            require_own_files(folder)
     files = {name: folder / name for name in COMPANIONS for folder in reversed(folders) if (folder / name).is_file()}
     for name, file in files.items():
-        shutil.copyfile(file, target / name)
+        (target / name).write_bytes(file.read_bytes())
     return list(files)

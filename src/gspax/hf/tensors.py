@@ -21,6 +21,8 @@ import numpy as np
 
 from gspax.data.files import SHOWN, parse_json, read_object, show
 from gspax.errors import UserError
+from gspax.run import objects
+from gspax.run.buckets import is_bucket
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
@@ -117,12 +119,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of one file by name. UserError unless the header describes the whole file."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise UserError(f"{file}: no safetensors file, or a truncated one ({size} bytes, header of {length})")
-        header = opened.read(length)
+    header, size = _read_object_start(file) if is_bucket(file) else _read_start(file)
+    length = len(header)
     try:
         entries = parse_json(header)
     except ValueError:
@@ -136,9 +134,31 @@ def read_header(file: Path) -> dict[str, Stored]:
         if stored.start != end:
             raise UserError(f"{file}: corrupt: tensor {name} begins at byte {stored.start}, wanted {end}")
         end += stored.nbytes
-    if end != size:
+    if size is None and not objects.ends_at(file, end):
+        raise UserError(f"{file}: truncated or corrupt: its header wants {end} bytes, it has more or fewer")
+    if size not in (None, end):
         raise UserError(f"{file}: truncated or corrupt: its header wants {end} bytes, it has {size}")
     return tensors
+
+
+def _read_start(file: Path) -> tuple[bytes, int]:
+    """The header and the size of a file. UserError if it is too short."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, LONGEST_HEADER):
+            raise UserError(f"{file}: no safetensors file, or a truncated one ({size} bytes, header of {length})")
+        return opened.read(length), size
+
+
+def _read_object_start(file: Path) -> tuple[bytes, None]:
+    """The header of an object, whose size is not known. UserError if it is too short."""
+    (start,) = objects.read_ranges(file, [(0, 8)]) or [b""]
+    length = int.from_bytes(start, "little")
+    found = objects.read_ranges(file, [(8, length)]) if 0 < length <= LONGEST_HEADER else None
+    if found is None:
+        raise UserError(f"{file}: no safetensors file, or a truncated one (header of {length})")
+    return found[0], None
 
 
 def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
@@ -179,12 +199,18 @@ def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = N
     if buffer is None or buffer.size < nbytes:
         buffer = np.empty(nbytes, np.uint8)
     flat, filled = buffer[:nbytes], 0
-    with stored.file.open("rb") as opened:
-        for start, length in pieces:
-            opened.seek(start)
-            if opened.readinto(flat[filled : filled + length].data) < length:
-                raise UserError(f"{stored.file}: became shorter while being read")
-            filled += length
+    if is_bucket(stored.file):
+        ranges = objects.read_ranges(stored.file, pieces)
+        if ranges is None:
+            raise UserError(f"{stored.file}: became shorter while being read")
+        flat[:] = np.frombuffer(b"".join(ranges), np.uint8)
+    else:
+        with stored.file.open("rb") as opened:
+            for start, length in pieces:
+                opened.seek(start)
+                if opened.readinto(flat[filled : filled + length].data) < length:
+                    raise UserError(f"{stored.file}: became shorter while being read")
+                filled += length
     bits = flat.view(f"u{stored.dtype.itemsize}")
     exponent = np.array(np.inf, stored.dtype).view(bits.dtype)  # NaN and infinity have an exponent of ones
     for first in range(0, bits.size, STRIP):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,24 @@ def read_object(path: Path) -> tuple[bytes | None, bytes]:
     store, key = locate(path)
     read = result(store.read(key), path)
     return (read.value if read.state == "value" else None), read.stamp.generation
+
+
+def read_ranges(path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
+    """Parts of an object, each a first byte and a length, requested together; None if it is too short for one."""
+    store, key = locate(path)
+    asked = [store.read(key, byte_range=slice(start, start + length)) for start, length in ranges if length]
+    try:
+        found = iter([result(future, path) for future in asked])
+    except OSError as problem:
+        if str(problem.__cause__).startswith("OUT_OF_RANGE"):
+            return None
+        raise
+    return [next(found).value if length else b"" for _, length in ranges]
+
+
+def ends_at(path: Path, size: int) -> bool:
+    """Whether an object has so many bytes. tensorstore does not say how many it has."""
+    return read_ranges(path, [(size - 1, 1)]) is not None and read_ranges(path, [(size, 1)]) is None
 
 
 def write_if(path: Path, content: bytes | None, generation: bytes) -> bytes | None:
