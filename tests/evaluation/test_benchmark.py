@@ -27,9 +27,11 @@ from gspax.report.run_page import write as write_report
 from gspax.rewards.scores import Score
 from gspax.rollout import grading
 from gspax.rollout.completion import Completion
+from gspax.rollout.engines import in_process
+from gspax.rollout.engines.in_process import InProcess
 from gspax.run.directory import RunDir
 from gspax.run.record import read_rows
-from gspax.sampler.inference_weights import make_inference_weights
+from gspax.sampler.placement import make_sampler
 from gspax.training import loop
 
 PROBLEMS, SAMPLES = 5, 4
@@ -58,8 +60,8 @@ TASK = config.Task(name="parity", data=Held(), reward=parity, vote=vote, samples
 @pytest.fixture(scope="module")
 def policy():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    params = make_inference_weights(tiny.params(experiment.model), experiment.model, mesh)
-    return benchmark.Policy(params, experiment, mesh)
+    engine = InProcess(make_sampler(experiment.model, mesh, mesh), experiment.model)
+    return benchmark.Policy(engine, engine.push(tiny.params(experiment.model), 0), experiment)
 
 
 def run(policy, task=TASK, **sampling):
@@ -100,11 +102,11 @@ def drawn(monkeypatch):
     """The settings of the sampler's calls, which draw nothing."""
     found = []
 
-    def fake(params, prompts, ids, key, options):
+    def fake(params, prompts, ids, key, options, ended):
         found.append(options.sampling)
         raise InterruptedError
 
-    monkeypatch.setattr(benchmark, "sample", fake)
+    monkeypatch.setattr(in_process, "sample", fake)
     return found
 
 

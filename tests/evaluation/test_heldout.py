@@ -13,8 +13,10 @@ from gspax.evaluation import benchmark
 from gspax.evaluation.benchmark import Policy, split_problems
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
+from gspax.rollout.engines import in_process
+from gspax.rollout.engines.in_process import InProcess
 from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_inference_weights
+from gspax.sampler.placement import make_sampler
 from gspax.types import Rollout
 
 PROBLEMS, SAMPLES = 10, 2
@@ -41,8 +43,8 @@ def small(**sampling):
 
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
-    params = make_inference_weights(tiny.params(experiment.model), experiment.model, mesh)
-    policy = Policy(params, experiment, mesh)
+    engine = InProcess(make_sampler(experiment.model, mesh, mesh), experiment.model)
+    policy = Policy(engine, engine.push(tiny.params(experiment.model), 0), experiment)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
         return benchmark.evaluate_heldout(policy, jax.random.key(seed), rewards)
 
@@ -52,7 +54,7 @@ def calls(monkeypatch):
     """Arguments of the sampler's calls. The text of each sample is the last digit of its problem's index."""
     calls = []
 
-    def fake(params, prompts, ids, key, options):
+    def fake(params, prompts, ids, key, options, ended):
         sampling, greedy = options.sampling, options.greedy
         calls.append({"prompts": prompts, "ids": list(ids), "key": key, "sampling": sampling, "greedy": greedy})
         ids = np.repeat(np.asarray(ids), sampling.group)
@@ -70,7 +72,7 @@ def calls(monkeypatch):
             finished_B=ids % 4 > 0,
         )
 
-    monkeypatch.setattr(benchmark, "sample", fake)
+    monkeypatch.setattr(in_process, "sample", fake)
     return calls
 
 

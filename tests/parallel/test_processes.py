@@ -179,7 +179,7 @@ def assert_near(params, others):
 def evaluate(runtime, state, folder):
     """A task in two chunks of the shape of a rollout batch, which are drawn by a program that is compiled already."""
     task = config.Task(name="sort", data=DENSE.data, reward=DENSE.reward, problems=11, samples=4)
-    policy = Policy(runtime.sampler.push(state.params), DENSE, runtime.sampler.mesh)
+    policy = Policy(runtime.engine, runtime.engine.push(state.params, 0), DENSE)
     return evaluate_task(task, policy, jax.random.key(1), folder)
 
 

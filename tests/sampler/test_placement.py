@@ -74,7 +74,7 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
     jax.tree.map(
         np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
-    drawn = start_rollout(runtime, pushed, state, 0, Skipped())
+    drawn = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, Skipped())
     assert devices(drawn.sampled) == set(jax.devices()[4:])
 
 
@@ -96,7 +96,7 @@ def test_evaluation_runs_where_the_sampler_runs(runtime, monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint, "evaluate_heldout", lambda *args, **_: policies.append(args[:2]) or ({}, [], []))
     evaluate(runtime, fresh(runtime), tmp_path)
     ((policy, key),) = policies
-    assert devices(policy.params) == set(runtime.sampler.mesh.devices.flat) == set(jax.devices()[4:])
+    assert devices(policy.weights.params) == set(runtime.sampler.mesh.devices.flat) == set(jax.devices()[4:])
     assert len(devices(key)) == 1, "every process has a copy of its own"
 
 
@@ -105,7 +105,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
     first, second = range(8, 16), range(16, 24)
 
     def texts_now(index):
-        return texts(runtime, start_rollout(runtime, runtime.sampler.push(state.params), state, index, Skipped()))
+        return texts(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, index, Skipped()))
 
     by_first = texts_now(first[0])
     for done in (0, 1):

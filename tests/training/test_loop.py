@@ -35,13 +35,14 @@ from gspax.losses import kl
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.completion import Samples
+from gspax.rollout.engines import in_process
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, make_runtime
 from gspax.run import interrupt, manifest, progress, record, tensorboard
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
-from gspax.training import guard, in_flight, loop, warm_start
+from gspax.training import guard, loop, warm_start
 from gspax.training.in_flight import InFlight
 from gspax.training.step import StepResult, run_step
 from gspax.types import Rollout, TrainState
@@ -692,7 +693,7 @@ def test_a_step_of_the_loop(monkeypatch):
         done = optax.ScaleByScheduleState(state.opt_state.count + (not skipped))
         return replace(state, step=state.step + 1, params=state.params + 1, opt_state=done), metrics, scores
 
-    monkeypatch.setattr(in_flight, "sample", sample)
+    monkeypatch.setattr(in_process, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
     steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)

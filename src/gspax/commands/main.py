@@ -39,6 +39,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "compare": ("DIR…", "compare runs over seeds, at equal tokens"),
     "replay": ("FILE DUMP", "compute the update that a diverged run dumped again, and name what is not finite"),
     "convert": ("--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),
+    "serve-command": ("FILE", "print the command that starts a vLLM server for an experiment"),
     "export": ("--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
     "parity": ("HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
@@ -116,7 +117,7 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(SUBCOMMANDS)}"
         raise UserError(f"there is no subcommand {name!r}; {hint}")
-    subcommand = importlib.import_module(f"gspax.commands.{name}")
+    subcommand = importlib.import_module(f"gspax.commands.{name.replace('-', '_')}")
     options = subcommand.make_parser().parse_intermixed_args(arguments[1:])
     environment.skip_absent_tpu()
     if name in COMPUTING:

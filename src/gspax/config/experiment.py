@@ -353,6 +353,23 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Engine:
+    """vLLM servers that sample instead of this process's devices (`gspax.rollout.engines`).
+
+    Each gets the whole policy after every step, through files in a folder that it shares with the run.
+    """
+
+    # Of the weights, on a file system that the run and every server see; relative to the working directory of the run
+    folder: Annotated[str, NOT_EMPTY] = "engine_weights"
+    addresses: Annotated[tuple[str, ...], NOT_EMPTY] = ("http://127.0.0.1:8000",)
+    requests: PositiveInt = 64  # at one time, to each server
+    timeout: Positive = 600.0  # seconds for one answer, and for a server that is gone to come back
+    probes: PositiveInt = 8  # sequences that servers and learner score after every step, to compare their log-probs
+    # The largest difference of these log-probs, a sequence's mean, that is no error; 0: by the model's dtype
+    tolerance: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """A whole run."""
 
@@ -391,6 +408,7 @@ class Experiment:
     mesh: Mesh = field(default_factory=Mesh)
     placement: Placement | None = None  # None: the sampler runs on the learner's devices ...
     sampler_mesh: Mesh | None = None  # ... with these axes; None: chosen by `model.sizes`
+    engine: Engine | None = None  # None: this process samples
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
 

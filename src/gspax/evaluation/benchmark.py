@@ -28,13 +28,14 @@ from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.completion import Completion, gather_texts
 from gspax.rollout.completion import to_json as completion_to_json
-from gspax.rollout.episodes import Interaction, Ready, sample_conversations
+from gspax.rollout.engines.contract import Engine, Request, Weights
+from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare
 from gspax.run.progress import Bar
 from gspax.sampler.engine import SampleOptions
-from gspax.sampler.sampler import lengths_to_host, sample
-from gspax.types import Array, Params
+from gspax.sampler.sampler import lengths_to_host
+from gspax.types import Array
 
 EVALUATION = 2  # folded into the run's key
 BENCHMARKS = 3  # likewise
@@ -48,9 +49,9 @@ SHOWN = 16  # held-out problems whose first sample the report shows
 class Policy:
     """The policy that is evaluated, and its experiment: model, tokenizer, and the settings of evaluations."""
 
-    params: Params  # inference weights (`sampler.inference_weights`)
+    engine: Engine
+    weights: Weights
     experiment: Experiment
-    mesh: jax.sharding.Mesh
     interaction: Interaction | None = None  # for multi-turn rollouts
 
 
@@ -130,16 +131,11 @@ def complete(
     model, tokenizer = policy.experiment.model, policy.experiment.tokenizer
     problems = [one and one.problem for one in ready]
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
-    options = SampleOptions(
-        model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=policy.mesh, greedy=greedy
-    )
-    if policy.interaction is not None:
-        interaction = replace(policy.interaction, rewards=rewards)
-        rollout, started = sample_conversations(interaction, policy.params, ready, placed, key, options)
-        completions = reward(rollout, started=started)
-    else:
-        prompts = [one and one.prompt for one in ready]
-        completions = reward(lengths_to_host(sample(policy.params, prompts, placed, key, options)))
+    mesh, interaction = policy.engine.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
+    options = SampleOptions(model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=mesh, greedy=greedy)
+    request = Request(ready=ready, prompt_ids=placed, key=key, options=options, interaction=interaction)
+    rollout, started = policy.engine.sample(policy.weights, request)
+    completions = reward(lengths_to_host(rollout), started=started)
     group = sampling.group
     return {(ids[place], n): completions[place * group + n] for place in usable for n in range(group)}
 
@@ -160,7 +156,7 @@ def _load(
         limit=sampling.max_prompt_tokens,
         interaction=policy.interaction,
     )
-    places, by_row = sampling.prompts, named_sharding(policy.mesh, "batch")
+    places, by_row = sampling.prompts, named_sharding(policy.engine.mesh, "batch")
     ready, failed = attempt(make, dict(enumerate(ids)), places, by_row)
     if failed and jax.process_index() == 0:
         reasons = name_problems({ids[place]: reason for place, reason in failed.items()})
@@ -190,7 +186,7 @@ def evaluate_heldout(
     settings, training, read = policy.experiment.evaluation, policy.experiment.sampling, policy.experiment.data.heldout
     group, key = settings.samples + 1, jax.random.fold_in(key, EVALUATION)  # the last of a group is greedy
     most = training.prompts * training.group // group
-    chunks, size = split_problems(settings.problems, most, batch_shards(policy.mesh))
+    chunks, size = split_problems(settings.problems, most, batch_shards(policy.engine.mesh))
     max_tokens = settings.max_tokens or training.max_tokens
     sampling = replace(training, prompts=size, group=group, max_tokens=max_tokens)
     sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -245,7 +241,7 @@ def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> 
       FailedRewardsError: the task's reward failed for every completion.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, BENCHMARKS), digest(task.name) % 2**32)
-    chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.mesh))
+    chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.engine.mesh))
     read, name = task.data.heldout, f"task {task.name}"
     completions: list[Completion] = []
     with reward_calls(task.reward, policy.experiment.grading) as rewards:

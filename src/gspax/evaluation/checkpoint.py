@@ -40,14 +40,14 @@ from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.parallel import multihost
 from gspax.report import evaluation_page, statistics
 from gspax.rollout.completion import Completion
-from gspax.rollout.runtime import Runtime, make_runtime
+from gspax.rollout.engines.in_process import InProcess
+from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import append_line, write_atomically
 from gspax.run.record import to_line
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.placement import make_meshes
+from gspax.sampler.placement import make_meshes, make_sampler
 from gspax.types import Array, TrainState
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # that generation_config.json recommends
@@ -103,8 +103,8 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
 
 def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
     """The policy of a state on the sampler's devices, and the run's key on the host."""
-    sampler = runtime.sampler
-    policy = Policy(sampler.push(state.params), runtime.experiment, sampler.mesh, runtime.interaction)
+    weights = runtime.engine.push(state.params, count_rollouts(runtime, state))
+    policy = Policy(runtime.engine, weights, runtime.experiment, runtime.interaction)
     return policy, multihost.key_to_host(state.key)
 
 
@@ -147,8 +147,9 @@ def evaluate_published(experiment: Experiment, workdir: Path) -> None:
     model = experiment.model
     mesh, _ = make_meshes(experiment)
     params = load_model(model, abstract_params(model, mesh, model.dtype))
-    params = make_inference_weights(params, model, mesh, experiment.sampling.weights_dtype)
-    policy, key = Policy(params, experiment, mesh), jax.random.key(experiment.seed)
+    engine = InProcess(make_sampler(model, mesh, mesh, experiment.sampling.weights_dtype), model)
+    policy, key = Policy(engine, engine.push(params, 0), experiment), jax.random.key(experiment.seed)
+    del params
     for task in experiment.evaluation.tasks:
         evaluate_task(task, policy, key, workdir, show=True)
 

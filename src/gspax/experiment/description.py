@@ -68,6 +68,10 @@ RESUMABLE = (
     "grading.max_failed",
     "grading.timeout",
     "grading.concurrency",
+    "engine.addresses",
+    "engine.folder",
+    "engine.requests",
+    "engine.timeout",
 )
 
 

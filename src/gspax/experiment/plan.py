@@ -38,6 +38,7 @@ class Plan:
     sampler: dict[str, int]  # array -> bytes during a rollout
     host: int  # bytes of optimizer state in host memory, for each device
     checkpoint: int
+    push: int = 0  # bytes of the weights that servers get after each step
 
 
 def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str] = ()) -> Plan:
@@ -50,6 +51,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
     sampler_mesh, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
+    served = experiment.engine is not None
     moments, all_moments = (
         optimizer_bytes(experiment.optimizer, config, lora, sizes) for sizes in (mesh, dict.fromkeys(mesh, 1))
     )
@@ -61,7 +63,8 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         sampler_mesh=sampler_mesh,
         sizes=sampler_sizes(config, held, sampler_mesh),
         learner=learner_bytes(experiment, mesh),
-        sampler=sampler_bytes(experiment, mesh, sampler_mesh),
+        sampler={} if served else sampler_bytes(experiment, mesh, sampler_mesh),
+        push=size_of(config.dtype) * parameter_count(config) if served else 0,
         host=moments if experiment.optimizer.offload else 0,
         checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments + all_kept,
     )
@@ -85,19 +88,20 @@ def render(plan: Plan) -> str:
         *([f"Teacher     {_parameters(teacher.model)}"] if teacher is not None and teacher.model is not None else []),
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
-        f"Sampler     {_axes(plan.sampler_mesh)}{' of its own' if disaggregated else ''}",
-        *(f"            {reason}" for reason in _explain_sampler_mesh(plan.sampler_mesh, experiment.model)),
+        *_explain_sampler(plan),
         f"One step    {rows:,} rows, {updates} updates, at most {sampled:,} tokens sampled, {trained_on:,} trained on",
         f"In total    {steps:,} steps, {steps * updates:,} updates, at most {steps * trained_on:,} tokens",
     ]
-    if sizes.slots < rows:
+    if sizes.slots < rows and experiment.engine is None:
         lines.append(f"Slots       {sizes.slots:,} rows sampled at once; a slot of a finished row takes the next")
-    if sizes.prefill_chunk < sizes.prompts:
+    if sizes.prefill_chunk < sizes.prompts and experiment.engine is None:
         lines.append(f"Prefill     {sizes.prefill_chunk:,} of {sizes.prompts:,} prompts of a device at a time")
     if experiment.warm_start is not None:
         lines.append(f"Warm start  {experiment.warm_start.steps:,} supervised updates before them")
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
     for title, parts in (("learner, without activations", plan.learner), ("sampler", plan.sampler)):
+        if not parts:
+            continue
         lines += ["", f"Memory per device, {title}"]
         lines += [f"  {part:<44}{_bytes(size):>12}" for part, size in parts.items()]
         lines.append(f"  {'together':<44}{_bytes(sum(parts.values())):>12}")
@@ -111,6 +115,19 @@ def _axes(mesh: dict[str, int]) -> str:
     devices = math.prod(mesh.values())
     named = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "all axes 1"
     return f"{named}: {devices} device{'s' if devices > 1 else ''}"
+
+
+def _explain_sampler(plan: Plan) -> list[str]:
+    """What samples: the devices of a mesh, or servers."""
+    experiment = plan.experiment
+    if (engine := experiment.engine) is None:
+        of_its_own = " of its own" if experiment.placement is not None else ""
+        reasons = _explain_sampler_mesh(plan.sampler_mesh, experiment.model)
+        return [f"Sampler     {_axes(plan.sampler_mesh)}{of_its_own}", *(f"            {reason}" for reason in reasons)]
+    return [
+        f"Sampler     vLLM at {', '.join(engine.addresses)} (`gspax serve-command` prints how to start it)",
+        f"Each push   {_bytes(plan.push)} of {experiment.model.dtype} weights in {engine.folder}, two versions at most",
+    ]
 
 
 def _explain_sampler_mesh(sizes: dict[str, int], model: ModelConfig) -> list[str]:

@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, SamplerDtype, is_sparse, layer_windows, sparse_layers
+from gspax.losses import token_logp
 from gspax.model import transformer
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
@@ -145,6 +146,21 @@ def _prefill(
     shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
     hidden_PSD, cache, expert_PSLA = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
+
+
+def score(params: Params, config: ModelConfig, tokens_PS: Array, length_P: Array, *, mesh: jax.sharding.Mesh) -> Array:
+    """The log-probs, float32 [P, S], of right-padded rows at temperature 1: column 0 and padding are undefined.
+
+    All positions' logits [P, S, V] are in memory together: this is for a few rows, such as probes.
+    """
+    P, S = tokens_PS.shape
+    index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
+    segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
+    attend = attend_within_segments(segment_PS, mesh, layer_windows(config))
+    shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
+    hidden_PSD, _, _ = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
+    logits_PSV = logits(params, hidden_PSD.reshape(P * S, -1)).reshape(P, S, -1)
+    return token_logp(logits_PSV, tokens_PS)
 
 
 def new_cache(

@@ -75,7 +75,7 @@ def refill(
         "sampling/groups_replaced": float(replaced),
         "reward/mean_sampled": float(np.mean(rewards)),
     }
-    return replace(batch, metrics=metrics)
+    return replace(batch, metrics=batch.metrics | metrics)
 
 
 def find_constant_groups(

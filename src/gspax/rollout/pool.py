@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ import numpy as np
 
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.engines.contract import Weights
 from gspax.rollout.episodes import Interaction, Ready, RowsOnHost, answer
 from gspax.rollout.grading import Started
 from gspax.sampler import engine
@@ -50,13 +50,6 @@ class Pool:
     def count(self) -> int:
         """The number of its groups."""
         return int((self.problem_R != FREE).sum())
-
-
-class Weights(NamedTuple):
-    """The parameters that the next tokens are sampled with."""
-
-    params: Params  # inference weights
-    version: int  # the number of rollouts that they were trained on
 
 
 def new_pool(places: int, group: int, first: int, key: Array) -> Pool:

@@ -16,6 +16,9 @@ from gspax.learner.updates import Steps, make_steps
 from gspax.model.transformer import head_params
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
+from gspax.rollout.engines.contract import Engine
+from gspax.rollout.engines.in_process import InProcess
+from gspax.rollout.engines.remote import Remote, connect
 from gspax.rollout.episodes import Interaction, interact
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import TrainState
@@ -32,6 +35,12 @@ class Runtime:
     sampler: Sampler
     rewards: Calls[Result]
     interaction: Interaction | None = None  # with an environment
+    servers: Remote | None = None  # with `Experiment.engine`
+
+    @property
+    def engine(self) -> Engine:
+        """What samples: the sampler of this process, or servers."""
+        return self.servers or InProcess(self.sampler, self.experiment.model)
 
 
 def make_runtime(experiment: Experiment) -> Runtime:
@@ -47,7 +56,11 @@ def make_runtime(experiment: Experiment) -> Runtime:
     if experiment.environment is not None:
         tokenizer, turns, grading = experiment.tokenizer, experiment.turns, experiment.grading
         interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
-    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
+    servers = None
+    if (settings := experiment.engine) is not None:
+        keep, lengths = experiment.routing_replay == "sampler", (experiment.sampling, experiment.evaluation)
+        servers = connect(settings, experiment.model, *lengths, keep_experts=keep, mesh=mesh)
+    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction, servers)
 
 
 def compile_ahead(runtime: Runtime) -> Runtime:

@@ -130,11 +130,17 @@ def call_on_interrupt(save: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def wait(pending: Iterable[futures.Future[T]]) -> None:
-    """Wait until the futures of all processes are done. Collective, and a stop point meanwhile."""
+def wait(
+    pending: Iterable[futures.Future[T]], each: Callable[[set[futures.Future[T]]], None] = lambda done: None
+) -> None:
+    """Wait until the futures of all processes are done. Collective, and a stop point meanwhile.
+
+    `each` gets the futures that are done since its last call, at least every `POLL` seconds; it must not raise.
+    """
     waiting = set(pending)
     while True:
-        waiting = futures.wait(waiting, timeout=POLL).not_done
+        done, waiting = futures.wait(waiting, timeout=POLL)
+        each(done)
         stop_point()
         if not any(multihost.gather(bool(waiting))):
             return

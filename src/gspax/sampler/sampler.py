@@ -21,8 +21,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from gspax.config import Sampling
+from gspax.config import ModelConfig, Sampling
 from gspax.errors import UserError
+from gspax.model import decoding
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.run import interrupt
@@ -152,6 +153,26 @@ def describe_progress(state: State, options: SampleOptions) -> Progress:
         (rows.tokens_BC, rows.length_B, ended_B, waiting_B), named_sharding(options.mesh, "batch")
     )
     return Progress(tokens_BC, length_B, ended_B, waiting_B, left=(~ended_B).any())
+
+
+def score_rows(
+    params: Params, rows: Sequence[Sequence[int]], model: ModelConfig, mesh: jax.sharding.Mesh
+) -> list[np.ndarray]:
+    """The log-probs, float32, of the tokens of each row after its first, at temperature 1. Collective.
+
+    Args:
+      params: inference weights.
+      rows: all of them, on every process.
+    """
+    shards = batch_shards(mesh)
+    filled = [*rows, *[[0]] * (-len(rows) % shards)]
+    placed = pad_rows(filled, bucket(max(map(len, filled)), SMALLEST_BUCKET))
+    tokens_PS, length_P = multihost.to_devices(placed, named_sharding(mesh, "batch"))
+    logp_PS = multihost.to_host(_score(params, model, tokens_PS, length_P, mesh=mesh))
+    return [logp_PS[number, 1 : len(row)] for number, row in enumerate(rows)]
+
+
+_score = jax.jit(decoding.score, static_argnames=("config", "mesh"))
 
 
 def split_rows(options: SampleOptions, prompts: int) -> SampleOptions:

@@ -21,11 +21,11 @@ from gspax.data.problem import Problem
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.episodes import Ready, sample_conversations, set_finished
+from gspax.rollout.engines.contract import Request, Weights
+from gspax.rollout.episodes import Ready, set_finished
 from gspax.rollout.grading import Started, start_rewards
 from gspax.rollout.pool import (
     Pool,
-    Weights,
     admit,
     choose_groups,
     find_ended,
@@ -40,8 +40,8 @@ from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
-from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, sample, split_groups
-from gspax.types import Array, Params, Rollout, TrainState
+from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, split_groups
+from gspax.types import Array, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
 
@@ -78,14 +78,15 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
         return next_partial(runtime, state, in_flight)
     first = int(multihost.to_host(state.position))
     if not ahead:
-        ahead.append(start_rollout(runtime, runtime.sampler.push(state.params), state, first, in_flight.skipped))
+        ahead.append(start_rollout(runtime, runtime.engine.push(state.params, done), state, first, in_flight.skipped))
     batch = receive(runtime, ahead.popleft())
     first += batch.taken + sum(pending.taken for pending in ahead)
     last = find_last_ahead(placement.staleness if placement else 0, done, partial(is_saved, runtime))
     missing = range(last - done - len(ahead))
-    params = runtime.sampler.push(state.params) if missing else None
+    weights = runtime.engine.push(state.params, done) if missing else None
     for _ in missing:
-        ahead.append(start_rollout(runtime, params, state, first, in_flight.skipped))
+        assert weights is not None
+        ahead.append(start_rollout(runtime, weights, state, first, in_flight.skipped))
         first += ahead[-1].taken
     return batch
 
@@ -96,27 +97,38 @@ def is_saved(runtime: Runtime, done: int) -> bool:
     return progress.is_due(done, schedule.checkpoint_every, schedule.steps)
 
 
-def start_rollout(runtime: Runtime, params: Params, state: TrainState, first: int, skipped: Skipped) -> SampledBatch:
-    """Start sampling the usable problems from `first` on, with inference weights.
+def start_rollout(runtime: Runtime, weights: Weights, state: TrainState, first: int, skipped: Skipped) -> SampledBatch:
+    """Start sampling the usable problems from `first` on.
 
-    It waits for the samples with `sampling.chunk`, and with an environment, whose replies the sampler needs.
+    It waits for the samples with `sampling.chunk`, with an environment, whose replies the sampler needs, and with
+    servers.
     """
     places = range(runtime.experiment.sampling.prompts)
     ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), skipped)
     prompt_ids, taken = [ids[place] for place in places], max(ids.values()) + 1 - first
     problems, started = [one and one.problem for one in ready], Started()
-    policy, key, options = count_rollouts(runtime, state), sampling_key(state), sample_options(runtime)
-    if runtime.interaction is not None:
-        sampled, started = sample_conversations(runtime.interaction, params, ready, prompt_ids, key, options)
-    else:
-        prompts = [one and one.prompt for one in ready]
-        sampled = sample(params, prompts, prompt_ids, key, options, ended=rewarder(runtime, problems, started))
-    return SampledBatch(policy=policy, taken=taken, problems=problems, sampled=sampled, started=started)
+    request = Request(
+        ready=ready,
+        prompt_ids=prompt_ids,
+        key=sampling_key(state),
+        options=sample_options(runtime),
+        interaction=runtime.interaction,
+        ended=rewarder(runtime, problems, started) if runtime.interaction is None else None,
+    )
+    sampled, of_conversations = runtime.engine.sample(weights, request)
+    return SampledBatch(
+        policy=weights.version,
+        taken=taken,
+        problems=problems,
+        sampled=sampled,
+        started=started | of_conversations,
+        metrics=weights.metrics,
+    )
 
 
 def sample_options(runtime: Runtime) -> SampleOptions:
     """The options that the sampler's programs are compiled with."""
-    experiment, mesh = runtime.experiment, runtime.sampler.mesh
+    experiment, mesh = runtime.experiment, runtime.engine.mesh
     options = SampleOptions(
         model=experiment.model,
         sampling=experiment.sampling,
@@ -153,7 +165,7 @@ def read_prompts(
         limit=experiment.sampling.max_prompt_tokens,
         interaction=runtime.interaction,
     )
-    sharding, group = named_sharding(runtime.sampler.mesh, "batch"), experiment.sampling.group
+    sharding, group = named_sharding(runtime.engine.mesh, "batch"), experiment.sampling.group
     ids, ready = read_usable(read, indices, places, sharding, skipped, group=group)
     return ids, [ready.get(place) for place in range(places)]
 
@@ -173,7 +185,7 @@ def sampling_key(state: TrainState) -> Array:
 def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:
     """Wait for a rollout, and fetch it to the learner's mesh."""
     sampled = lengths_to_host(batch.sampled)
-    return replace(batch, sampled=sampled, rollout=runtime.sampler.fetch(sampled))
+    return replace(batch, sampled=sampled, rollout=runtime.engine.fetch(sampled))
 
 
 def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
@@ -181,7 +193,7 @@ def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     sampling, placement = runtime.experiment.sampling, runtime.experiment.placement
     assert placement is not None and placement.partial is not None
     done, options = count_rollouts(runtime, state), sample_options(runtime)
-    weights, pool = Weights(runtime.sampler.push(state.params), done), in_flight.pool
+    weights, pool = runtime.engine.push(state.params, done), in_flight.pool
     if pool is None:
         places, first = with_carried(sampling, placement).prompts, int(multihost.to_host(state.position))
         pool = new_pool(places, sampling.group, first, sampling_key(state))

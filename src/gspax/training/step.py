@@ -154,8 +154,8 @@ def replace_constant_groups(
     experiment, first = runtime.experiment, int(multihost.to_host(state.position))
 
     def sample(taken: int) -> GradedBatch:
-        params = runtime.sampler.push(state.params)
-        pending = start_rollout(runtime, params, state, first + taken, in_flight.skipped)
+        weights = runtime.engine.push(state.params, count_rollouts(runtime, state))
+        pending = start_rollout(runtime, weights, state, first + taken, in_flight.skipped)
         return grade(runtime, receive(runtime, pending))
 
     return refill(

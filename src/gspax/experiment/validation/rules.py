@@ -34,6 +34,7 @@ from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment.validation.contracts import contract_problems
+from gspax.experiment.validation.engines import engine_problems, engine_warnings
 from gspax.experiment.validation.fields import (
     WrongFieldError,
     function_problems,
@@ -104,6 +105,7 @@ def validate(
         lambda: _packed_rows(e.sampling, e.schedule, 1),
         lambda: _shared_prompts(e.schedule, e.model),
         lambda: _sampled_ahead(e.sampling, e.placement),
+        lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: _tokens(e.sampling),
         lambda: _updates(e.schedule),
         lambda: _adapters(e.lora),
@@ -168,6 +170,7 @@ def warnings(experiment: Experiment) -> list[str]:
         *notes,
         *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
         *_unused_turns(experiment.environment, experiment.turns),
+        *engine_warnings(experiment.engine, sampling, experiment.model),
     ]
 
 

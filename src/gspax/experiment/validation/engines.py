@@ -1,0 +1,55 @@
+"""The rules of `Experiment.engine`: what servers cannot do is an error before a run starts, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from gspax.config import Engine, Mesh, ModelConfig, Placement, Sampling
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30.0 on a CPU
+IN_PROCESS = ("chunk", "slots", "cache_gib", "prefill_prompts", "kv_cache_dtype", "weights_dtype")
+
+
+def engine_problems(
+    engine: Engine | None, sampling: Sampling, placement: Placement | None, sampler_mesh: Mesh | None
+) -> Iterator[str]:
+    """The addresses can be called, and nothing is asked for that servers do not have."""
+    if engine is None:
+        return
+    for address in engine.addresses:
+        if not is_address(address):
+            yield f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}"
+    if "://" in engine.folder:
+        yield f"engine.folder: wanted a folder of a file system, which servers read too, got {engine.folder!r}"
+    if len(set(engine.addresses)) < len(engine.addresses):
+        yield f"engine.addresses: wanted each address once, got {', '.join(engine.addresses)}"
+    filters = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(sampling, name) != off]
+    for name in filters:
+        yield (
+            f"sampling.{name}: wanted {'1' if name == 'top_p' else '0'} with an engine, whose log-probs are of the "
+            f"filtered distribution while the learner's are not, got {getattr(sampling, name):g}"
+        )
+    if placement is not None:
+        yield "placement: wanted null with an engine, which has its own devices, got a Placement"
+    if sampler_mesh is not None:
+        yield "sampler_mesh: wanted null with an engine, which has its own devices, got a mesh"
+
+
+def is_address(address: str) -> bool:
+    """Whether an address is http://HOST:PORT or https://HOST:PORT."""
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
+    except ValueError:  # a port that is no number
+        return False
+
+
+def engine_warnings(engine: Engine | None, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
+    """Settings of the sampler in this process, which servers do not read, and a model that vLLM has no kernel for."""
+    if engine is not None and model.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        yield f"model.head_dim={model.head_dim}: vLLM on a CPU wants one of {known}, and ends at the first prompt"
+    for name in IN_PROCESS if engine is not None else ():
+        if (value := getattr(sampling, name)) != getattr(Sampling(), name):
+            yield f"sampling.{name}={value}: without effect, because servers sample (engine)"

@@ -1,0 +1,156 @@
+"""JSON over HTTP with one server: every wait has an end, and connections are kept.
+
+Standard library only. The errors say whether another attempt may succeed: a server that is `UnreachableError` may come
+back, one that `RefusedError` has understood the request and will refuse it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from gspax.errors import UserError, shorten
+
+LARGEST = 2**30  # bytes of an answer: experts of 32,768 tokens in 94 layers take 33 MB
+PIECE = 2**16
+
+
+class UnreachableError(Exception):
+    """No answer, or not a whole one: the server is gone, restarts, is overloaded, or is too slow."""
+
+
+class BrokenError(UnreachableError):
+    """HTTP 500: something has failed in the server, which may have ended with it."""
+
+
+class RefusedError(Exception):
+    """An answer with another status than 200 and those of 500 and above, or one that is no JSON."""
+
+
+class Client:
+    """The connections to one server, one for each thread that calls it."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            raise UserError(f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}")
+        self.address, self.timeout = address.rstrip("/"), timeout
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        self._own = threading.local()
+        self._all: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, *, timeout: float | None = None) -> Any:
+        """The parsed answer."""
+        return self._call("GET", path, None, timeout)
+
+    def post(
+        self, path: str, body: object = None, *, query: Mapping[str, str] | None = None, timeout: float | None = None
+    ) -> Any:
+        """The parsed answer; None for an empty one.
+
+        Raises:
+          UnreachableError, RefusedError: as above; the message names the address.
+        """
+        return self._call("POST", path + (f"?{urlencode(query)}" if query else ""), body, timeout)
+
+    def _call(self, method: str, path: str, body: object, timeout: float | None) -> Any:
+        limit = self.timeout if timeout is None else timeout
+        end = time.monotonic() + limit
+        for fresh in (False, True):  # a kept connection may have been closed by the server since its last answer
+            connection = self._connection(fresh)
+            kept = connection.sock is not None
+            try:
+                return self._exchange(connection, method, path, body, end)
+            except (RefusedError, UnreachableError):
+                self._drop()
+                raise
+            except TimeoutError:
+                self._drop()
+                raise UnreachableError(f"{self.address} gave no answer within {limit:g} seconds") from None
+            except (OSError, http.client.HTTPException) as problem:
+                self._drop()
+                if not kept:
+                    cause = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+                    raise UnreachableError(
+                        f"{self.address} is not reachable: {cause or type(problem).__name__}"
+                    ) from None
+        raise AssertionError("the second attempt returns or raises")
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: object, end: float
+    ) -> Any:
+        connection.timeout = _left(end)
+        if connection.sock is not None:
+            connection.sock.settimeout(connection.timeout)
+        data = None if body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json", "Accept": "application/json"})
+        answer, pieces, size = connection.getresponse(), [], 0
+        while True:
+            if connection.sock is not None:  # closed already by the last piece of an answer with `Connection: close`
+                connection.sock.settimeout(_left(end))
+            if not (piece := answer.read1(PIECE)):
+                break
+            pieces.append(piece)
+            size += len(piece)
+            if size > LARGEST:
+                raise RefusedError(f"{self.address}{path}: wanted an answer of at most {LARGEST} bytes, got more")
+        text = b"".join(pieces)
+        if answer.length:  # of what was announced and did not come
+            raise http.client.IncompleteRead(text, answer.length)
+        answer.close()  # else the connection cannot be used again
+        if answer.status >= 500:
+            kind = BrokenError if answer.status == 500 else UnreachableError
+            raise kind(f"{self.address}{path}: HTTP {answer.status}: {_start(text)}")
+        if answer.status != 200:
+            raise RefusedError(f"{self.address}{path}: HTTP {answer.status}: {_start(text)}")
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            raise RefusedError(f"{self.address}{path}: wanted JSON, got {_start(text)}") from None
+
+    def _connection(self, fresh: bool) -> http.client.HTTPConnection:
+        connection = None if fresh else getattr(self._own, "connection", None)
+        if connection is None:
+            connection = self._own.connection = self._kind(self._host, self._port, timeout=self.timeout)
+            with self._lock:
+                self._all.add(connection)
+        return connection
+
+    def _drop(self) -> None:
+        connection, self._own.connection = self._own.connection, None
+        connection.close()
+        with self._lock:
+            self._all.discard(connection)
+
+    def close(self) -> None:
+        """Close all connections, also those on which other threads wait: they get an UnreachableError."""
+        with self._lock:
+            connections, self._all = self._all, set()
+        for connection in connections:
+            with contextlib.suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _left(end: float) -> float:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _start(text: bytes) -> str:
+    """The reason in an answer, or its first characters."""
+    with contextlib.suppress(ValueError, AttributeError):
+        parsed = json.loads(text)
+        error = parsed.get("error", parsed.get("detail", parsed.get("message", parsed)))
+        return shorten(str(error.get("message", error) if isinstance(error, dict) else error))
+    return shorten(text[:1000].decode(errors="replace"))

@@ -1,0 +1,104 @@
+"""The contract of what a run samples with, in five calls: push, sample, score, pause and resume, state.
+
+`in_process.InProcess` is the sampler on the run's devices, `remote.Remote` one or more servers. A run chooses with one
+field, `Experiment.engine`; nothing above this package knows which it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from gspax.rollout.episodes import Interaction, Ready
+from gspax.rollout.grading import Started
+from gspax.sampler.engine import SampleOptions
+from gspax.sampler.sampler import Finished
+from gspax.types import Array, Params, Rollout
+
+
+class Weights(NamedTuple):
+    """A version of the policy that an engine has accepted. Only the engine reads `params`."""
+
+    params: Params  # inference weights; of a server, None
+    version: int  # the number of rollouts that they were trained on
+    metrics: dict[str, float]  # of the push: seconds, bytes, and the probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to sample: `sampling.group` completions of each problem, or conversations about it.
+
+    Attributes:
+      ready: the problems of P places; a process needs those of its own rows, None elsewhere.
+      prompt_ids: the P problems' indices; sample g of a problem has the id `prompt_id * (group - greedy) + g`.
+      key: equal (key, id) give equal samples.
+      options: of which `mesh` is the engine's and `sampling.prompts` is not read.
+      interaction: with an environment, which answers the turns.
+      ended: without one, called with completions that have ended while others are sampled; each row once.
+    """
+
+    ready: Sequence[Ready | None]
+    prompt_ids: Sequence[int]
+    key: Array
+    options: SampleOptions
+    interaction: Interaction | None = None
+    ended: Finished | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine says about itself."""
+
+    address: str  # empty: this process
+    # Of the weights that it samples with; None before the first push, after a restart, and for this process, which
+    # samples with any weights that it is given
+    version: int | None
+    digest: str = ""  # of all checksums of these weights (`weights.Manifest`)
+    limits: dict[str, int] = field(default_factory=dict)  # `max_tokens` of prompt and completion, `vocab_size`, …
+    dtype: str = ""  # that it computes in
+    instance: str = ""  # another one after each load: what has been answered before was not of these weights
+
+
+class Engine(Protocol):
+    """What a run samples with. Every method is collective: all processes of a run call it in the same order."""
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices that rows are divided over: a process has the problems of its own rows."""
+
+    def push(self, params: Params, version: int) -> Weights:
+        """Give the engine the learner's parameters; later samples are of these weights.
+
+        Raises:
+          FailureError: an engine does not take them, or computes other log-probs with them than the learner.
+        """
+
+    def sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
+        """Sample with the weights of the newest push: tokens in, tokens out, nothing is tokenized again.
+
+        Returns:
+          The tokens with the log-probs of the distribution that they were sampled from, and on request the chosen
+          experts and the version of each token; and this process's rewards of conversations, by row.
+
+        Raises:
+          FailureError: no engine answers in time, or its answer is not what was asked for.
+        """
+
+    def score(self, weights: Weights, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The log-probs, float32, of the tokens of each given row after its first, at temperature 1."""
+
+    def fetch(self, rollout: Rollout) -> Rollout:
+        """The rollout on the learner's mesh; arrays on the host stay there."""
+
+    def pause(self) -> None:
+        """Stop sampling; what is being sampled keeps its tokens."""
+
+    def resume(self) -> None:
+        """Sample on, with the weights of the newest push."""
+
+    def state(self) -> list[Served]:
+        """What each server, or this process, says about itself."""

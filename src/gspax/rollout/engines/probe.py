@@ -1,0 +1,89 @@
+"""The probe: does an engine compute what the learner trained? Asked after every push, before anything is sampled.
+
+The same sequences are scored by both, and the engine continues some prompts, whose log-probs at the run's temperature
+the learner computes too. The first shows wrong weights, the second a wrong temperature, a filter, or keys and values of
+an older version in a prefix cache. The statistic is the mean of |difference| over the tokens of a sequence, the largest
+of all sequences: one token that goes to another expert by rounding hardly moves it, a wrong expert does.
+
+Axes: K sequences, T tokens, L sparse layers, A active experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from gspax.config import ModelConfig
+from gspax.learner.objective import Scores
+from gspax.parallel import multihost
+from gspax.parallel.sharding import batch_shards, named_sharding
+from gspax.types import Params
+
+LONGEST = 64  # tokens of a sequence
+CONTINUED = 8  # tokens that the engine samples after a prompt
+# Nats, far above what rounding gives and far below what a wrong weight does
+LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
+FLOORS = {"float32": 5e-5, "bfloat16": 0.05}  # below it no later probe is too large
+GROWTH = 8.0  # times the first probe, that a later one may reach: logits grow in training, and rounding with them
+
+ScoreRows = Callable[..., Scores]  # a compiled `learner.train_step.make_score`
+
+
+def learner_scores(
+    score: ScoreRows, params: Params, rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh
+) -> tuple[list[np.ndarray], np.ndarray | None]:
+    """The learner's log-probs of each row's tokens after the first, and its experts [K, L, T, A]. Collective."""
+    shards, length = batch_shards(mesh), max(map(len, rows))
+    count = -(-len(rows) // shards) * shards
+    tokens_BT, segment_BT = np.zeros((count, length), np.int32), np.zeros((count, length), np.int32)
+    for number, row in enumerate(rows):
+        tokens_BT[number, : len(row)] = row
+        segment_BT[number, : len(row)] = 1
+    mask_BT = segment_BT > 0
+    mask_BT[:, 0] = False
+    arrays = multihost.to_devices((tokens_BT, segment_BT, mask_BT), named_sharding(mesh, "batch"))
+    scores = multihost.to_host(score(params, *arrays)._asdict())
+    logps = [scores["logp_BT"][number, 1 : len(row)] for number, row in enumerate(rows)]
+    return logps, scores["expert_BLTA"]
+
+
+def candidates(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Rows of random tokens, the same in every run."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab_size, length).tolist() for _ in range(count)]
+
+
+def choose_rows(rows: Sequence[Sequence[int]], expert_KLTA: np.ndarray | None, count: int, experts: int) -> list[int]:
+    """The indices of `count` rows that together use the most experts; each in turn adds the most new ones."""
+    if expert_KLTA is None:
+        return list(range(count))
+    used = [_used(expert_LTA, experts) for expert_LTA in expert_KLTA[: len(rows)]]
+    chosen, covered = list[int](), set[tuple[int, int]]()
+    for _ in range(min(count, len(rows))):
+        best = max((n for n in range(len(rows)) if n not in chosen), key=lambda n: (len(used[n] - covered), -n))
+        chosen.append(best)
+        covered |= used[best]
+    return chosen
+
+
+def _used(expert_LTA: np.ndarray, experts: int) -> set[tuple[int, int]]:
+    """The (layer, expert) pairs of a row, without padding."""
+    return {(layer, int(e)) for layer, ids in enumerate(expert_LTA) for e in np.unique(ids) if e < experts}
+
+
+def largest_difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
+    """The mean of |difference| over a row's log-probs, the largest of all rows; NaN if a number is none."""
+    return float(np.max([np.abs(own - other).mean() for own, other in zip(ours, theirs, strict=True)]))
+
+
+def tolerance(model: ModelConfig, given: float, first: float | None) -> float:
+    """The largest difference that is no error: `given` if that is not 0, else by the model's dtype.
+
+    The first probe of a run calibrates it (`first`): later ones may reach `GROWTH` times as much, and always `FLOORS`.
+    """
+    limit, floor = LIMITS.get(model.dtype, LIMITS["bfloat16"]), FLOORS.get(model.dtype, FLOORS["bfloat16"])
+    if given:
+        return given
+    return limit if first is None else min(limit, max(floor, GROWTH * first))

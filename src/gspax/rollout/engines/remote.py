@@ -1,0 +1,215 @@
+"""The contract of engines, by one or more servers: weights through a folder, tokens over HTTP.
+
+A request that gets no answer is sent again, to this server or to another. A server that was gone gets the newest
+weights, and is probed, before it is asked for anything. So a server may be killed and started again at any time: no
+sample is lost, and none is sampled with other weights than the run believes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from gspax.config import Engine, Evaluation, ModelConfig, Sampling
+from gspax.errors import FailureError
+from gspax.parallel import multihost
+from gspax.rollout.engines import rows
+from gspax.rollout.engines.client import RefusedError, UnreachableError
+from gspax.rollout.engines.contract import Request, Served, Weights
+from gspax.rollout.engines.push import LOOK, Pushed, Pusher, on_primary, wait
+from gspax.rollout.engines.rows import Row
+from gspax.rollout.engines.server import Ask, Server
+from gspax.rollout.engines.servers import Given, Servers
+from gspax.rollout.engines.vllm import VLLM
+from gspax.rollout.episodes import RowsOnHost, answer, set_finished
+from gspax.rollout.grading import Started
+from gspax.run import interrupt
+from gspax.types import Params, Rollout
+
+
+class Remote:
+    """Servers that sample for a run."""
+
+    def __init__(self, pusher: Pusher) -> None:
+        self._pusher = pusher
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The learner's mesh."""
+        return self._pusher.mesh
+
+    def push(self, params: Params, version: int) -> Weights:
+        """Write the weights, have every server load them, probe each, and delete older versions."""
+        return self._pusher.push(params, version)
+
+    def fetch(self, rollout: Rollout) -> Rollout:
+        """It is there."""
+        return rollout
+
+    def sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
+        """Sample each completion by a request of its own, with an environment each turn."""
+        pushed, servers = self._pusher.pushed, self._pusher.servers
+        assert pushed is not None and weights.version == pushed.weights.version, "wanted the newest weights"
+        request = replace(request, options=replace(request.options, mesh=self.mesh, turns=bool(request.interaction)))
+        key = np.asarray(multihost.to_host(jax.random.key_data(request.key))).tobytes()
+        own = rows.begin(request)
+        servers.forget_groups()
+        multihost.all_or_raise(lambda: bool(find_restarted(servers, pushed)))
+        if request.interaction is None:
+            self._complete(own, request, key, pushed)
+            return rows.assemble(own, request), Started()
+        count = len(request.ready) * request.options.sampling.group
+        on_host = RowsOnHost(list(request.ready), np.zeros(count, bool))
+        while not on_host.ended_B.all():
+            self._complete(own, request, key, pushed)
+            progress = rows.describe_progress(own, count, request.options)
+            rows.add_replies(own, answer(request.interaction, on_host, progress, request.options))
+        return set_finished(rows.assemble(own, request), on_host.started), on_host.started
+
+    def _complete(self, own: Mapping[int, Row], request: Request, key: bytes, pushed: Pushed) -> None:
+        """Sample the rows that are not finished up to a stop token or the limit. Collective."""
+        options, servers = request.options, self._pusher.servers
+        asks = {
+            number: (row.group, rows.to_ask(row, key, options))
+            for number, row in own.items()
+            if rows.is_active(row, options.sampling)
+        }
+        given = dict[int, Given]()
+
+        def confirm() -> None:
+            """Drop the answers of servers that have been started again since they were asked."""
+            instances = find_restarted(servers, pushed)
+            for number, one in list(given.items()):
+                if instances.get(one.address) != one.instance:
+                    del given[number]
+
+        while True:
+            missing = {number: ask for number, ask in asks.items() if number not in given}
+            given |= self._ask_all(missing, request)
+            multihost.all_or_raise(confirm)
+            if not any(multihost.gather(len(given) < len(asks))):
+                break
+        for number, one in given.items():
+            rows.add(own[number], one.answer, pushed.weights.version, options)
+
+    def _ask_all(self, asks: Mapping[int, tuple[int, Ask]], request: Request) -> dict[int, Given]:
+        """Send all requests at once, by row with its group. Collective."""
+        pool, servers, stop = self._pusher.pool, self._pusher.servers, threading.Event()
+        futures = {pool.submit(servers.ask, *ask, stop): number for number, ask in asks.items()}
+        given, problems = dict[int, Given](), list[Exception]()
+
+        def end() -> None:
+            stop.set()
+            for future in futures:
+                future.cancel()
+            servers.close()
+
+        def add(done: set[Future[Given]]) -> None:
+            try:
+                new = {futures[future]: future.result() for future in done}
+                given.update(new)
+                if new and request.ended is not None:
+                    request.ended({number: np.array(new[number].answer.tokens, np.int32) for number in sorted(new)})
+            except Exception as problem:  # raised below, on all processes
+                problems.append(problem)
+                end()
+
+        try:
+            interrupt.wait(futures, add)
+        except BaseException:
+            end()
+            raise
+        multihost.all_or_raise(lambda: raise_first(problems))
+        return given
+
+    def score(self, weights: Weights, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Each row by the first server that is there."""
+        server = self._pusher.servers.present()[:1]
+        futures = [
+            self._pusher.pool.submit(one.score, row) for one in server for row in given if jax.process_index() == 0
+        ]
+        wait(futures, self._pusher.servers)
+        return on_primary(lambda: [future.result() for future in futures])
+
+    def pause(self) -> None:
+        """Hold the requests of all servers."""
+        on_primary(lambda: call_each(self._pusher.servers, lambda server: server.pause()))
+
+    def resume(self) -> None:
+        """Go on with them."""
+        on_primary(lambda: call_each(self._pusher.servers, lambda server: server.resume()))
+
+    def state(self) -> list[Served]:
+        """The servers that are there."""
+        return [server.state(LOOK) for server in self._pusher.servers.present()]
+
+
+def connect(
+    settings: Engine,
+    model: ModelConfig,
+    sampling: Sampling,
+    evaluation: Evaluation,
+    *,
+    keep_experts: bool,
+    mesh: jax.sharding.Mesh,
+) -> Remote:
+    """The servers of an experiment, none of which is asked for anything yet.
+
+    Raises:
+      UserError: an address is none.
+    """
+    servers = [VLLM(address, model, settings.timeout) for address in settings.addresses]
+    length = context_length(sampling, evaluation)
+    return Remote(
+        Pusher(settings, model, sampling, length=length, keep_experts=keep_experts, mesh=mesh, servers=servers)
+    )
+
+
+def context_length(sampling: Sampling, evaluation: Evaluation) -> int:
+    """The most tokens of a prompt and its completion, in training and in evaluations, and the one after a probe."""
+    held_out = evaluation.max_tokens or sampling.max_tokens
+    tasks = [
+        (task.max_prompt_tokens or sampling.max_prompt_tokens) + (task.max_tokens or held_out)
+        for task in evaluation.tasks
+    ]
+    return max(sampling.max_prompt_tokens + max(sampling.max_tokens, held_out), *tasks, 0) + 1
+
+
+def find_restarted(servers: Servers, pushed: Pushed) -> dict[str, str]:
+    """The instances of the servers that have the newest weights; one that has none was started again."""
+    instances = dict[str, str]()
+    for server in servers.present():
+        try:
+            served = server.state(LOOK)
+        except UnreachableError as problem:
+            servers.lose(server, str(problem))
+            continue
+        except RefusedError as problem:
+            raise FailureError(f"engine: {problem}") from None
+        if served.version is None:
+            servers.lose(server, f"{server.address} was started again")
+        elif served.digest != pushed.written.digest:
+            raise FailureError(
+                f"engine: {server.address}: wanted version {pushed.weights.version} of this run, it has other weights, "
+                f"version {served.version}: does another run push to it?"
+            )
+        else:
+            instances[server.address] = served.instance
+    return instances
+
+
+def call_each(servers: Servers, call: Callable[[Server], None]) -> None:
+    """Call it with every server that is there."""
+    for server in servers.present():
+        call(server)
+
+
+def raise_first(problems: Sequence[Exception]) -> None:
+    """Raise the first problem, if there is one."""
+    if problems:
+        raise problems[0]

@@ -1,0 +1,162 @@
+"""Completions that servers sample, as lists on the host: what is asked for next, and the rollout in the end.
+
+Axes: B = P·G rows, C positions after the prompt, T positions in all, L sparse layers, A active experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gspax.config import ModelConfig, Sampling, expert_id_dtype, sparse_layers
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.engines.contract import Request
+from gspax.rollout.engines.server import Answer, Ask
+from gspax.sampler.engine import Replies, SampleOptions, bucket
+from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, longest_prompt
+from gspax.types import Rollout
+
+
+@dataclass
+class Row:
+    """One completion. Lists count from the end of the prompt."""
+
+    prompt: list[int]
+    id: int  # of the sample, which its random numbers depend on
+    group: int
+    greedy: bool
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)  # not a reply's
+    versions: list[int] = field(default_factory=list)
+    expert_TLA: np.ndarray | None = None  # of prompt and tokens, but the last
+    finished: bool = False  # ended with a stop token
+    waiting: bool = False  # its turn has ended: it waits for a reply
+
+
+def begin(request: Request) -> dict[int, Row]:
+    """This process's rows by number."""
+    options, group = request.options, request.options.sampling.group
+    rows = dict[int, Row]()
+    for place, ready in enumerate(request.ready):
+        if ready is None:
+            continue
+        first = int(request.prompt_ids[place]) * (group - options.greedy)
+        for number in range(group):
+            greedy = number >= group - options.greedy or options.sampling.temperature == 0
+            id_ = (first + number) % 2**32
+            rows[place * group + number] = Row([int(token) for token in ready.prompt], id_, place, greedy)
+    return rows
+
+
+def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
+    """The request for the next tokens of a row. Its seed is a function of (key, sample id, position) alone."""
+    position = len(row.prompt) + len(row.tokens)
+    digest = hashlib.blake2b(key + row.id.to_bytes(4, "big") + position.to_bytes(4, "big"), digest_size=8).digest()
+    return Ask(
+        tokens=row.prompt + row.tokens,
+        most=options.sampling.max_tokens - len(row.tokens),
+        seed=int.from_bytes(digest, "big") >> 11,
+        sampling=options.sampling,
+        greedy=row.greedy,
+        stop_ids=options.stop_ids,
+        keep_experts=options.keep_experts,
+    )
+
+
+def add(row: Row, answer: Answer, version: int, options: SampleOptions) -> None:
+    """Append an answer to its row."""
+    count = len(answer.tokens)
+    row.tokens += answer.tokens
+    row.logps += answer.logps
+    row.sampled += [True] * count
+    row.versions += [version] * count
+    if answer.expert_TLA is not None:  # those of earlier tokens stay: they are of the weights that sampled them
+        known = answer.expert_TLA[:0] if row.expert_TLA is None else row.expert_TLA
+        row.expert_TLA = np.concatenate([known, answer.expert_TLA[len(known) :]])
+    if options.turns:
+        row.waiting = answer.stopped
+    else:
+        row.finished = answer.stopped
+
+
+def is_active(row: Row, sampling: Sampling) -> bool:
+    """Whether tokens follow."""
+    return not row.finished and not row.waiting and len(row.tokens) < sampling.max_tokens
+
+
+def describe_progress(rows: Mapping[int, Row], count: int, options: SampleOptions) -> Progress:
+    """What `episodes.answer` reads; the arrays are placed as those of the sampler are."""
+    C = options.sampling.max_tokens
+    tokens_BC, length_B = np.zeros((count, C), np.int32), np.zeros(count, np.int32)
+    ended_B, waiting_B = np.zeros(count, bool), np.zeros(count, bool)
+    for number, row in rows.items():
+        tokens_BC[number, : len(row.tokens)] = row.tokens
+        length_B[number], waiting_B[number] = len(row.tokens), row.waiting
+        ended_B[number] = row.finished or (len(row.tokens) >= C and not row.waiting)
+    by_row = named_sharding(options.mesh, "batch")
+    tokens, length, ended, waiting = multihost.to_devices((tokens_BC, length_B, ended_B, waiting_B), by_row)
+    return Progress(tokens, length, ended, waiting, left=(~ended).any())
+
+
+def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
+    """Append replies to the rows that wait; those without one have ended."""
+    tokens_BX, count_B = (None, None) if replies is None else multihost.to_host(tuple(replies))
+    for number, row in rows.items():
+        if not row.waiting:
+            continue
+        row.waiting, count = False, 0 if count_B is None else int(count_B[number])
+        row.finished = count == 0
+        row.tokens += [] if tokens_BX is None else tokens_BX[number, :count].tolist()
+        row.logps += [0.0] * count
+        row.sampled += [False] * count
+        row.versions += [0] * count
+
+
+def assemble(rows: Mapping[int, Row], request: Request) -> Rollout:
+    """The rollout, each process's rows on its devices. Collective."""
+    options, sampling = request.options, request.options.sampling
+    prompts = [one and one.prompt for one in request.ready]
+    limit = sampling.max_prompt_tokens
+    longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, request.prompt_ids, limit))))
+    B = len(prompts) * sampling.group
+    T = min(limit, bucket(longest, SMALLEST_BUCKET)) + sampling.max_tokens
+    arrays = {
+        "tokens_BT": np.zeros((B, T), np.int32),
+        "mask_BT": np.zeros((B, T), bool),
+        "logp_BT": np.zeros((B, T), np.float32),
+        "prompt_length_B": np.zeros(B, np.int32),
+        "length_B": np.zeros(B, np.int32),
+        "finished_B": np.zeros(B, bool),
+    }
+    arrays |= {"reply_B": np.zeros(B, np.int32)} if options.turns else {}
+    arrays |= {"version_BT": np.zeros((B, T), np.int32)} if options.keep_versions else {}
+    if options.keep_experts:
+        arrays["expert_BLTA"] = _no_experts(options.model, B, T)
+    for number, row in rows.items():
+        start, end = len(row.prompt), len(row.prompt) + len(row.tokens)
+        of_row = {
+            "tokens_BT": row.prompt + row.tokens,
+            "mask_BT": [False] * start + row.sampled,
+            "logp_BT": [0.0] * start + row.logps,
+            "version_BT": [0] * start + row.versions,
+        }
+        for name, values in of_row.items():
+            if name in arrays:
+                arrays[name][number, :end] = values
+        arrays["prompt_length_B"][number], arrays["length_B"][number] = start, len(row.tokens)
+        arrays["finished_B"][number] = row.finished
+        if options.turns:
+            arrays["reply_B"][number] = row.sampled.count(False)
+        if row.expert_TLA is not None:
+            arrays["expert_BLTA"][number, :, : end - 1] = row.expert_TLA.swapaxes(0, 1)
+    return Rollout(**multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
+
+
+def _no_experts(model: ModelConfig, B: int, T: int) -> np.ndarray:
+    shape = (B, sparse_layers(model), T, model.num_experts_per_tok)
+    return np.full(shape, model.num_experts, np.dtype(expert_id_dtype(model)))

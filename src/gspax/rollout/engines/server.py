@@ -1,0 +1,112 @@
+"""What `remote.Remote` needs of one server, whichever program it runs (`vllm`, `sglang`): structs in, structs out."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from gspax.config import ModelConfig, Sampling, is_sparse
+from gspax.rollout.engines.client import RefusedError
+from gspax.rollout.engines.contract import Served
+from gspax.rollout.engines.weights import Written
+
+
+class Ask(NamedTuple):
+    """A completion to sample, or to continue."""
+
+    tokens: Sequence[int]  # the prompt, and what follows it so far
+    most: int  # new tokens
+    seed: int  # 0 to 2^53 - 1
+    sampling: Sampling
+    greedy: bool
+    stop_ids: tuple[int, ...]
+    keep_experts: bool
+
+
+class Answer(NamedTuple):
+    """The new tokens of a completion."""
+
+    tokens: list[int]
+    logps: list[float]  # of the distribution that they were sampled from
+    stopped: bool  # the last one is a stop token; else there are as many as were asked for
+    expert_TLA: np.ndarray | None  # of all tokens but the last, those of the `Ask` included
+
+
+class Server(Protocol):
+    """One server. All methods raise `UnreachableError` or `RefusedError`, with its address."""
+
+    @property
+    def address(self) -> str:
+        """http://HOST:PORT."""
+
+    def sample(self, ask: Ask) -> Answer:
+        """Sample one completion."""
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """The log-probs of the tokens after the first, float32, at temperature 1."""
+
+    def load(self, written: Written) -> None:
+        """Load a version while nothing is sampled, and forget all cached keys and values."""
+
+    def pause(self) -> None:
+        """Hold all requests; their tokens stay."""
+
+    def resume(self) -> None:
+        """Go on with them."""
+
+    def state(self, timeout: float) -> Served:
+        """The version that is loaded, and the limits."""
+
+    def close(self) -> None:
+        """End all requests that other threads wait for."""
+
+
+def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
+    """The answer. RefusedError unless it is what was asked for."""
+    count, stop = len(answer.tokens), bool(answer.tokens) and answer.tokens[-1] in ask.stop_ids
+    if not 0 < count <= ask.most or len(answer.logps) != count:
+        raise RefusedError(
+            f"{where}: wanted 1 to {ask.most} tokens with a log-prob each, got {count} and {len(answer.logps)}"
+        )
+    if not (stop if answer.stopped else count == ask.most):
+        raise RefusedError(
+            f"{where}: wanted {ask.most} tokens or a stop token at the end, got {count} tokens: its context is shorter "
+            "than prompt and completion, or it stops at other tokens"
+        )
+    if not np.isfinite(answer.logps).all() or max(answer.logps) > 1e-3:
+        raise RefusedError(f"{where}: wanted log-probs of at most 0, got {min(answer.logps)} to {max(answer.logps)}")
+    if ask.keep_experts and (answer.expert_TLA is None or len(answer.expert_TLA) != len(ask.tokens) + count - 1):
+        got = "none" if answer.expert_TLA is None else f"those of {len(answer.expert_TLA)}"
+        raise RefusedError(f"{where}: wanted the experts of {len(ask.tokens) + count - 1} tokens, got {got}")
+    return answer
+
+
+def read_experts(text: object, model: ModelConfig, where: str) -> np.ndarray | None:
+    """The experts [T, L, A] of the model's sparse layers, from base64 of an .npy file; None if there are none."""
+    if text is None:
+        return None
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(str(text), validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError, binascii.Error):
+        raise RefusedError(f"{where}: wanted experts as base64 of an .npy file, got something else") from None
+    return select_layers(array, model, where)
+
+
+def select_layers(expert_TLA: np.ndarray, model: ModelConfig, where: str) -> np.ndarray:
+    """The sparse layers of an array of experts, which may have the others too."""
+    sparse = [number for number in range(model.num_hidden_layers) if is_sparse(model, number)]
+    if expert_TLA.ndim == 3 and expert_TLA.shape[1] == model.num_hidden_layers != len(sparse):
+        expert_TLA = expert_TLA[:, sparse]
+    if expert_TLA.shape[1:] != (len(sparse), model.num_experts_per_tok) or expert_TLA.max(initial=0) >= (
+        model.num_experts
+    ):
+        raise RefusedError(
+            f"{where}: wanted experts [tokens, {len(sparse)}, {model.num_experts_per_tok}] below {model.num_experts}, "
+            f"got {list(expert_TLA.shape)} up to {expert_TLA.max(initial=0)}"
+        )
+    return expert_TLA

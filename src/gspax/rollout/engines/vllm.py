@@ -1,0 +1,171 @@
+"""One vLLM server over HTTP (vLLM 0.30.0; docs/howto/sample_with_vllm.md has the versions that were tried).
+
+Completions are token ids in both directions: the server tokenizes nothing. Its log-probs are those of the distribution
+that it samples from, temperature included, with `--logprobs-mode processed_logprobs`; those of prompts are at
+temperature 1. Weights are loaded by our extension of its workers (`vllm_worker`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspax.config import ModelConfig
+from gspax.rollout.engines.client import BrokenError, Client, RefusedError
+from gspax.rollout.engines.contract import Served
+from gspax.rollout.engines.server import Answer, Ask, check_answer, read_experts
+from gspax.rollout.engines.weights import Written
+
+NAME = "gspax"  # of the served model
+WORKER = Path(__file__).parent / "vllm_worker"
+
+
+class VLLM:
+    """A server that was started with `command`."""
+
+    def __init__(self, address: str, model: ModelConfig, timeout: float) -> None:
+        self._client, self._model = Client(address, timeout), model
+
+    @property
+    def address(self) -> str:
+        """http://HOST:PORT."""
+        return self._client.address
+
+    def sample(self, ask: Ask) -> Answer:
+        """POST /v1/completions."""
+        sampling = ask.sampling
+        body = {
+            "model": NAME,
+            "prompt": list(ask.tokens),
+            "max_tokens": ask.most,
+            "temperature": 0.0 if ask.greedy else sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "seed": ask.seed,
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # else log-probs need a tokenizer, for the tokens' texts
+            "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
+            "stop_token_ids": list(ask.stop_ids),
+        }
+        choice = self._first_choice(self._client.post("/v1/completions", body), ask.tokens)
+        where = f"{self.address}/v1/completions"
+        try:
+            answer = Answer(
+                tokens=[int(token) for token in choice["token_ids"]],
+                logps=[float(logp) for logp in choice["logprobs"]["token_logprobs"]],
+                stopped=choice["finish_reason"] == "stop",
+                expert_TLA=read_experts(choice.get("routed_experts"), self._model, where) if ask.keep_experts else None,
+            )
+        except (KeyError, TypeError, ValueError) as problem:
+            raise RefusedError(f"{where}: wanted token_ids, logprobs and finish_reason, got {problem!r}") from None
+        return check_answer(ask, answer, where)
+
+    def _first_choice(self, answer: Any, tokens: Sequence[int]) -> dict[str, Any]:
+        try:
+            choice = answer["choices"][0]
+            prompt = choice["prompt_token_ids"]
+        except (KeyError, IndexError, TypeError):
+            raise RefusedError(f"{self.address}/v1/completions: wanted a choice with prompt_token_ids") from None
+        if prompt != list(tokens):
+            raise RefusedError(
+                f"{self.address}/v1/completions: wanted the prompt that was sent, {len(tokens)} tokens, got "
+                f"{len(prompt or ())}: it was truncated or tokenized again"
+            )
+        return dict(choice)
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """POST /v1/completions with `prompt_logprobs`."""
+        body = {"model": NAME, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body |= {"return_token_ids": True, "ignore_eos": True}
+        choice = self._first_choice(self._client.post("/v1/completions", body), tokens)
+        try:
+            entries = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
+            return np.array([entry[str(token)]["logprob"] for token, entry in entries], np.float32)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise RefusedError(f"{self.address}: wanted prompt_logprobs of every token, got {problem!r}") from None
+
+    def load(self, written: Written) -> None:
+        """Our worker extension, with everything held and all caches forgotten."""
+        self.pause()
+        for loaded in self._workers("gspax_load", str(written.path), secrets.token_hex(8)):
+            if "error" in loaded:
+                raise RefusedError(f"{self.address}: {loaded['error']}")
+            if loaded["digest"] != written.digest:
+                raise RefusedError(
+                    f"{self.address}: wanted version {written.version} (digest {written.digest[:16]}), it loaded "
+                    f"{loaded['version']} ({loaded['digest'][:16]})"
+                )
+        if not self._client.post("/reset_prefix_cache").get("success"):
+            raise RefusedError(f"{self.address}: wanted an empty prefix cache, but requests of others are using it")
+        self._client.post("/update_weight_version", {"new_version": str(written.version)})
+        self.resume()
+
+    def pause(self) -> None:
+        """POST /pause: requests keep their tokens and compute their keys and values again when they go on."""
+        self._client.post("/pause", query={"mode": "keep", "clear_cache": "true"})
+
+    def resume(self) -> None:
+        """POST /resume."""
+        self._client.post("/resume")
+
+    def state(self, timeout: float) -> Served:
+        """Our worker extension. RefusedError if workers differ, or the server was started otherwise."""
+        states = self._workers("gspax_state", timeout=timeout)
+        first = states[0]
+        if any(other != first for other in states[1:]):
+            raise RefusedError(f"{self.address}: wanted workers that agree, got {states}")
+        if (mode := first["logprobs_mode"]) != "processed_logprobs":
+            raise RefusedError(f"{self.address}: wanted --logprobs-mode processed_logprobs, got {mode}")
+        loaded = first["loaded"] or {"version": None, "digest": "", "instance": ""}
+        limits = {name: first[name] for name in ("max_tokens", "vocab_size", "num_hidden_layers", "hidden_size")}
+        limits["routed_experts"] = int(first["routed_experts"])
+        return Served(self.address, loaded["version"], loaded["digest"], limits, first["dtype"], loaded["instance"])
+
+    def _workers(self, method: str, *args: str, timeout: float | None = None) -> list[dict[str, Any]]:
+        """What a method of our extension gives on each worker."""
+        try:
+            answer = self._client.post("/collective_rpc", {"method": method, "args": list(args)}, timeout=timeout)
+        except (RefusedError, BrokenError) as problem:
+            if "EngineCore" in str(problem):  # it has died, and its server ends
+                raise
+            raise RefusedError(
+                f"{problem}; wanted a server that was started as `gspax serve-command` prints it"
+            ) from None
+        results = answer.get("results") if isinstance(answer, dict) else answer
+        if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
+            raise RefusedError(f"{self.address}: wanted the answers of its workers, got {str(answer)[:200]}")
+        return results
+
+    def close(self) -> None:
+        """End all requests."""
+        self._client.close()
+
+
+def command(model_folder: Path, model: ModelConfig, length: int, address: str, *, experts: bool, cpu: bool) -> str:
+    """The command that starts a server whose weights a run replaces.
+
+    Args:
+      model_folder: with config.json; no weights are read from it.
+      length: the most tokens of a prompt and its completion.
+      experts: whether the run needs the experts that the server chose (`routing_replay="sampler"`).
+      cpu: for vLLM's CPU build.
+    """
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    words = ["python3", "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` needs the package's name to be vllm
+    words += ["--model", str(model_folder), "--served-model-name", NAME, "--host", host, "--port", port]
+    words += ["--dtype", model.dtype, "--max-model-len", str(length), "--load-format", "dummy"]
+    words += ["--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    words += ["--worker-extension-cls", "gspax_vllm_worker.Extension"]
+    words += ["--enable-return-routed-experts"] if experts else []
+    words += ["--enforce-eager"] if cpu else []
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER)} | (
+        {"VLLM_CPU_KVCACHE_SPACE": "1"} if cpu else {}
+    )
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(words)])

@@ -1,0 +1,261 @@
+"""Servers that hang, restart, answer slowly, or get damaged weights: waits end, nothing is lost, runs resume."""
+
+import json
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import fake_vllm
+import jax
+import numpy as np
+import pytest
+from small_experiment import Countdown, experiment
+
+from gspax.config import Engine, Turns
+from gspax.data import CharChat
+from gspax.errors import FailureError, UserError
+from gspax.hf import tensors
+from gspax.learner.state import abstract_state, init_state
+from gspax.rollout.engines import weights
+from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
+from gspax.run import record
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir
+from gspax.run.manifest import finished_steps
+from gspax.training import loop
+from gspax.training.in_flight import start_rollout
+
+CLOCKS = ("time/", "cpu/", "perf/", "engine/write_seconds", "engine/load_seconds")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def served(*fakes, timeout=5.0, **changes):
+    """The small experiment with these servers."""
+    settings = Engine(folder="weights", addresses=tuple(fake.address for fake in fakes), timeout=timeout, probes=2)
+    return replace(experiment, warm_start=None, engine=settings, **changes)
+
+
+def sample(runtime, state, weights):
+    return jax.device_get(start_rollout(runtime, weights, state, 0, Skipped()).sampled)
+
+
+def fresh(runtime):
+    return init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
+
+
+def test_a_changed_byte_is_refused_with_the_tensor(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        fake.faults.flips_byte = True
+        runtime = make_runtime(served(fake))
+        with pytest.raises(FailureError, match=r"engine: http://\S+ \S+: tensor \S+: wanted the checksum"):
+            runtime.engine.push(fresh(runtime).params, 0)
+        assert fake.loaded is None
+
+
+def test_a_push_that_is_killed_halfway_leaves_nothing_that_a_server_loads(here, monkeypatch):
+    written = []
+
+    def killed(place, *arguments):
+        written.append(place.name)
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        return original(place, *arguments)
+
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime, original = make_runtime(served(fake)), tensors.write
+        state = fresh(runtime)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(tensors, "write", killed)
+            runtime.engine.push(state.params, 0)
+        assert fake.loaded is None and not list(Path("weights").glob("weights_v??????"))
+        Path("weights/weights_v000000.0123.tmp").mkdir()  # what SIGKILL leaves
+        runtime.engine.push(state.params, 0)
+        assert fake.loaded["version"] == 0
+        assert [path.name for path in Path("weights").iterdir()] == ["weights_v000000"]
+
+
+def test_older_versions_are_removed(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime = make_runtime(served(fake))
+        for version in (0, 1, 12):
+            state = jax.tree.map(lambda leaf: leaf * 1.01, fresh(runtime).params)
+            runtime.engine.push(state, version)
+        assert [path.name for path in Path("weights").iterdir()] == ["weights_v000012"]
+        manifest = json.loads(Path("weights/weights_v000012/manifest.json").read_text())
+        assert manifest["version"] == 12 and manifest["digest"] == fake.loaded["digest"]
+        assert manifest["digest"] == weights.digest_of(manifest["tensors"])
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(here):
+    Path("weights").write_text("a file")
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime = make_runtime(served(fake))
+        with pytest.raises(UserError, match=r"engine.folder: wanted a folder to write to, got weights"):
+            runtime.engine.push(fresh(runtime).params, 0)
+
+
+def test_a_server_that_does_not_answer_ends_the_run_within_its_timeout(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime = make_runtime(served(fake, timeout=1.0))
+        state = fresh(runtime)
+        pushed = runtime.engine.push(state.params, 0)
+        fake.faults.hangs = True
+        begun = time.monotonic()
+        with pytest.raises(
+            FailureError, match=r"engine: no server for 1 seconds \(engine.timeout\): .*no answer"
+        ) as one:
+            sample(runtime, state, pushed)
+        assert time.monotonic() - begun < 20 and "\n" not in str(one.value)
+
+
+def test_a_server_that_is_not_there_ends_the_run_within_its_timeout(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        settings = served(fake, timeout=0.5)
+    runtime = make_runtime(settings)
+    with pytest.raises(FailureError, match=r"no server for 0.5 seconds .*not reachable: Connection refused"):
+        runtime.engine.push(fresh(runtime).params, 0)
+
+
+def test_a_server_that_starts_after_the_run_is_waited_for(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        settings, port = served(fake), fake.port
+    runtime = make_runtime(settings)
+    state, found = fresh(runtime), []
+    thread = threading.Thread(target=lambda: found.append(runtime.engine.push(state.params, 2)))
+    thread.start()
+    time.sleep(0.7)
+    assert not found
+    with fake_vllm.serve(experiment.model, port=port) as fake:
+        thread.join(timeout=20)
+        assert found[0].version == 2 and fake.loaded["version"] == 2
+
+
+def test_a_server_that_answers_slowly_only_takes_longer(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime = make_runtime(served(fake))
+        state = fresh(runtime)
+        pushed = runtime.engine.push(state.params, 0)
+        quick = sample(runtime, state, pushed)
+        fake.faults.delay = 0.1
+        np.testing.assert_array_equal(sample(runtime, state, pushed).tokens_BT, quick.tokens_BT)
+
+
+def test_no_sample_is_lost_when_a_server_restarts(here):
+    """It comes back with random weights, and gets the newest ones before it samples on."""
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime = make_runtime(served(fake))
+        state = fresh(runtime)
+        pushed = runtime.engine.push(state.params, 5)
+        undisturbed = sample(runtime, state, pushed)
+        fake.faults.restart_after = fake.completions + 10
+        disturbed = sample(runtime, state, pushed)
+        assert fake.faults.restart_after == 0, "it did restart"
+        jax.tree.map(np.testing.assert_array_equal, disturbed, undisturbed)
+        loads = [body["args"] for path, body in fake.seen if body and body.get("method") == "gspax_load"]
+        assert len(loads) == 2 and loads[0][0] == loads[1][0]
+
+
+def test_a_server_that_restarted_between_two_steps_gets_the_weights_again(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime = make_runtime(served(fake))
+        state = fresh(runtime)
+        pushed = runtime.engine.push(state.params, 5)
+        undisturbed = sample(runtime, state, pushed)
+        fake.start()
+        jax.tree.map(np.testing.assert_array_equal, sample(runtime, state, pushed), undisturbed)
+
+
+def test_another_run_that_pushes_to_the_same_server_is_noticed(here):
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime = make_runtime(served(fake))
+        state = fresh(runtime)
+        pushed = runtime.engine.push(state.params, 5)
+        fake.loaded = {"version": 9, "digest": "of another run", "instance": "other"}
+        with pytest.raises(
+            FailureError, match=r"wanted version 5 of this run, .* version 9: does another run push to it"
+        ):
+            sample(runtime, state, pushed)
+
+
+def test_several_servers_share_the_work_by_groups_and_one_may_die(here):
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(fake_vllm.serve(experiment.model)) for _ in range(2))
+        runtime = make_runtime(served(first, second))
+        state = fresh(runtime)
+        pushed = runtime.engine.push(state.params, 0)
+        for fake in (first, second):
+            fake.seen.clear()
+        both = sample(runtime, state, pushed)
+        asked = [[body["prompt"] for path, body in fake.seen if path == "/v1/completions"] for fake in (first, second)]
+        assert len(asked[0]) == len(asked[1]) == 16, "four groups of four each"
+        seeds = [{body["seed"] for path, body in fake.seen if path == "/v1/completions"} for fake in (first, second)]
+        assert not seeds[0] & seeds[1]
+        second.faults.hangs, second.faults.restart_after = False, second.completions + 3
+        alone = sample(runtime, state, pushed)
+        jax.tree.map(np.testing.assert_array_equal, alone, both)
+
+
+def test_conversations_are_token_ids_that_only_grow(here):
+    """What a turn is asked for begins with the tokens of the turn before, as they were sampled."""
+    talking = {
+        "environment": Countdown(),
+        "tokenizer": CharChat(experiment.tokenizer.alphabet),
+        "turns": Turns(limit=3),
+        "sampling": replace(experiment.sampling, max_prompt_tokens=8, max_tokens=32),
+    }
+    model = replace(experiment.model, vocab_size=talking["tokenizer"].vocab_size)
+    with fake_vllm.serve(model, max_tokens=64) as fake:
+        runtime = make_runtime(served(fake, model=model, routing_replay="sampler", **talking))
+        state = fresh(runtime)
+        batch = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, Skipped())
+        rollout = jax.device_get(batch.sampled)
+        assert len(batch.started) == 32 and rollout.reply_B.sum() > 0
+        asked = [body["prompt"] for path, body in fake.seen if body and body.get("stop_token_ids")]
+        for row in range(32):
+            start, count = rollout.prompt_length_B[row], rollout.length_B[row]
+            tokens = rollout.tokens_BT[row, : start + count].tolist()
+            turns = batch.started[row].turns.spans
+            for begin, end in turns:
+                assert tokens[: start + begin] in asked
+                assert rollout.mask_BT[row, start + begin : start + end].all()
+            assert (
+                rollout.mask_BT[row].sum() == sum(end - begin for begin, end in turns) == count - rollout.reply_B[row]
+            )
+            logps, experts = fake_vllm.forward(jax.device_get(state.params), model, tokens)
+            wanted = np.where(rollout.mask_BT[row, 1 : start + count], logps[np.arange(len(tokens) - 1), tokens[1:]], 0)
+            np.testing.assert_allclose(rollout.logp_BT[row, 1 : start + count], wanted, atol=5e-6)
+            np.testing.assert_array_equal(rollout.expert_BLTA[row, :, : len(tokens) - 1], experts[:-1].swapaxes(0, 1))
+
+
+def final(run, settings):
+    runtime = make_runtime(settings)
+    with Checkpoints(run.checkpoints) as checkpoints:
+        state, _ = checkpoints.restore(abstract_state(settings.model, runtime.optimizer, runtime.mesh), None)
+    rows = [{k: x for k, x in row.items() if not k.startswith(CLOCKS)} for row in record.read_metrics(run.metrics)]
+    return jax.device_get(replace(state, key=jax.random.key_data(state.key))), rows
+
+
+def test_a_run_whose_server_died_resumes_bit_for_bit(here):
+    """With dynamic sampling and evaluations; the server dies in the third step and is started again for the resume."""
+    with fake_vllm.serve(experiment.model) as fake:
+        settings = served(fake, timeout=1.0, sampling=replace(experiment.sampling, max_refills=1))
+        loop.train(settings, here / "whole")
+        asked = fake.completions
+    with fake_vllm.serve(experiment.model, port=fake.port) as again:
+        again.faults.dies_after = asked * 3 // 5
+        with pytest.raises(FailureError, match="engine: no server for 1 seconds"):
+            loop.train(settings, here / "cut")
+        assert finished_steps(RunDir(here / "cut").checkpoints) == [2]
+    with fake_vllm.serve(experiment.model, port=fake.port):
+        loop.train(settings, here / "cut")
+    (state, rows), (other, others) = (final(RunDir(here / name), settings) for name in ("whole", "cut"))
+    jax.tree.map(np.testing.assert_array_equal, state, other)
+    assert rows == others and len(rows) == 7

@@ -1,0 +1,134 @@
+"""Engines: the sampler of this process and vLLM's HTTP, by a fake server, behind one contract."""
+
+from dataclasses import replace
+
+import fake_vllm
+import jax
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax.config import Engine
+from gspax.errors import FailureError
+from gspax.learner.state import init_state
+from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
+from gspax.training.in_flight import InFlight, start_rollout
+from gspax.training.step import run_step
+
+FOLDER = "weights"
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with fake_vllm.serve(experiment.model) as server:
+        yield server
+
+
+def served(fake, **changes):
+    """The small experiment with this server."""
+    settings = Engine(folder=FOLDER, addresses=(fake.address,), timeout=5.0, probes=2)
+    return replace(experiment, warm_start=None, engine=settings, **changes)
+
+
+def fresh(runtime, seed=0):
+    return init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(seed), runtime.mesh)
+
+
+def test_a_server_scores_what_the_sampler_of_this_process_scores(fake):
+    runtime = make_runtime(served(fake))
+    state, own = fresh(runtime), make_runtime(replace(experiment, warm_start=None)).engine
+    rows = [[1, 2, 3, 4, 5], [7, 7]]
+    ours = own.score(own.push(state.params, 0), rows)
+    theirs = runtime.engine.score(runtime.engine.push(state.params, 0), rows)
+    assert [len(row) for row in ours] == [4, 1]
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    for row, scores in zip(rows, ours, strict=True):
+        logps, _ = fake_vllm.forward(jax.device_get(state.params), experiment.model, row)
+        np.testing.assert_allclose(scores, logps[np.arange(len(row) - 1), row[1:]], atol=2e-6)
+
+
+def test_a_step_trains_on_what_a_server_has_sampled(fake):
+    runtime = make_runtime(served(fake))
+    state = fresh(runtime)
+    result = run_step(runtime, state, None, InFlight())
+    metrics = result.metrics
+    assert metrics["mismatch/abs_diff"] < 2e-6, "the learner computes the server's log-probs"
+    assert metrics["engine/probe_abs_diff"] < 2e-6 and metrics["engine/probe_sampled_abs_diff"] < 2e-6
+    assert metrics["engine/push_bytes"] == sum(x.nbytes for x in jax.tree.leaves(fresh(runtime).params))
+    assert len(result.samples.completions) == 32 and np.isfinite(metrics["optim/grad_norm"])
+
+
+def test_a_rollout_is_what_the_server_answered(fake):
+    runtime = make_runtime(served(fake, routing_replay="sampler"))
+    state = fresh(runtime)
+    batch = start_rollout(runtime, runtime.engine.push(state.params, 3), state, 0, Skipped())
+    rollout = jax.device_get(batch.sampled)
+    assert batch.policy == 3
+    for row in range(32):
+        start, count = rollout.prompt_length_B[row], rollout.length_B[row]
+        tokens = rollout.tokens_BT[row, : start + count]
+        prompt = experiment.tokenizer.encode(batch.problems[row // 4].prompt)
+        assert tokens[:start].tolist() == list(prompt)
+        logps, experts = fake_vllm.forward(jax.device_get(state.params), experiment.model, tokens.tolist())
+        wanted = logps[np.arange(start - 1, start + count - 1), tokens[start:]]
+        np.testing.assert_allclose(rollout.logp_BT[row, start : start + count], wanted, atol=2e-6)
+        np.testing.assert_array_equal(rollout.expert_BLTA[row, :, : start + count - 1], experts[:-1].swapaxes(0, 1))
+        assert (rollout.expert_BLTA[row, :, start + count - 1 :] == experiment.model.num_experts).all()
+        assert rollout.mask_BT[row].tolist() == [start <= t < start + count for t in range(rollout.mask_BT.shape[1])]
+        assert rollout.finished_B[row] == (tokens[-1] in experiment.tokenizer.stop_ids)
+        assert rollout.finished_B[row] or count == 4
+
+
+def test_equal_keys_give_equal_samples(fake):
+    """A resumed run samples what the uninterrupted one did, in whatever order its requests are answered."""
+    runtime = make_runtime(served(fake))
+    state = fresh(runtime)
+    weights = runtime.engine.push(state.params, 0)
+    first, again, other = (
+        jax.device_get(start_rollout(runtime, weights, state, start, Skipped()).sampled.tokens_BT)
+        for start in (0, 0, 8)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def refuses(runtime, state, *words):
+    with pytest.raises(FailureError) as problem:
+        run_step(runtime, state, None, InFlight())
+    sentence = str(problem.value)
+    assert "\n" not in sentence and all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ({"exchanges_experts": True}, ("does not compute what the learner trained", "tokens that it was given")),
+        ({"keeps_old": True}, ("does not compute what the learner trained", "nothing was sampled")),
+        ({"stays_at": {"version": 4, "digest": "old", "instance": "old"}}, ("wanted version 0", "it still has 4")),
+        ({"state": {"vocab_size": 11}}, ("wanted the run's model, vocab_size 12, got 11",)),
+        ({"state": {"max_tokens": 7}}, ("wanted a context of 9 tokens", "got 7")),
+        ({"state": {"dtype": "bfloat16"}}, ("wanted float32 (model.dtype), got bfloat16",)),
+        ({"state": {"logprobs_mode": "raw_logprobs"}}, ("wanted --logprobs-mode processed_logprobs",)),
+        ({"truncates": 3}, ("wanted the prompt that was sent", "truncated or tokenized again")),
+        ({"stops_early": True}, ("its context is shorter than prompt and completion",)),
+    ],
+)
+def test_a_wrong_server_is_refused_before_it_samples(fake, faults, words):
+    for name, value in faults.items():
+        setattr(fake.faults, name, value)
+    runtime = make_runtime(served(fake))
+    refuses(runtime, fresh(runtime), *words)
+    asked = [body for path, body in fake.seen if path == "/v1/completions" and body.get("stop_token_ids")]
+    assert not asked, "nothing was sampled for the run"
+
+
+def test_a_temperature_that_is_applied_twice_is_refused(fake):
+    hot = served(fake, sampling=replace(experiment.sampling, temperature=0.5))
+    runtime = make_runtime(hot)
+    state = fresh(runtime)
+    runtime.engine.push(state.params, 0)
+    fake.faults.temperatures = 2
+    refuses(make_runtime(hot), fresh(runtime), "does not compute what the learner trained", "tokens that it sampled")

@@ -1,0 +1,103 @@
+"""The HTTP of vLLM: a conversation with the real server, replayed to our adapter and compared with the fake's."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import fake_vllm
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax.config import Sampling
+from gspax.rollout.engines import client, vllm
+from gspax.rollout.engines.client import RefusedError
+from gspax.rollout.engines.server import Answer, Ask
+from gspax.rollout.engines.weights import Written
+
+EXCHANGES = json.loads(Path(__file__).with_name("vllm_conversation.json").read_text())["exchanges"]
+MODEL = replace(experiment.model, hidden_size=64, head_dim=32)
+DIGEST = EXCHANGES[0]["answer"]["results"][0]["loaded"]["digest"]
+ASK = Ask([1, 2, 3], 4, 5, Sampling(), False, (11,), True)
+
+
+def talk(server):
+    """What was recorded: a state, a push, a state, a score, a sample with stop tokens and one without."""
+    found = [server.state(5.0)]
+    server.load(Written(Path("WEIGHTS"), 2, DIGEST, 0, 0.0))
+    found += [server.state(5.0), server.score([1, 2, 3, 4, 5]), server.sample(ASK)]
+    return [*found, server.sample(ASK._replace(seed=2**53 - 1, stop_ids=()))]
+
+
+def test_our_requests_and_what_we_read_are_those_of_the_recorded_conversation(monkeypatch):
+    left = iter(EXCHANGES)
+
+    def exchange(self, connection, method, path, body, end):
+        recorded = next(left)
+        sent, wanted = json.loads(json.dumps([body, recorded["body"]]))
+        if sent and sent.get("method") == "gspax_load":
+            sent["args"], wanted["args"] = sent["args"][:1], wanted["args"][:1]
+        assert (path, sent) == (recorded["path"], wanted)
+        return recorded["answer"]
+
+    monkeypatch.setattr(client.Client, "_exchange", exchange)
+    before, after, scores, stopped, whole = talk(vllm.VLLM("http://127.0.0.1:1", MODEL, 5.0))
+    assert next(left, None) is None
+    assert before.version == after.version == 2 and after.digest == DIGEST and before.instance != after.instance
+    assert after.limits["vocab_size"] == 12 and after.dtype == "float32"
+    assert scores.shape == (4,) and scores.dtype == np.float32 and (scores < 0).all()
+    for answer in (stopped, whole):
+        assert isinstance(answer, Answer) and answer.stopped == (answer.tokens[-1] == 11) == (answer is stopped)
+        assert answer.expert_TLA.shape == (3 + len(answer.tokens) - 1, 2, 2)
+    assert len(whole.tokens) == 4
+
+
+def shape_of(value):
+    """A value with its leaves as the names of their types, and lists as that of their last element."""
+    if isinstance(value, dict):
+        return {key: shape_of(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape_of(value[-1])] if value else []
+    return type(value).__name__
+
+
+def test_the_fake_answers_as_the_real_server(tmp_path, monkeypatch):
+    """Every key of the fake's answers is one of the real server's, with the same type."""
+    monkeypatch.chdir(tmp_path)
+    with fake_vllm.serve(experiment.model) as fake:
+        fake.loaded = {"version": 1, "digest": "d", "instance": "i"}
+        for recorded in EXCHANGES:
+            path, body = recorded["path"].partition("?")[0], recorded["body"]
+            if body and body.get("method") == "gspax_load":
+                continue  # checked by the pushes of test_engines.py
+            ours, real = fake.answer(path, body), recorded["answer"]
+            if path != "/v1/completions":
+                assert shape_of(ours) == shape_of(real), path
+                continue
+            ours, real = ours["choices"][0], real["choices"][0]
+            assert set(ours) <= set(real)
+            for key in ("token_ids", "finish_reason", "prompt_token_ids", "routed_experts"):
+                assert shape_of(ours[key]) == shape_of(real[key]), key
+            assert (ours["prompt_logprobs"] is None) == (real["prompt_logprobs"] is None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"token_ids": [4, 2]}, "wanted 1 to 4 tokens with a log-prob each, got 2 and 3"),
+        ({"finish_reason": "length"}, "wanted 4 tokens or a stop token at the end, got 3 tokens"),
+        ({"finish_reason": "abort"}, "wanted 4 tokens or a stop token at the end, got 3 tokens"),
+        ({"prompt_token_ids": [2, 3]}, "wanted the prompt that was sent, 3 tokens, got 2"),
+        ({"routed_experts": None}, "wanted the experts of 5 tokens, got none"),
+        ({"routed_experts": "AAAA"}, "wanted experts as base64 of an .npy file"),
+        ({"logprobs": None}, "wanted token_ids, logprobs and finish_reason"),
+        ({"logprobs": {"token_logprobs": [-1.0, float("nan"), -1.0]}}, "wanted log-probs of at most 0"),
+    ],
+)
+def test_an_answer_of_another_form_is_refused(monkeypatch, change, words):
+    recorded = next(x["answer"] for x in EXCHANGES if x["body"] and x["body"].get("stop_token_ids"))
+    spoiled = {**recorded, "choices": [recorded["choices"][0] | change]}
+    monkeypatch.setattr(client.Client, "_exchange", lambda *_: spoiled)
+    with pytest.raises(RefusedError) as problem:
+        vllm.VLLM("http://127.0.0.1:1", MODEL, 5.0).sample(ASK)
+    assert words in str(problem.value)
