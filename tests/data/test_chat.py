@@ -272,6 +272,30 @@ def test_chat_and_plain_tokenizers_are_described_differently(small):
     assert hf_chat(small) != HFTokenizer(str(small))
 
 
+# Dates
+
+DATED = (
+    '{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}'
+    "Today is {{ date_string }}: {{ messages[-1].content }}"
+)
+
+
+def test_a_template_prints_the_date_of_the_experiment(tmp_path):
+    """Not today's, so that a run resumed tomorrow has the same prompts."""
+    pytest.importorskip("transformers")
+    tokenizer = hf_chat(write_folder(tmp_path, DATED), date="2024-07-26")
+    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "Today is 26 Jul 2024: hi"
+    assert describe(tokenizer)["date"] == "2024-07-26"
+
+
+def test_a_template_that_prints_todays_date_is_refused(tmp_path):
+    folder = write_folder(tmp_path, DATED)
+    with pytest.raises(UserError, match=r"prints today's date \(strftime_now\), so that .*, got none"):
+        hf_chat(folder)
+    with pytest.raises(UserError, match=r"date: wanted a day such as 2026-01-31, got '26 Jul 2024'"):
+        hf_chat(folder, date="26 Jul 2024")
+
+
 # Invalid input
 
 

@@ -7,8 +7,10 @@ a reward removes it with `split_thinking`, or is wrapped: `partial(reward_answer
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +27,8 @@ T = TypeVar("T")
 OPEN, CLOSE = "<think>", "</think>"
 _MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
 LONGEST = 30.0  # seconds for a template, which takes a millisecond unless its loops have no end
+CLOCK = "strftime_now"  # the function with which a template prints the time
+_CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
 _MARK = "\ue000"  # for private use: in no template
 
 
@@ -38,6 +42,16 @@ class ChatTokenizer(HFTokenizer):
 
     system: str | None = None
     thinking: bool = False
+    date: str | None = None  # that the template prints as today's, as 2026-01-31
+
+    def __post_init__(self) -> None:
+        if self.date is not None:
+            datetime.date.fromisoformat(self.date)
+
+    def described(self) -> dict[str, object]:
+        """The fields, without a date if there is none: a run from before there were dates still resumes."""
+        fields: dict[str, object] = {"path": self.path, "system": self.system, "thinking": self.thinking}
+        return fields if self.date is None else fields | {"date": self.date}
 
     def encode(self, text: str, context: Sequence[Message] = ()) -> list[int]:
         """The ids of a chat that ends with this text as the user's message; `context` has the messages before it."""
@@ -96,15 +110,20 @@ class ChatTokenizer(HFTokenizer):
 
         result: Future[str] = Future()
         apply = self._tokenizer.apply_chat_template
+        schemas = [dict(tool) for tool in tools] or None
+        template = None
+        if self.date is not None:
+            template = _with_date(self._tokenizer.get_chat_template(tools=schemas), self.date)
 
         def write() -> None:
             try:
                 text = apply(
                     [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
+                    tools=schemas,
                     tokenize=False,
                     add_generation_prompt=True,
                     enable_thinking=self.thinking,
+                    chat_template=template,
                 )
                 result.set_result(str(text))
             except Exception as error:
@@ -117,6 +136,12 @@ class ChatTokenizer(HFTokenizer):
             raise UserError(f"the chat template in {self.path} failed: no result after {LONGEST:g} s") from None
         except Exception as error:  # a template is a program and can fail in any way
             raise UserError(f"the chat template in {self.path} failed: {brief(error)}") from error
+
+
+def _with_date(template: str, date: str) -> str:
+    """The template with this date in place of the time. Every call of the clock names its format."""
+    day = datetime.date.fromisoformat(date)
+    return _CLOCK_CALL.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 @dataclass(frozen=True)
@@ -163,22 +188,44 @@ class CharChat(CharTokenizer):
         return self.encode_completion("".join(texts))
 
 
-def hf_chat(path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False) -> ChatTokenizer:
-    """The chat tokenizer in a local folder; UserError if the folder has no tokenizer or no chat template.
+def hf_chat(
+    path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False, date: str | None = None
+) -> ChatTokenizer:
+    """The chat tokenizer in a local folder.
 
     Args:
       path: a folder with `tokenizer.json` and a template, in `chat_template.jinja` or in `tokenizer_config.json`.
       system: text of a system message before every prompt.
       thinking: the template's `enable_thinking`; templates without that variable ignore it.
+      date: the day that the template prints as today, such as "2026-01-31". Templates that print none, such as
+        Qwen3's, ignore it; those of Llama 3 need it.
+
+    Raises:
+      UserError: the folder has no tokenizer or no chat template, or the template prints today's date and there is no
+        `date`: a run that is resumed on another day would have other prompts.
     """
     folder = hf_tokenizer(path).path
-    in_file = Path(folder, "chat_template.jinja").is_file()
-    if not in_file and not read_settings(folder, "tokenizer_config.json").get("chat_template"):
+    file = Path(folder, "chat_template.jinja")
+    template: object = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+    template = template or read_settings(folder, "tokenizer_config.json").get("chat_template")
+    if not template and not file.is_file():
         raise UserError(
             f"wanted a chat template in {folder!r} (chat_template.jinja, or chat_template in tokenizer_config.json); "
             "there is none (hf_tokenizer reads the tokenizer of a base model)"
         )
-    return ChatTokenizer(folder, system, thinking)
+    texts = template if isinstance(template, list) else [{"template": template}]  # a list of named templates
+    text = "".join(str(each.get("template")) for each in texts if isinstance(each, dict))
+    if f"{CLOCK}(" in _CLOCK_CALL.sub("", text):
+        raise UserError(f'the chat template in {folder}: wanted {CLOCK}("...") with its format, got another call of it')
+    if date is None and f"{CLOCK}(" in text:
+        raise UserError(
+            f"the chat template in {folder} prints today's date ({CLOCK}), so that a run resumed on another day would "
+            "have other prompts: wanted the day to print, as in hf_chat(..., date='2026-01-31'), got none"
+        )
+    try:
+        return ChatTokenizer(folder, system, thinking, date)
+    except ValueError:
+        raise UserError(f"date: wanted a day such as 2026-01-31, got {date!r}") from None
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
