@@ -47,8 +47,12 @@ def published(config, params, dtype=np.float32, *, fused=False):
             continue
         found[name + "mlp.gate.weight"] = mlp["router"].T
         if "shared" in mlp:
+            shared = "mlp.shared_expert" if "shared_gate" in mlp else "mlp.shared_experts"
+            found |= {f"{name}{shared}.{part}_proj.weight": mlp["shared"][part].T for part in mlp["shared"]}
+        if "shared_gate" in mlp:
             found[name + "mlp.shared_expert_gate.weight"] = mlp["shared_gate"].T
-            found |= {f"{name}mlp.shared_expert.{part}_proj.weight": mlp["shared"][part].T for part in mlp["shared"]}
+        if "correction_bias" in mlp:
+            found[name + "mlp.gate.e_score_correction_bias"] = mlp["correction_bias"]
         if fused:
             both = [mlp["gate"].swapaxes(1, 2), mlp["up"].swapaxes(1, 2)]
             found[name + "mlp.experts.gate_up_proj"] = np.concatenate(both, axis=1)
@@ -57,7 +61,8 @@ def published(config, params, dtype=np.float32, *, fused=False):
         for expert in range(config.num_experts):
             for part in ("gate", "up", "down"):
                 found[f"{name}mlp.experts.{expert}.{part}_proj.weight"] = mlp[part][expert].T
-    return {name: np.ascontiguousarray(tensor, dtype=dtype) for name, tensor in found.items()}
+    dtypes = {name: np.float32 if name.endswith("correction_bias") else dtype for name in found}
+    return {name: np.ascontiguousarray(tensor, dtype=dtypes[name]) for name, tensor in found.items()}
 
 
 def layers(config, params):

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE in float64 numpy, one token at a time: slow and obviously correct."""
+"""The model in float64 numpy, one token at a time: slow and obviously correct."""
 
 import numpy as np
 
@@ -15,6 +15,11 @@ def head_norm(x, scale, eps):
 
 
 def rotate(x, position, config):
+    rotated = int(len(x) * config.rope_fraction)
+    return np.concatenate([rotate_all(x[:rotated], position, config), x[rotated:]])
+
+
+def rotate_all(x, position, config):
     half = len(x) // 2
     out = np.empty_like(x)
     for i in range(half):
@@ -62,6 +67,21 @@ def silu(x):
 def softmax(x):
     e = np.exp(x - x.max())
     return e / e.sum()
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def choose(score, bias, config):
+    """The ids of the chosen experts, best first: of the best groups, by score and bias."""
+    router, worth = config.router, score + bias
+    groups = np.split(np.arange(len(worth)), router.groups)
+    if router.groups > 1:
+        best = sorted(groups, key=lambda group: -np.sort(worth[group])[-2:].sum())
+        groups = best[: router.top_groups]
+    allowed = sorted(np.concatenate(groups))
+    return np.array(sorted(allowed, key=lambda expert: -worth[expert])[: config.num_experts_per_tok])
 
 
 def swiglu(x, gate, up, down):
@@ -127,15 +147,16 @@ def forward(params, config, tokens, forced=None, streams=None):
             if not is_sparse(config, index):
                 xs.append(x + swiglu(h, m["gate"], m["up"], m["down"]))
                 continue
-            prob = softmax(h @ m["router"])
-            ids = np.argsort(-prob, kind="stable")[: config.num_experts_per_tok]
+            prob = (softmax if config.router.scoring == "softmax" else sigmoid)(h @ m["router"])
+            ids = choose(prob, m.get("correction_bias", 0.0), config)
             if forced is not None:
                 ids = forced[len(experts)][t]
             gates = prob[ids] / prob[ids].sum() if config.norm_topk_prob else prob[ids]
+            gates = gates * config.router.scale
             y = sum(g * swiglu(h, m["gate"][e], m["up"][e], m["down"][e]) for g, e in zip(gates, ids, strict=True))
             if config.shared_expert_intermediate_size:
                 shared = swiglu(h, m["shared"]["gate"], m["shared"]["up"], m["shared"]["down"])
-                y = y + shared / (1 + np.exp(-(h @ m["shared_gate"])))
+                y = y + shared * (sigmoid(h @ m["shared_gate"]) if config.shared_expert_gate else 1)
             xs.append(x + y)
             chosen.append(ids)
         streams.append(np.array(xs))

@@ -7,7 +7,7 @@ import jax
 import jax.extend
 import pytest
 
-from gspax.config import ModelConfig, Yarn
+from gspax.config import ModelConfig, Router, Yarn
 from gspax.learner.forward import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
@@ -50,6 +50,15 @@ CONFIGS = {
     "biases": replace(MOE, attention_bias=True),
     "a shared expert": replace(
         MOE, head_dim=4, qk_norm=False, qkv_bias=True, norm_topk_prob=False, shared_expert_intermediate_size=20
+    ),
+    "a router of sigmoids": replace(
+        MOE,
+        num_experts=6,
+        mlp_only_layers=(0,),
+        rope_fraction=0.5,
+        shared_expert_intermediate_size=24,
+        shared_expert_gate=False,
+        router=Router(scoring="sigmoid", correction_bias=True, groups=3, top_groups=2, scale=1.5),
     ),
     "yarn": replace(MOE, rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=64)),
     "yarn with mscale": replace(MOE, rope_scaling=YARN_MSCALE),

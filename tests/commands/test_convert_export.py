@@ -19,7 +19,8 @@ from published import load, published, random_params, same_bytes, save
 
 from gspax import config as experiment_config
 from gspax.commands import arguments, check, convert, export, main
-from gspax.config import Lora, Optimizer
+from gspax.config import Llama3Rope, Lora, Optimizer
+from gspax.config.functions import parse
 from gspax.data import HFTokenizer
 from gspax.errors import UserError
 from gspax.experiment.description import describe
@@ -410,8 +411,10 @@ def test_the_base_of_an_adapter_is_found_from_any_working_directory(tmp_path, mo
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_the_model_of_a_run_is_read_from_its_description(name):
-    config = replace(tiny.CONFIGS[name], checkpoint="a/b")
-    assert export._parse_dataclass(type(config), json.loads(json.dumps(describe(config)))) == config
+    llama = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    for changes in ({"checkpoint": "a/b"}, {"rope_scaling": llama, "model_type": "llama"}):
+        config = replace(tiny.CONFIGS[name], **changes)
+        assert parse(type(config), json.loads(json.dumps(describe(config)))) == config
 
 
 def test_write_checkpoint_accepts_parameters_in_memory(tmp_path):

@@ -9,7 +9,8 @@ import tiny
 
 from gspax.config import ModelConfig, Yarn
 from gspax.errors import UserError
-from gspax.hf import config_json
+from gspax.experiment.description import describe
+from gspax.hf import config_json, families
 from gspax.hf.config_json import read_config, to_json
 from gspax.model import presets
 
@@ -34,7 +35,7 @@ def of_its_family(config):
     return config if config.num_experts else replace(config, **plain)
 
 
-FIELDS_OF_EXPERTS = [*config_json.COPIED_OF_EXPERTS]
+FIELDS_OF_EXPERTS = [*families.COPIED_OF_EXPERTS]
 DENSE = to_json(of_its_family(tiny.CONFIGS["dense"]))
 MOE = to_json(tiny.MOE)
 
@@ -57,48 +58,41 @@ def test_configs_are_exchanged_with_transformers(name, tmp_path):
     assert read_config(tmp_path / "again") == config
 
 
-NAMES = {
-    "qwen3": "Qwen3Config",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "qwen2_moe": "Qwen2MoeConfig",
-    "mixtral": "MixtralConfig",
-}
-
-
-@pytest.mark.parametrize("name", ["Qwen2MoeConfig", "MixtralConfig"])
-def test_every_key_of_another_family_is_known(name):
-    theirs = getattr(pytest.importorskip("transformers"), name)()
-    (family,) = (family for family, each in NAMES.items() if each == name)
-    family = config_json.FAMILIES[family]
-    tables = [family.copied, family.implied, config_json.TRANSLATED, config_json.TRANSLATED_OF_EXPERTS]
-    tables += [config_json.PERMITTED, config_json.HARMLESS]
-    for key in {*theirs.to_dict(), *(field.name for field in fields(theirs))}:
-        assert any(key in table for table in tables), key
-
-
-@pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
-def test_every_key_of_transformers_is_in_one_table(name):
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_key_of_transformers_is_known(name, tmp_path):
     """Fails first when a later version of transformers adds a key."""
-    theirs = getattr(pytest.importorskip("transformers"), name)()
-    keys = {*theirs.to_dict(), *(field.name for field in fields(theirs))}
-    (family,) = (config_json.FAMILIES[family] for family, each in NAMES.items() if each == name)
-    tables = [family.copied, config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS]
-    if name == "Qwen3MoeConfig":
-        tables += [config_json.TRANSLATED_OF_EXPERTS]
-    keys |= {key for table in tables for key in table}
+    transformers = pytest.importorskip("transformers")
+    family = families.FAMILIES[name]
+    theirs = transformers.AutoConfig.for_model(name)
+    tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.implied, family.permitted]
+    keys = {key for part in family.copied for key in family.keys_of(part)}
+    keys |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted}
+    keys |= {"moe_layer_end_index"}
+    for key in {*theirs.to_dict(), *(field.name for field in fields(theirs))}:
+        assert key in keys or any(key in table for table in tables), key
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_no_key_is_in_two_tables(name):
+    family = families.FAMILIES[name]
+    tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.permitted]
+    tables += [[key for part in family.copied for key in family.keys_of(part)]]
+    keys = {key for table in tables for key in table}
     assert {key: sum(key in table for table in tables) for key in keys} == dict.fromkeys(keys, 1)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
+EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts", "shared_expert_intermediate_size")
+ACTIVE = ("moe_k", "moe_topk", "n_shared_experts")
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    needed = {key: value for key, value in MOE.items() if value is not None} | {"model_type": "qwen3_moe"}
-    if name == "Qwen3Config":
-        needed = {key: value for key, value in DENSE.items() if value is not None}
-    tables = config_json.COPIED | config_json.COPIED_OF_EXPERTS
-    sizes = [key for key, default in tables.items() if default is config_json.REQUIRED]
-    least = {key: value for key, value in needed.items() if key in ("model_type", "num_experts", *sizes)}
-    getattr(transformers, name)(**least).save_pretrained(tmp_path / "full")
+    family, sizes = families.FAMILIES[name], MOE | dict.fromkeys(EXPERTS, 5) | dict.fromkeys(ACTIVE, 2)
+    needed = {family.keys_of(part)[0] for part in family.copied if family.copied[part] is families.REQUIRED}
+    needed |= {"n_shared_experts"} if name == "dots1" else set()
+    least = {key: sizes[key] for key in sizes if key in needed} | {"model_type": name}
+    transformers.AutoConfig.for_model(**least).save_pretrained(tmp_path / "full")
     assert read_config(write(tmp_path, least)) == read_config(tmp_path / "full")
 
 
@@ -181,6 +175,13 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
     assert read_config(write(tmp_path, raw)) == replace(base, **changes)
 
 
+KNOWN = " or ".join(json.dumps(name) for name in families.FAMILIES)
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.parametrize(
     ("raw", "sentence"),
     [
@@ -192,14 +193,10 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
         (DENSE | {"is_encoder_decoder": True}, "is_encoder_decoder: wanted false, got true"),
         (DENSE | {"qk_clip": 3}, "qk_clip: wanted no such key (gspax does not know it), got 3"),
         (DENSE | {"num_experts": 8}, "num_experts: wanted no such key (gspax does not know it), got 8"),
-        (
-            DENSE | {"model_type": "llama"},
-            'model_type: wanted "qwen3" or "qwen3_moe" or "qwen2_moe" or "mixtral", got "llama"',
-        ),
-        (
-            DENSE | {"model_type": None},
-            'model_type: wanted "qwen3" or "qwen3_moe" or "qwen2_moe" or "mixtral", got null',
-        ),
+        (DENSE | {"model_type": "gpt2"}, f'model_type: wanted {KNOWN}, got "gpt2"'),
+        (DENSE | {"model_type": None}, f"model_type: wanted {KNOWN}, got null"),
+        (DENSE | {"model_type": "glm_moe_dsa"}, "model_type glm_moe_dsa: sparse attention is not implemented"),
+        (DENSE | {"model_type": "qwen3_next"}, "model_type qwen3_next: a gated delta net is not implemented"),
         (
             DENSE | {"architectures": ["Qwen3ForSequenceClassification"]},
             'architectures: wanted null or ["Qwen3ForCausalLM"], got ["Qwen3ForSequenceClassification"]',
@@ -232,7 +229,7 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
         ),
         (
             DENSE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            'rope_type: wanted "default" or "yarn", got "linear"',
+            'rope_type: wanted "default" or "yarn" or "llama3", got "linear"',
         ),
         (
             DENSE | {"rope_scaling": {"factor": 2.0}},
@@ -244,6 +241,14 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
         ),
         (DENSE | {"rope_scaling": YARN | {"factor": 0.5}}, "factor: wanted at least 1, got 0.5"),
         (DENSE | {"rope_scaling": YARN | {"factor": "4"}}, 'factor: wanted a number, got "4"'),
+        (
+            DENSE | {"rope_scaling": LLAMA3 | {"high_freq_factor": 1}},
+            "rope_scaling.high_freq_factor: wanted more than low_freq_factor (1), got 1",
+        ),
+        (
+            DENSE | {"rope_scaling": LLAMA3 | {"low_freq_factor": None}},
+            "low_freq_factor: wanted a value, there is none",
+        ),
         (DENSE | {"rope_scaling": YARN | {"beta_slow": 0}}, "beta_slow: wanted above 0, got 0.0"),
         (DENSE | {"rope_theta": 0}, "rope_theta: wanted above 0, got 0.0"),
         (DENSE | {"rope_theta": float("nan")}, "rope_theta: wanted a finite number, got NaN"),
@@ -313,8 +318,27 @@ def test_what_other_families_do_not_have_is_rejected_by_name(raw, sentence, tmp_
 
 
 def test_a_model_of_no_family_cannot_be_exported():
-    with pytest.raises(UserError, match=r"families qwen3, .*mixtral, got qk_norm=False, qkv_bias=False"):
-        to_json(replace(tiny.CONFIGS["dense"], qk_norm=False))
+    with pytest.raises(UserError, match=r"families qwen3, .*mixtral, .*got qk_norm=True, qkv_bias=True"):
+        to_json(replace(tiny.CONFIGS["dense"], qkv_bias=True))
+    with pytest.raises(UserError, match=r"model\.model_type: wanted a family with .*, qwen3, got llama"):
+        to_json(replace(tiny.CONFIGS["dense"], model_type="llama"))
+
+
+def test_the_family_is_recorded_where_its_parts_do_not_say_it(tmp_path):
+    """A Mistral without a window has the parts of a Llama; its export is a Mistral again."""
+    sizes = {key: value for key, value in DENSE.items() if key in families.COPIED or key == "head_dim"}
+    llama = read_config(write(tmp_path, sizes | {"model_type": "llama"}))
+    assert llama.model_type == "" and to_json(llama)["model_type"] == "llama"
+    mistral = read_config(write(tmp_path, sizes | {"model_type": "mistral", "sliding_window": None}))
+    assert mistral == replace(llama, model_type="mistral")
+    assert to_json(mistral)["model_type"] == "mistral"
+    sliding = read_config(write(tmp_path, sizes | {"model_type": "mistral"}))
+    assert sliding == replace(llama, sliding_window=4096, sliding_layers=(0, 1, 2))
+
+
+def test_a_field_that_earlier_runs_do_not_record_is_described_where_it_is_used():
+    assert "model_type" not in describe(tiny.MOE) and describe(tiny.MOE)["qk_norm"] is True
+    assert describe(replace(tiny.MOE, model_type="qwen3_moe"))["model_type"] == "qwen3_moe"
 
 
 def test_a_missing_or_invalid_file_is_rejected(tmp_path):

@@ -119,12 +119,17 @@ def lookup(name: str) -> object:
 
 
 def parse(kind: type[T], described: Mapping[str, Any]) -> T:
-    """The inverse of `experiment.description.describe` for a dataclass. KeyError if a field is missing."""
+    """The inverse of `experiment.description.describe` for a dataclass.
+
+    A field that its method `described` leaves out has its default. KeyError or TypeError if another one is missing.
+    """
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
+        if name not in described and hasattr(kind, "described"):
+            continue
         value = described[name]
         if isinstance(value, dict):
-            (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
-            value = parse(hint, value)
+            kinds = {name_of(each): each for each in typing.get_args(hint) or (hint,)}
+            value = parse(kinds[value["type"]], value)
         fields[name] = tuple(value) if isinstance(value, list) else value
     return kind(**fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,7 @@ from gspax.config.ranges import (
     Positive,
     PositiveInt,
     Range,
+    Share,
     Size,
     at_least,
     at_most,
@@ -43,6 +45,43 @@ class Yarn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """RoPE of Llama 3.1 (`_compute_llama3_parameters` in transformers): slow rotations are `factor` times slower.
+
+    A pair that makes at most `low_freq_factor` turns within the original context is slowed down, one that makes
+    `high_freq_factor` turns or more is not, and a ramp lies in between.
+    """
+
+    factor: Annotated[float, at_least(1)]
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaRope:
+    """RoPE of Hunyuan: the base is multiplied by alpha ** (R / (R - 2)), R the rotated dimensions of a head."""
+
+    alpha: Annotated[float, at_least(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How a layer's router scores and chooses experts; `norm_topk_prob` says whether their gates sum to one.
+
+    Experts are chosen by score plus bias, and weighed by score (auxiliary-loss-free balancing, arXiv 2408.15664).
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False  # a bias of each expert that chooses and does not weigh; it is not trained
+    # Only the experts of the `top_groups` best groups are chosen from; a group is as good as its two best experts
+    # together (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    groups: PositiveInt = 1
+    top_groups: PositiveInt = 1
+    scale: Positive = 1.0  # of the gates
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture; below the blank line, how it is computed and where its parameters come from."""
 
@@ -57,20 +96,27 @@ class ModelConfig:
     num_experts_per_tok: Experts = 0
     moe_intermediate_size: OptionalSize = 0  # width of one expert
     shared_expert_intermediate_size: OptionalSize = 0  # width of an expert for every token; 0: none
+    shared_expert_gate: bool = True  # its output is scaled by a sigmoid of the token
+    router: Router = Router()
     norm_topk_prob: bool = True  # renormalize the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
     rms_norm_eps: Positive = 1e-6
     rope_theta: Positive = 1e6
-    rope_scaling: Yarn | None = None
+    rope_scaling: Yarn | Llama3Rope | AlphaRope | None = None
+    rope_fraction: Share = 1.0  # of a head's dimensions, the first of which are rotated
+    rope_interleaved: bool = False  # dimensions 2h and 2h + 1 are a pair, rather than h and h + R/2
     attention_bias: bool = False  # in the four projections of an attention layer
     qkv_bias: bool = False  # in those of queries, keys and values only
-    qk_norm: bool = True  # queries and keys are normalised by head
+    qk_norm: bool = True  # queries and keys are normalized by head
+    qk_norm_projection: bool = False  # ... or rather all heads of a projection together
+    qk_norm_after_rope: bool = False  # ... and rotated before that
     sliding_window: NonNegativeInt = 0  # tokens visible to a token in `sliding_layers`, itself included
     sliding_layers: tuple[int, ...] = ()  # all other layers attend to everything before a token
     tie_word_embeddings: bool = False
     initializer_range: Positive = 0.02
     max_position_embeddings: PositiveInt = 40960  # tokens
+    model_type: str = ""  # of an exported checkpoint, where several families have these parts; empty: the first of them
 
     dtype: Dtype = "float32"  # of activations and matmuls; logits are float32
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; bfloat16 ones have a float32 master copy
@@ -78,6 +124,22 @@ class ModelConfig:
     # input; offload: its input, in host memory. Everything else is recomputed.
     remat: Remat = "none"
     checkpoint: str = ""  # folder or name of a Hugging Face checkpoint to start from; empty: random parameters
+
+    def described(self) -> dict[str, object]:
+        """The fields that an experiment's description has: `ADDED` ones only where they differ from their default."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if name not in ADDED or value != default}
+
+
+ADDED = (
+    *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
+    *("qk_norm_projection", "qk_norm_after_rope"),
+)  # fields that the first runs of 0.2.0 do not record; without them these still resume
+
+
+def rotary_dim(config: ModelConfig) -> int:
+    """The dimensions of a head that are rotated."""
+    return int(config.head_dim * config.rope_fraction)
 
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
@@ -123,8 +185,18 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
             f"model.num_attention_heads: wanted a multiple of model.num_key_value_heads ({m.num_key_value_heads}), "
             f"got {m.num_attention_heads}"
         )
+    if isinstance(m.rope_scaling, Llama3Rope) and m.rope_scaling.high_freq_factor <= m.rope_scaling.low_freq_factor:
+        yield (
+            f"model.rope_scaling.high_freq_factor: wanted more than low_freq_factor "
+            f"({m.rope_scaling.low_freq_factor:g}), got {m.rope_scaling.high_freq_factor:g}"
+        )
     if m.head_dim % 2:
         yield f"model.head_dim: wanted an even number (RoPE rotates pairs), got {m.head_dim}"
+    elif rotary_dim(m) % 2 or not rotary_dim(m):
+        yield (
+            f"model.rope_fraction: wanted a share of model.head_dim ({m.head_dim}) that is an even number of "
+            f"dimensions, got {m.rope_fraction:g}"
+        )
     sparse = sparse_layers(m)
     if outside := [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]:
         yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
@@ -135,4 +207,21 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
     if sparse and not 1 <= m.num_experts_per_tok <= m.num_experts:
         yield (
             f"model.num_experts_per_tok: wanted 1 to model.num_experts ({m.num_experts}), got {m.num_experts_per_tok}"
+        )
+    elif sparse:
+        yield from _group_problems(m)
+
+
+def _group_problems(m: ModelConfig) -> Iterator[str]:
+    """Whether the groups of experts are equal, and enough of them are chosen from."""
+    groups, chosen = m.router.groups, m.router.top_groups
+    if groups > 1 and (m.num_experts % groups or m.num_experts < 2 * groups):
+        yield (
+            f"model.router.groups: wanted a divisor of model.num_experts ({m.num_experts}) with two experts or more in "
+            f"a group, got {groups}"
+        )
+    elif chosen > groups or chosen * (m.num_experts // groups) < m.num_experts_per_tok:
+        yield (
+            f"model.router.top_groups: wanted at most model.router.groups ({groups}), with model.num_experts_per_tok "
+            f"({m.num_experts_per_tok}) experts or more in them, got {chosen}"
         )

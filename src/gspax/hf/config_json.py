@@ -1,4 +1,4 @@
-"""`config.json` of a Qwen3, Qwen3-MoE, Qwen2-MoE or Mixtral checkpoint <-> `ModelConfig`.
+"""`config.json` of a checkpoint of one of the `hf.families` <-> `ModelConfig`.
 
 Both the Hub's names and those of transformers 5 (`num_local_experts`, `dtype`, `rope_parameters`, `layer_types`) are
 read. Every key is in one of four tables: copied, translated, of a permitted value, or harmless; any other key is an
@@ -13,76 +13,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspax.config import ModelConfig, Yarn
+from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Router, Yarn, is_sparse, rotary_dim
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
+from gspax.hf.families import FAMILIES, MISSING, REQUIRED, Family
 from gspax.run.buckets import to_path
 
 T = TypeVar("T")
 
-REQUIRED = object()  # no default for an absent key
-COPIED: dict[str, object] = {
-    "vocab_size": REQUIRED,
-    "hidden_size": REQUIRED,
-    "intermediate_size": REQUIRED,
-    "num_hidden_layers": REQUIRED,
-    "num_attention_heads": REQUIRED,
-    "num_key_value_heads": REQUIRED,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 32768,
-}
-COPIED_OF_EXPERTS: dict[str, object] = {
-    "num_experts_per_tok": REQUIRED,
-    "moe_intermediate_size": REQUIRED,
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": (),
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the checkpoints of one `model_type` describe a model."""
-
-    architecture: str
-    copied: dict[str, object]  # fields of ModelConfig that have a key, with the default of an absent one
-    implied: dict[str, Json]  # fields of ModelConfig that all models of the family share
-
-
-FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", COPIED | {"attention_bias": False}, {"qk_norm": True, "qkv_bias": False}),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        COPIED | COPIED_OF_EXPERTS | {"attention_bias": False},
-        {"qk_norm": True, "qkv_bias": False},
-    ),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        COPIED | COPIED_OF_EXPERTS | {"shared_expert_intermediate_size": REQUIRED, "qkv_bias": True},
-        {"qk_norm": False, "attention_bias": False},
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        COPIED | {"num_experts_per_tok": REQUIRED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
-        {"qk_norm": False, "qkv_bias": False, "attention_bias": False, "norm_topk_prob": True},
-    ),
-}
 TRANSLATED = (
     *("model_type", "architectures", "head_dim", "dtype", "torch_dtype"),
     *("rope_theta", "rope_scaling", "rope_parameters"),
     *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
 )
-TRANSLATED_OF_EXPERTS = ("num_experts", "num_local_experts")
 PERMITTED: dict[str, tuple[Json, ...]] = {  # the only values that gspax implements
     "hidden_act": ("silu",),
     "attention_dropout": (0,),
@@ -95,13 +46,16 @@ PERMITTED: dict[str, tuple[Json, ...]] = {  # the only values that gspax impleme
     "per_layer_config": (None,),
     "auto_map": (None,),  # code that comes with the checkpoint
     "qkv_bias": (False,),
-    "use_qk_norm": (True,),
     "shared_expert_intermediate_size": (None, 0),
 }
 HARMLESS = (  # keys that do not affect what gspax computes
     *("transformers_version", "_name_or_path", "unsloth_fixed", "unsloth_version"),  # who wrote the file, and where
     *("bos_token_id", "eos_token_id"),  # for generation; gspax uses the tokenizer and generation_config.json
+    *("sep_token_id", "eod_token_id"),
     "pad_token_id",  # gspax marks padding by segments, not by a token
+    *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"),  # not read
+    "moe_capacity",  # of training
+    *("pretraining_tp", "tokenizer_class"),  # how it was trained, and with what
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),  # what transformers returns
     "router_aux_loss_coef",  # a loss that the experiment may name
     *("use_cache", "torchscript", "use_bfloat16", "_attn_implementation", "_attn_implementation_autoset"),  # its speed
@@ -111,7 +65,21 @@ HARMLESS_ROPE = ("attn_factor",)  # of DeepSeek-R1-0528-Qwen3-8B; what transform
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
-HINTS, YARN_HINTS = (typing.get_type_hints(record, include_extras=True) for record in (ModelConfig, Yarn))
+FRACTION = "partial_rotary_factor"
+SCALINGS = {"yarn": Yarn, "llama3": Llama3Rope}  # by rope_type
+BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
+HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
+HINTS |= {f"router.{name}": hint for name, hint in typing.get_type_hints(Router, include_extras=True).items()}
+ALPHA = typing.get_type_hints(AlphaRope, include_extras=True)["alpha"]
+# What distinguishes families: a field that a family neither copies nor implies has its default in all of its models.
+PARTS = (
+    *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
+    *("rope_fraction", "rope_interleaved"),
+)
+PARTS_OF_EXPERTS = ("norm_topk_prob", *(f"router.{field.name}" for field in dataclasses.fields(Router)))
+DEFAULT = ModelConfig(
+    vocab_size=1, hidden_size=2, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=2
+)
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -133,17 +101,58 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def family_of(config: ModelConfig) -> str:
-    """The `model_type` whose checkpoints hold such a model. UserError if there is none."""
-    experts, shared = config.num_experts > 0, config.shared_expert_intermediate_size > 0
-    for name, family in FAMILIES.items():
-        same = all(getattr(config, field) == value for field, value in family.implied.items())
-        if same and experts == (name != "qwen3") and shared == (name == "qwen2_moe"):
-            return name
+    """The `model_type` whose checkpoints hold such a model: `config.model_type`, or the first that has these parts.
+
+    UserError if there is none.
+    """
+    fitting = [name for name, family in FAMILIES.items() if _fits(config, family)]
+    if fitting and not config.model_type:
+        return fitting[0]
+    if config.model_type in fitting:
+        return config.model_type
+    if config.model_type in FAMILIES:
+        raise UserError(
+            "model.model_type: wanted a family with the parts of the model, "
+            f"{' or '.join(fitting) or 'which no family has'}, got {config.model_type}"
+        )
     raise UserError(
         "model: wanted a model of one of the families " + ", ".join(FAMILIES) + ", got "
         f"qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, attention_bias={config.attention_bias}, "
         f"shared_expert_intermediate_size={config.shared_expert_intermediate_size}, num_experts={config.num_experts}"
     )
+
+
+def _fits(config: ModelConfig, family: Family) -> bool:
+    """Whether the models of a family have the parts of this one; what experts have counts only if it has some."""
+    experts, shared = config.num_experts > 0, config.shared_expert_intermediate_size > 0
+    parts = [*PARTS, *(PARTS_OF_EXPERTS if experts else ()), *(["shared_expert_gate"] if shared else ())]
+    defaults = {part: _get(DEFAULT, part) for part in parts if part not in family.copied} | family.implied
+    sliding, layers = _sliding(config), config.num_hidden_layers
+    return (
+        all(_get(config, part) == defaults[part] for part in parts if part in defaults)
+        and family.experts == experts
+        and ("shared_expert_intermediate_size" in family.copied or family.shared_experts is not None) == shared
+        and ("mlp_only_layers" in family.copied or not experts or _leading(config, family) is not None)
+        and (family.window != "all" or len(sliding) in (0, layers))
+        and not (family.window == "none" and sliding and not experts)
+        and (family.alpha or not isinstance(config.rope_scaling, AlphaRope))
+    )
+
+
+def _leading(config: ModelConfig, family: Family) -> int | None:
+    """The number of layers before the first with experts; None if the family cannot say which layers have some."""
+    dense = [layer for layer in range(config.num_hidden_layers) if not is_sparse(config, layer)]
+    leading = dense == list(range(len(dense))) and (family.dense_layers is not None or not dense)
+    return len(dense) if leading else None
+
+
+def _get(config: ModelConfig, part: str) -> Any:
+    """A field of a model, or of its router."""
+    return operator.attrgetter(part)(config)
+
+
+def _sliding(config: ModelConfig) -> tuple[int, ...]:
+    return config.sliding_layers if config.sliding_window else ()
 
 
 def to_json(config: ModelConfig) -> dict[str, Json]:
@@ -155,35 +164,63 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
     Raises:
       UserError: no published family describes the model (such as experts, and a window on only some layers).
     """
-    family = family_of(config)
-    content: dict[str, Json] = {"architectures": [FAMILIES[family].architecture], "model_type": family}
-    content |= {name: getattr(config, name) for name in FAMILIES[family].copied}
-    if family == "mixtral":
-        content |= {"num_local_experts": config.num_experts, "intermediate_size": config.moe_intermediate_size}
-    elif config.num_experts:
-        content |= {"num_experts": config.num_experts, "mlp_only_layers": list(config.mlp_only_layers)}
-    if family != "qwen2_moe":
+    name = family_of(config)
+    family = FAMILIES[name]
+    content: dict[str, Json] = {"architectures": [family.architecture], "model_type": name}
+    for part in family.copied:
+        value, key = _get(config, part), family.keys_of(part)[0]
+        value = rotary_dim(config) if key == "rotary_dim" else value
+        content[key] = list(value) if isinstance(value, tuple) else value
+    content |= _experts_json(config, family) | family.written
+    if family.has_head_dim or config.head_dim * config.num_attention_heads != config.hidden_size:
         content["head_dim"] = config.head_dim
     content |= {"hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": config.dtype}
-    content |= {"rope_theta": config.rope_theta, "rope_scaling": None}
-    if yarn := config.rope_scaling:
-        factor, original = yarn.factor, yarn.original_max_position_embeddings
-        defaults = dataclasses.asdict(Yarn(factor=factor, original_max_position_embeddings=original))
-        changed = {name: value for name, value in dataclasses.asdict(yarn).items() if value != defaults[name]}
-        scaling: dict[str, Json] = {"factor": factor, "original_max_position_embeddings": original}
-        content["rope_scaling"] = {"rope_type": "yarn"} | scaling | changed
-    return content | _window_json(config, family)
+    content |= {"rope_theta": config.rope_theta, "rope_scaling": _scaling_json(config)}
+    return content | _window_json(config, name)
 
 
-def _window_json(config: ModelConfig, family: str) -> dict[str, Json]:
-    layers, sliding = config.num_hidden_layers, config.sliding_layers if config.sliding_window else ()
-    if family == "mixtral" and len(sliding) in (0, layers):
+def _experts_json(config: ModelConfig, family: Family) -> dict[str, Json]:
+    """The keys with the number of leading dense layers and of shared experts."""
+    content: dict[str, Json] = {}
+    if family.dense_layers is not None:
+        content[family.dense_layers[0]] = _leading(config, family)
+    if family.shared_experts is not None:
+        width, each = config.shared_expert_intermediate_size, config.moe_intermediate_size
+        if width % each:
+            raise UserError(
+                f"model.shared_expert_intermediate_size: wanted a multiple of model.moe_intermediate_size ({each}), "
+                f"got {width}"
+            )
+        content[family.shared_experts[0]] = width // each
+    return content
+
+
+def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    if isinstance(scaling, Llama3Rope):
+        return {"rope_type": "llama3"} | dataclasses.asdict(scaling)
+    if isinstance(scaling, AlphaRope):
+        return {"rope_type": "dynamic", "factor": 1.0, "alpha": scaling.alpha}
+    factor, original = scaling.factor, scaling.original_max_position_embeddings
+    defaults = dataclasses.asdict(Yarn(factor=factor, original_max_position_embeddings=original))
+    changed: dict[str, Json] = {name: x for name, x in dataclasses.asdict(scaling).items() if x != defaults[name]}
+    content: dict[str, Json] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    return content | changed
+
+
+def _window_json(config: ModelConfig, name: str) -> dict[str, Json]:
+    layers, sliding, family = config.num_hidden_layers, _sliding(config), FAMILIES[name]
+    if family.window == "all":
         return {"sliding_window": config.sliding_window if sliding else None}
+    if family.window == "none" and not family.experts:
+        return {}
     if not sliding:
         return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": layers}
-    if family == "qwen2_moe":
-        raise UserError(f"model.sliding_layers: wanted none with a shared expert, got {sliding}")
-    if family != "qwen3" and len(sliding) < layers:
+    if family.window == "none":
+        raise UserError(f"model.sliding_layers: wanted none in a model of the family {name}, got {sliding}")
+    if family.experts and len(sliding) < layers:
         raise UserError(f"model.sliding_layers: wanted all {layers} layers or none with experts, got {sliding}")
     content: dict[str, Json] = {"use_sliding_window": True, "sliding_window": config.sliding_window}
     content["max_window_layers"] = min(sliding)
@@ -194,65 +231,111 @@ def _window_json(config: ModelConfig, family: str) -> dict[str, Json]:
 
 def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     """The model of a parsed `config.json`. ValueError with a one-sentence message."""
-    name = expect("model_type", raw.get("model_type"), FAMILIES)
-    family, experts = FAMILIES[name], name != "qwen3"
+    if isinstance(name := raw.get("model_type"), str) and name in MISSING:
+        raise ValueError(f"model_type {name}: {MISSING[name]} is not implemented")
+    name = expect("model_type", name, FAMILIES)
+    family = FAMILIES[name]
     expect("architectures", raw.get("architectures"), (None, [family.architecture]))
-    known = {*family.copied, *TRANSLATED, *(TRANSLATED_OF_EXPERTS if experts else ()), *HARMLESS}
-    permitted = {key: (None, value) for key, value in family.implied.items()} | PERMITTED
+    raw = {key: _of_all_layers(value) if key in family.by_layer else value for key, value in raw.items()}
+    known = {key for part in family.copied for key in family.keys_of(part)} | {*TRANSLATED, *HARMLESS}
+    known |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted is not None}
+    permitted = _permitted(family, raw)
     for key, value in raw.items():
         if key in known:
             continue
         if key not in permitted:
             raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(value)}")
         expect(key, value, permitted[key])
-    fields: dict[str, Any] = {key: _read(HINTS[key], raw, key, default) for key, default in family.copied.items()}
-    if experts:
-        key = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
-        fields["num_experts"] = _read(HINTS["num_experts"], raw, key, REQUIRED)
-    head_dim = fields["hidden_size"] // max(1, fields["num_attention_heads"]) if experts else 128
+    fields: dict[str, Any] = {part: _copied(family, raw, part) for part in family.copied} | family.implied
+    head_dim = family.head_dim or fields["hidden_size"] // max(1, fields["num_attention_heads"])
     fields["head_dim"] = _read(HINTS["head_dim"], raw, "head_dim", head_dim)
     expect("dtype", _first(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
-    fields |= family.implied
-    if name == "mixtral":
-        fields |= {"moe_intermediate_size": fields["intermediate_size"], "intermediate_size": 0}
-    theta, yarn = _rope(raw, fields["max_position_embeddings"])
-    window, sliding = _window(raw, name, fields["num_hidden_layers"])
-    config = ModelConfig(**fields, rope_theta=theta, rope_scaling=yarn, sliding_window=window, sliding_layers=sliding)
+    fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
+    fields["sliding_window"], fields["sliding_layers"] = _window(raw, family, fields["num_hidden_layers"])
+    if family.dense_layers is not None:
+        fields["mlp_only_layers"] = tuple(range(_read(HINTS["intermediate_size"], raw, *family.dense_layers)))
+    if family.shared_experts is not None:
+        count = _read(HINTS["vocab_size"], raw, *family.shared_experts)
+        fields["shared_expert_intermediate_size"] = count * fields["moe_intermediate_size"]
+    router = {part.removeprefix("router."): fields.pop(part) for part in [*fields] if part.startswith("router.")}
+    config = ModelConfig(**fields, router=Router(**router))
     for problem in architecture_problems(config):
         raise ValueError(problem.replace("model.", ""))
-    return config
+    return config if family_of(config) == name else dataclasses.replace(config, model_type=name)
 
 
-def _rope(raw: Mapping[str, Json], context: int) -> tuple[float, Yarn | None]:
-    """`rope_theta` and `rope_scaling`. As in transformers, the older object wins, also over the top level."""
+def _of_all_layers(value: Json) -> Json:
+    """The value of every layer, if there is a list with one for each and all are the same."""
+    return value[0] if isinstance(value, list) and value and all(each == value[0] for each in value) else value
+
+
+def _permitted(family: Family, raw: Mapping[str, Json]) -> dict[str, tuple[Json, ...]]:
+    """The only values of the keys that no field holds."""
+    permitted: dict[str, tuple[Json, ...]] = {key: (None, value) for key, value in family.implied.items()}
+    permitted |= PERMITTED | {"use_qk_norm": (family.implied.get("qk_norm"),)} | family.permitted
+    if "moe_intermediate_size" in family.by_layer:
+        permitted["moe_intermediate_size"] = (None, raw.get("intermediate_size"))
+    if family.dense_layers is not None and isinstance(layers := raw.get("num_hidden_layers"), int):
+        permitted["moe_layer_end_index"] = (None, -1, layers - 1)
+    return permitted
+
+
+def _copied(family: Family, raw: Mapping[str, Json], part: str) -> Any:
+    """The value of a field that has a key."""
+    keys = family.keys_of(part)
+    key = next((key for key in keys if raw.get(key) is not None), keys[0])
+    return _read(HINTS[part], raw, key, family.copied[part]) if key != "rotary_dim" else None  # in `_rope`
+
+
+def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) -> dict[str, Any]:
+    """The fields of `ModelConfig` about RoPE. As in transformers, the older object wins, also over the top level."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
-    theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", 10000.0)
-    kind = expect("rope_type", _first(rope, ("rope_type", "type"), "default"), ("default", "yarn"))
-    known = YARN_HINTS if kind == "yarn" else {}
+    theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
+    if "rope_fraction" in family.copied:
+        source = raw if rope.get(FRACTION) is None else rope
+        default = family.copied["rope_fraction"]
+        if "rotary_dim" in family.keys_of("rope_fraction") and raw.get("rotary_dim") is not None:
+            default = _read(HINTS["head_dim"], raw, "rotary_dim", REQUIRED) / head_dim
+        fields["rope_fraction"] = _read(HINTS["rope_fraction"], source, FRACTION, default)
+    elif FRACTION in rope:
+        expect(FRACTION, rope[FRACTION], (None, 1))
+    kinds = ("default", *SCALINGS, *(("dynamic",) if family.alpha else ()))
+    kind = expect("rope_type", _first(rope, ("rope_type", "type"), "default"), kinds)
+    known = typing.get_type_hints(SCALINGS[kind], include_extras=True) if kind in SCALINGS else {}
+    known = {"alpha": float, **dict.fromkeys(BESIDE_ALPHA)} if kind == "dynamic" else known
     for key, value in rope.items():
-        if key not in ("rope_theta", "rope_type", "type", *known, *HARMLESS_ROPE):
+        if key not in ("rope_theta", "rope_type", "type", FRACTION, *known, *HARMLESS_ROPE):
             raise ValueError(f"rope_scaling.{key[:SHOWN]}: wanted no such key with rope_type {kind}, got {show(value)}")
     if kind == "default":
-        return theta, None
+        return fields
+    if kind == "dynamic":
+        return fields | {"rope_scaling": AlphaRope(alpha=_read(ALPHA, rope, "alpha", REQUIRED))}
     original = _read(known[ORIGINAL], rope, ORIGINAL, context)
-    values = {"factor": context / original, ORIGINAL: original} | {k: v for k, v in rope.items() if v is not None}
-    return theta, Yarn(**{name: _read(known[name], values, name, REQUIRED) for name in known if name in values})
+    values: dict[str, Json] = {ORIGINAL: original} | {key: value for key, value in rope.items() if value is not None}
+    values = {"factor": context / original} | values if kind == "yarn" else values
+    needed = [name for name in known if name in values or kind == "llama3"]
+    return fields | {
+        "rope_scaling": SCALINGS[kind](**{name: _read(known[name], values, name, REQUIRED) for name in needed})
+    }
 
 
-def _window(raw: Mapping[str, Json], family: str, layers: int) -> tuple[int, tuple[int, ...]]:
+def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
     """`sliding_window` and `sliding_layers`.
 
     transformers applies the window to every layer of a Qwen3-MoE and ignores `max_window_layers` and `layer_types`
     there; a file in which one of them disagrees is rejected.
     """
-    permitted = (False,) if family == "qwen2_moe" else (False, True)
-    on = family == "mixtral" or expect("use_sliding_window", _first(raw, ("use_sliding_window",), False), permitted)
-    window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
-    if family == "mixtral":  # a window that is there is on every layer
+    if family.window == "all":
+        absent = {"sliding_window": family.sliding_window}  # null is none, whatever an absent key stands for
+        window = _read(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
         return window, tuple(range(layers)) if window else ()
-    first = _read(int, raw, "max_window_layers", 28 if family == "qwen3" else 0)
+    permitted = (False,) if family.window == "none" else (False, True)
+    on = expect("use_sliding_window", _first(raw, ("use_sliding_window",), False), permitted)
+    window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
+    first = _read(int, raw, "max_window_layers", 0 if family.experts else 28)
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
@@ -261,7 +344,7 @@ def _window(raw: Mapping[str, Json], family: str, layers: int) -> tuple[int, tup
     for kind in kinds:
         expect("layer_types", kind, (FULL, SLIDING) if window else (FULL,))
     sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
-    if window and family == "qwen3_moe" and len(sliding) < layers:
+    if window and family.experts and len(sliding) < layers:
         key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
         raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
     return (window, sliding) if sliding else (0, ())

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Row:
     ours: str
     published: str
     axes: str  # "published -> ours"
+    float32: bool = False  # whether the published tensor is that in every export
 
 
 def _mlp(
@@ -72,10 +73,6 @@ LAYER = (
 )
 DENSE = _mlp("mlp", "mlp")
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
-SHARED = (  # the shared expert of Qwen2-MoE
-    *_mlp("mlp/shared", "mlp.shared_expert"),
-    Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
-)
 EXPERTS = _mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which is also the one that is written
 FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/gate", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
@@ -83,8 +80,44 @@ FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
 )
 FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts
-MIXTRAL_ROUTER = (Row("mlp/router", "block_sparse_moe.gate.weight", "E D -> D E"),)
-MIXTRAL_EXPERTS = _mlp("mlp", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2"))
+MIXTRAL = (
+    Row("mlp/router", "block_sparse_moe.gate.weight", "E D -> D E"),
+    *_mlp("mlp", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
+)
+
+
+def _correction(published: str, axes: str = "E -> E") -> Row:
+    return Row("mlp/correction_bias", f"{published}.e_score_correction_bias", axes, float32=True)
+
+
+SHARED_EXPERTS = _mlp("mlp/shared", "mlp.shared_experts")
+SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROUTER and EXPERTS
+    "qwen2_moe": (
+        *(*ROUTER, *EXPERTS, *_mlp("mlp/shared", "mlp.shared_expert")),
+        Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
+    ),
+    "mixtral": MIXTRAL,
+    "minimax_m2": (*MIXTRAL, _correction("block_sparse_moe")),
+    "glm4_moe": (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
+    "dots1": (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
+    "ernie4_5_moe": (
+        Row("mlp/router", "mlp.gate.weight", "E D -> D E", float32=True),
+        *(*EXPERTS, *SHARED_EXPERTS, _correction("mlp.moe_statics", "1 E -> E")),
+    ),
+    "hunyuan_v1_moe": (
+        Row("mlp/router", "mlp.gate.wg.weight", "E D -> D E", float32=True),
+        *(*EXPERTS, *_mlp("mlp/shared", "mlp.shared_mlp")),
+    ),
+}
+FUSED_NAMES = (("block_sparse_moe.", "mlp."), ("mlp.moe_statics.", "mlp.gate.moe_statics."))  # in the fused layout
+QK_NORMS = {  # by model_type, where they are not q_norm and k_norm
+    "hunyuan_v1_moe": (
+        Row("attention/query_norm/scale", "self_attn.query_layernorm.weight", "H -> H"),
+        Row("attention/key_norm/scale", "self_attn.key_layernorm.weight", "H -> H"),
+    ),
+}
+LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), ".mtp_"
+WITH_MTP = ("glm4_moe", "ernie4_5_moe", "minimax_m2")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
 
@@ -108,9 +141,9 @@ def list_chunks(
       fused: whether a layer's experts are one tensor.
     """
     table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
-    first = 0
+    first, family = 0, family_of(config)
     for run, (sparse, count) in enumerate(layer_runs(config)):
-        rows = LAYER + (_expert_rows(config, fused) if sparse else DENSE)
+        rows = _layer_rows(family) + (_sparse_rows(family, fused=fused) if sparse else DENSE)
         shapes = {row: parameters.get(f"runs/{run}/{row.ours}") for row in rows}
         present = {row: shape[1:] for row, shape in shapes.items() if shape is not None}  # biases are not in each model
         for row, part in _parts(present).items():
@@ -136,13 +169,29 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
     return {row: Part(*places[row], ends[row.published]) if row in places else None for row in shapes}
 
 
-def _expert_rows(config: ModelConfig, fused: bool) -> tuple[Row, ...]:
-    """The rows of a sparse layer. transformers 5 has the same fused names for every family."""
-    if fused:
-        return ROUTER + FUSED_EXPERTS + SHARED
-    if family_of(config) == "mixtral":
-        return MIXTRAL_ROUTER + MIXTRAL_EXPERTS
-    return ROUTER + EXPERTS + SHARED
+def _layer_rows(family: str) -> tuple[Row, ...]:
+    """The rows of a layer without its MLP."""
+    own = {row.ours: row for row in QK_NORMS.get(family, ())}
+    return tuple(own.get(row.ours, row) for row in LAYER)
+
+
+def _sparse_rows(family: str, *, fused: bool) -> tuple[Row, ...]:
+    """The rows of a layer's experts. transformers 5 has the same fused names for every family."""
+    rows = SPARSE.get(family, ROUTER + EXPERTS)
+    if not fused:
+        return rows
+    rest = [row for row in rows if "{expert}" not in row.published]
+    for theirs, in_fused in FUSED_NAMES:
+        rest = [replace(row, published=row.published.replace(theirs, in_fused)) for row in rest]
+    return (*rest, *FUSED_EXPERTS)
+
+
+def is_unread(tensor: str, config: ModelConfig) -> bool:
+    """Whether a published tensor is no part of the model: computed from the configuration, or of a layer after the last
+    that predicts several tokens ahead (MTP)."""
+    layer = LAYER_NUMBER.match(tensor)
+    after_last = layer is not None and int(layer[1]) >= config.num_hidden_layers
+    return BUFFER.fullmatch(tensor) is not None or ((after_last or MTP in tensor) and family_of(config) in WITH_MTP)
 
 
 def tensor_shapes(
@@ -164,7 +213,7 @@ def tensor_shapes(
 def published_shape(row: Row, shape: Sequence[int], part: Part | None = None) -> tuple[int, ...]:
     """The shape of the published tensor that holds a chunk of shape `shape`, alone or as a part."""
     groups, ours, joined = _axes(row)
-    sizes = dict(zip(ours, shape, strict=True))
+    sizes = {"1": 1} | dict(zip(ours, shape, strict=True))
     lengths = [math.prod(sizes[letter] for letter in group) for group in groups]
     if part is not None:
         (axis,) = (axis for axis, group in enumerate(groups) if joined in group)
@@ -175,7 +224,7 @@ def published_shape(row: Row, shape: Sequence[int], part: Part | None = None) ->
 def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """A view, with our axes and of shape `shape`, of a published tensor or of the part of it that the row is."""
     groups, ours, _ = _axes(row)
-    letters = "".join(groups)
+    letters = "".join(groups).replace("1", "")  # an axis of length one
     sizes = dict(zip(ours, shape, strict=True))
     return tensor.reshape([sizes[letter] for letter in letters]).transpose([letters.index(letter) for letter in ours])
 
@@ -183,7 +232,7 @@ def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 def to_published(row: Row, array: np.ndarray) -> np.ndarray:
     """The inverse of `to_ours`: a chunk as a contiguous published tensor, or as the part of it that the row is."""
     groups, ours, _ = _axes(row)
-    ordered = array.transpose([ours.index(letter) for letter in "".join(groups)])
+    ordered = array.transpose([ours.index(letter) for letter in "".join(groups).replace("1", "")])
     tensor = np.empty(ordered.shape, array.dtype)
     copy(tensor, ordered)
     return tensor.reshape(published_shape(row, array.shape))
@@ -220,7 +269,7 @@ def _axes(row: Row) -> tuple[list[str], str, str]:
         depth += (character == "(") - (character == ")")
         if character == "(" and depth == 1:
             groups.append("")
-        elif character.isalpha():
+        elif character.isalnum():
             groups[-1:] = [groups[-1] + character] if depth else [*groups[-1:], character]
     return groups, ours, (joined[1] or joined[2]) if joined else ""
 

@@ -73,7 +73,13 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
       UserError: files or tensors are missing, unexpected, corrupt, not finite or of another shape; the message names
         them.
     """
-    stored = {name: tensor for name, tensor in tensors.find(folder).items() if not names.BUFFER.fullmatch(name)}
+    found = tensors.find(folder)
+    stored = {name: tensor for name, tensor in found.items() if not names.is_unread(name, config)}
+    if ahead := sum(not names.BUFFER.fullmatch(name) for name in found) - len(stored):
+        multihost.warn_from_primary(
+            f"{folder}: {ahead} tensors of layers that predict several tokens ahead (MTP) are not read; "
+            "they are not trained, and an export does not have them"
+        )
     leaves = named_leaves(wanted)
     fused = any(name.endswith(names.FUSED_NAME) for name in stored)
     shapes = named_shapes(wanted)
@@ -181,7 +187,8 @@ def write_checkpoint(
     parameters = parameter_shapes(config)
     table = names.list_chunks(config, parameters)
     shapes = dict(sorted(names.tensor_shapes(table, parameters).items(), key=lambda item: _model_order(item[0])))
-    stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size)
+    float32 = {chunk.published for chunks in table.values() for chunk in chunks if chunk.row.float32}
+    stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size, float32)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, chunks in table.items():
             array = parameter(name)

@@ -8,11 +8,10 @@ tensors in place. Format: https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,15 +227,22 @@ def _pieces(stored: Stored, part: Part | None) -> list[tuple[int, int]]:
     return [(stored.start + number * step + part.start * unit, part.length * unit) for number in range(part.outer)]
 
 
-def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> dict[str, Stored]:
+def lay_out(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    shard_size: int,
+    float32: Collection[str] = (),
+) -> dict[str, Stored]:
     """Create the files of a checkpoint with headers, index and space for every tensor, in the order of `shapes`.
 
-    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself.
+    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself. The tensors named in
+    `float32` have that dtype, all others `dtype`.
     """
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
     for name, shape in shapes.items():
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = math.prod(shape) * (4 if name in float32 else dtype.itemsize)
         if shards[-1] and used + nbytes > shard_size:
             shards.append({})
             used = 0
@@ -245,7 +251,7 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
     tensors: dict[str, Stored] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors |= create(folder / file, shard, dtype)
+        tensors |= create(folder / file, shard, dtype, float32)
     if len(shards) > 1:
         total = sum(stored.nbytes for stored in tensors.values())
         files = {name: stored.file.name for name, stored in tensors.items()}
@@ -254,13 +260,22 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
     return tensors
 
 
-def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, Stored]:
-    """Create a file with its header and space for every tensor, in the order of `shapes`."""
-    (kind,) = (name for name, supported in DTYPES.items() if supported == dtype)
-    ends = [0, *itertools.accumulate(math.prod(shape) * dtype.itemsize for shape in shapes.values())]
+def create(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, float32: Collection[str] = ()
+) -> dict[str, Stored]:
+    """Create a file with its header and space for every tensor, in the order of `shapes`; dtypes as in `lay_out`."""
+    kinds = {supported: kind for kind, supported in DTYPES.items()}
+    tensors, end = {}, 0
+    for name, shape in shapes.items():
+        tensors[name] = Stored(name, file, DTYPES["F32"] if name in float32 else dtype, shape, end)
+        end += tensors[name].nbytes
     entries = {
-        name: {"dtype": kind, "shape": list(shape), "data_offsets": list(offsets)}
-        for (name, shape), offsets in zip(shapes.items(), itertools.pairwise(ends), strict=True)
+        name: {
+            "dtype": kinds[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [each.start, each.start + each.nbytes],
+        }
+        for name, each in tensors.items()
     }
     header = {"__metadata__": {"format": "pt"}, **entries}  # the metadata is required by transformers
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -268,9 +283,8 @@ def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -
     first = 8 + len(text)
     with file.open("wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
-        opened.truncate(first + ends[-1])
-    starts = zip(shapes.items(), ends, strict=False)
-    return {name: Stored(name, file, dtype, shape, first + start) for (name, shape), start in starts}
+        opened.truncate(first + end)
+    return {name: replace(each, start=first + each.start) for name, each in tensors.items()}
 
 
 def write(stored: Stored, tensor: np.ndarray, part: Part | None = None) -> None:

@@ -28,7 +28,7 @@ from gspax.learner.train_step import Scalars, Update, make_gradient
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
 from gspax.losses.traits import aggregate_of
 from gspax.model import transformer
-from gspax.model.moe import Routing
+from gspax.model.moe import Routing, softmax_logits
 from gspax.parallel.sharding import batch_shards
 from gspax.types import Array, Batch, Params, PyTree, TrainState
 
@@ -129,7 +129,11 @@ def _route(
 def measure_confidence(settings: StepSettings, params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:
     """The experts that the routers choose, [L, B, T, A], and `router_confidence` by the name of its metric."""
     routing, valid_BT = _route(settings, params, rows.tokens_BT, rows.segment_BT, rows.prefix_BT)
-    by_name = router_confidence(routing.logits, valid_BT, settings.config.num_experts_per_tok)
+    config = settings.config
+    logits_LBTE = softmax_logits(routing.logits, config.router)
+    by_name = router_confidence(logits_LBTE, valid_BT, config.num_experts_per_tok)
+    if config.router.correction_bias or config.router.groups > 1:
+        del by_name["margin"]  # the experts are not chosen by their scores alone
     return routing.expert, {f"routing/{name}": x_L for name, x_L in by_name.items()}
 
 

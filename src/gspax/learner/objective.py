@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax import losses
-from gspax.config import Calibration, Reference, Regularizers, RouterShift, Teacher
+from gspax.config import Calibration, Reference, Regularizers, Router, RouterShift, Teacher
 from gspax.config.functions import keywords
 from gspax.learner.distillation import divergence_terms, mix_advantage
 from gspax.losses.calibration import range_metrics
@@ -25,12 +25,13 @@ from gspax.losses.regularizers import entropy_bonus, load_balance, log_ratio_squ
 from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
-from gspax.model.moe import Routing
+from gspax.model.moe import Routing, log_scores, softmax_logits
 from gspax.types import Array, Batch, Params, PyTree, known
 
 PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
 
 NO_REGULARIZERS = Regularizers()
+SOFTMAX = Router()
 
 
 class Outputs(NamedTuple):
@@ -75,8 +76,9 @@ def make_objective(
     regularizers: Regularizers = NO_REGULARIZERS,
     calibration: Calibration | None = None,
     router_shift: RouterShift | None = None,
+    router: Router = SOFTMAX,
 ) -> Objective:
-    """The objective of a policy loss; the arguments are the fields of `Experiment` with the same names.
+    """The objective of a policy loss; the arguments are the fields of `Experiment` and of its model of the same names.
 
     The metrics of `ratio_metrics` are added where the loss does not report them, `token_ratio` unless its ratio is that
     of a sequence. With `calibration` the clip range is `constants.clip_range`, and there are those of `range_metrics`.
@@ -86,7 +88,7 @@ def make_objective(
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
         batch, added = mix_advantage(teacher, batch)
         old_logp_BT, ids, mask_BT = known(batch, "old_logp_BT"), segment_ids(batch), batch.mask_BT
-        log_factor_BT = None if router_shift is None else shift_factor(router_shift, outputs.routing, batch)
+        log_factor_BT = None if router_shift is None else shift_factor(router_shift, router, outputs.routing, batch)
         if log_factor_BT is not None:
             old_logp_BT = old_logp_BT - log_factor_BT
         rows = outputs.logp_BT, old_logp_BT, known(batch, "advantage"), mask_BT
@@ -115,24 +117,25 @@ def make_objective(
         if reference is not None and reference.loss is not None:
             penalty = reference_kl(reference.loss, outputs.logp_BT, batch, aggregate)
             terms = add_penalty(terms, penalty, coefficient=reference.coefficient)
-        for coefficient, penalty in penalties(regularizers, teacher, outputs, batch, constants.load_LE, aggregate):
+        more = penalties(regularizers, teacher, outputs, batch, constants.load_LE, aggregate, router=router)
+        for coefficient, penalty in more:
             terms = add_penalty(terms, penalty, coefficient=coefficient)
         return terms
 
     return objective
 
 
-def shift_factor(settings: RouterShift, routing: Routing, batch: Batch) -> Array:
+def shift_factor(settings: RouterShift, router: Router, routing: Routing, batch: Batch) -> Array:
     """log γ of each token, float32 [B, T] (`losses.router_shift`)."""
-    now_BLTA = router_logp(routing, known(batch, "expert_BLTA"))
+    now_BLTA = router_logp(routing, known(batch, "expert_BLTA"), router)
     return log_factor(now_BLTA, known(batch, "router_logp_BLTA"), batch.mask_BT, floor=settings.floor)
 
 
-def router_logp(routing: Routing, expert_BLTA: Array) -> Array:
-    """The routers' log-probabilities of these experts, float32 [B, L, T, A]; on padding those of some expert."""
-    log_prob_BLTE = jax.nn.log_softmax(routing.logits).swapaxes(0, 1)
-    expert_BLTA = jnp.minimum(expert_BLTA.astype(jnp.int32), log_prob_BLTE.shape[-1] - 1)
-    return jnp.take_along_axis(log_prob_BLTE, expert_BLTA, axis=-1)
+def router_logp(routing: Routing, expert_BLTA: Array, router: Router = SOFTMAX) -> Array:
+    """The logarithm of the routers' scores of these experts, float32 [B, L, T, A]; on padding that of some expert."""
+    log_score_BLTE = log_scores(routing.logits, router).swapaxes(0, 1)
+    expert_BLTA = jnp.minimum(expert_BLTA.astype(jnp.int32), log_score_BLTE.shape[-1] - 1)
+    return jnp.take_along_axis(log_score_BLTE, expert_BLTA, axis=-1)
 
 
 def segment_ids(batch: Batch) -> Array | None:
@@ -170,8 +173,13 @@ def penalties(
     batch: Batch,
     load_LE: Array | None,
     aggregate: losses.Aggregate | None,
+    *,
+    router: Router = SOFTMAX,
 ) -> Iterator[tuple[float, losses.Terms]]:
-    """(coefficient, penalty) of a teacher and of each regularizer that is on, aggregated as the policy loss is."""
+    """(coefficient, penalty) of a teacher and of each regularizer that is on, aggregated as the policy loss is.
+
+    Where the router's scores are sigmoids, the load balance takes their shares of the sum (arXiv 2412.19437, eq. 19).
+    """
     mask_BT, ids, aggregate = batch.mask_BT, segment_ids(batch), aggregate or losses.by_sequence
     if teacher is not None and not teacher.as_advantage:
         of_tokens = outputs.logp_BT, outputs.compared
@@ -185,7 +193,7 @@ def penalties(
         yield regularizers.log_ratio_square, penalty
     if regularizers.load_balance:
         assert load_LE is not None, "the batch has no experts"
-        prob_LBTE = jax.nn.softmax(outputs.routing.logits)
+        prob_LBTE = jax.nn.softmax(softmax_logits(outputs.routing.logits, router))
         yield regularizers.load_balance, load_balance(prob_LBTE, load_LE, mask_BT, aggregate=aggregate, segment_ids=ids)
     if regularizers.router_z:
         penalty = router_z(outputs.routing.logits, mask_BT, aggregate=aggregate, segment_ids=ids)

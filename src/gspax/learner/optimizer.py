@@ -25,7 +25,7 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
     Args:
       trained_dtype: dtype of the trained arrays; unless it is float32, the state holds a float32 copy (`with_master`).
     """
-    optimizer = settings.transform(learning_rate(settings))
+    optimizer = hold(settings.transform(learning_rate(settings)))
     if settings.max_grad_norm != 0:
         optimizer = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), optimizer)
     if settings.frozen:
@@ -33,6 +33,25 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
     if trained_dtype != "float32":
         optimizer = with_master(optimizer)
     return offloaded(optimizer) if settings.offload else optimizer
+
+
+HELD = ("correction_bias",)  # parameters that no optimizer moves: they balance the experts and have no gradient
+
+
+def hold(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer without updates of the `HELD` parameters, which a weight decay or a sign would move.
+
+    The state is that of the optimizer itself.
+    """
+
+    def update(grads: Params, state: optax.OptState, params: Params = None) -> tuple[Params, optax.OptState]:
+        updates, state = inner.update(grads, state, params)
+        return jax.tree_util.tree_map_with_path(_still, updates), state
+
+    def _still(path: tuple[object, ...], update: Array) -> Array:
+        return update if _names(path).isdisjoint(HELD) else jnp.zeros_like(update)
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def freeze(inner: optax.GradientTransformation, names: Sequence[str]) -> optax.GradientTransformation:

@@ -155,8 +155,7 @@ def with_new_moments(
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
     """`ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in `dtype` or by default the model's."""
-    params = _sharded(transformer.abstract_params(config), transformer.logical_axes(config), mesh)
-    return params if dtype is None else jax.tree.map(lambda leaf: leaf.update(dtype=dtype), params)
+    return _sharded(transformer.abstract_params(config, dtype), transformer.logical_axes(config), mesh)
 
 
 def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:

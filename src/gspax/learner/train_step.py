@@ -258,7 +258,7 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
                 logp_BT,
                 entropy_BT,
                 expert_BLTA.astype(expert_id_dtype(settings.config)) if keep_experts else None,
-                router_logp(routing, expert_BLTA) if keep_router_logp else None,
+                router_logp(routing, expert_BLTA, settings.config.router) if keep_router_logp else None,
             )
 
         arrays: dict[str, Array | None] = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}

@@ -115,6 +115,7 @@ def make_steps(
         regularizers=experiment.regularizers,
         calibration=experiment.calibration,
         router_shift=experiment.router_shift,
+        router=model.router,
     )
     diagnostics = experiment.diagnostics
     return Steps(

@@ -1,4 +1,4 @@
-"""The building blocks of a Qwen3 layer: parameters, RMSNorm, SwiGLU, rotary position embedding, attention.
+"""The building blocks of a layer: parameters, RMSNorm, SwiGLU, rotary position embedding, attention.
 
 The norm and the gate recompute their element-wise operations in the backward pass: only their inputs are saved, which
 halves the memory of a dense layer's residuals, and reading fewer of them makes the backward pass faster.
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gspax.config import ModelConfig, Yarn
+from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Yarn, rotary_dim
 from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.quantization import contract
 from gspax.parallel.sharding import spec, token_spec
@@ -93,25 +93,42 @@ def _gated(gate: Array, up: Array) -> Array:
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Radians per position for each pair of dimensions, float32 `[H/2]`, and the factor on cos and sin.
+    """Radians per position for each pair of rotated dimensions, float32 `[R/2]`, and the factor on cos and sin.
 
-    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) if the config has `rope_scaling`.
+    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or the scaling of Llama 3 or Hunyuan if the
+    config has `rope_scaling`.
     """
-    H, base, yarn = config.head_dim, config.rope_theta, config.rope_scaling
-    frequency = base ** -(np.arange(0, H, 2) / H)
-    if yarn is None:
-        return frequency.astype(np.float32), 1.0
+    R, base, scaling = rotary_dim(config), config.rope_theta, config.rope_scaling
+    if isinstance(scaling, AlphaRope):
+        base *= scaling.alpha ** (R / (R - 2))
+    frequency = base ** -(np.arange(0, R, 2) / R)
+    if isinstance(scaling, Llama3Rope):
+        return (frequency * _llama3_share(frequency, scaling)).astype(np.float32), 1.0
+    if isinstance(scaling, Yarn):
+        return (frequency * _yarn_share(R, base, scaling)).astype(np.float32), attention_factor(scaling)
+    return frequency.astype(np.float32), 1.0
+
+
+def _llama3_share(frequency: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
+    """The share of its frequency that each pair keeps."""
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    return kept + (1 - kept) / scaling.factor
+
+
+def _yarn_share(R: int, base: float, yarn: Yarn) -> np.ndarray:
+    """The share of its frequency that each pair of R dimensions keeps."""
 
     def pair(turns: float) -> float:
         """The (fractional) index of the pair that makes this number of turns over the original context."""
-        return H * math.log(yarn.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(base))
+        return R * math.log(yarn.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(base))
 
     first, last = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, H - 1)
-    ramp = np.clip((np.arange(H // 2) - first) / (last - first or 1e-3), 0, 1)
-    return (frequency * (1 - ramp + ramp / yarn.factor)).astype(np.float32), attention_factor(yarn)
+    first, last = max(first, 0), min(last, R - 1)
+    ramp = np.clip((np.arange(R // 2) - first) / (last - first or 1e-3), 0, 1)
+    return 1 - ramp + ramp / yarn.factor
 
 
 def attention_factor(yarn: Yarn) -> float:
@@ -126,19 +143,31 @@ def attention_factor(yarn: Yarn) -> float:
 
 
 def rotary_angles(position_BT: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """(cos, sin) `[B, T, 1, H/2]` float32 of rotary positions."""
+    """(cos, sin) `[B, T, 1, R/2]` float32 of rotary positions."""
     frequency, factor = rotary_frequencies(config)
     position_BT11 = position_BT[..., None, None].astype(jnp.float32)
     angle = position_BT11 * expand_dims_like(jnp.asarray(frequency), position_BT11)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def rotate(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
-    """Rotate the pairs (h, h + H/2) of every head by their angles, in float32."""
+def rotate(x_BTNH: Array, angles: tuple[Array, Array], *, interleaved: bool = False) -> Array:
+    """Rotate the pairs of dimensions of every head by their angles, in float32.
+
+    The pairs are (h, h + R/2), or if `interleaved` (2h, 2h + 1), of the R first dimensions, for which there are angles.
+    """
     cos, sin = angles
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    R, kept = 2 * cos.shape[-1], None
+    if x_BTNH.shape[-1] > R:
+        x_BTNH, kept = x_BTNH[..., :R], x_BTNH[..., R:]
+    if interleaved:
+        first, second = (x_BTNH[..., start::2].astype(jnp.float32) for start in (0, 1))
+        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        rotated = pairs.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
+    else:
+        first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        rotated = rotated.astype(x_BTNH.dtype)
+    return rotated if kept is None else jnp.concatenate([rotated, kept], axis=-1)
 
 
 class Attention(nnx.Module):
@@ -156,8 +185,10 @@ class Attention(nnx.Module):
         self.key_bias = init_bias(has_bias, heads=K, head=H)
         self.value_bias = init_bias(has_bias, heads=K, head=H)
         self.out_bias = init_bias(config.attention_bias, embed=D)
-        self.query_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+        whole = config.qk_norm_projection
+        self.query_norm = RMSNorm(N * H if whole else H, config.rms_norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(K * H if whole else H, config.rms_norm_eps) if config.qk_norm else None
+        self.config = config
 
     def __call__(
         self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: PyTree, layer: Array | int
@@ -165,10 +196,21 @@ class Attention(nnx.Module):
         q_BTNH = add_bias(contract("btd,dnh->btnh", x_BTD, self.query.get_value()), self.query_bias)
         k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
         v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
-        q_BTNH = rotate(q_BTNH if self.query_norm is None else self.query_norm(q_BTNH), angles)
-        k_BTKH = rotate(k_BTKH if self.key_norm is None else self.key_norm(k_BTKH), angles)
+        q_BTNH, k_BTKH = (self._place(*each, angles) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
+
+    def _place(self, x_BTNH: Array, norm: RMSNorm | None, angles: tuple[Array, Array]) -> Array:
+        """Queries or keys, normalized and rotated to their positions."""
+        if norm is not None and not self.config.qk_norm_after_rope:
+            x_BTNH = self._normalize(norm, x_BTNH)
+        x_BTNH = rotate(x_BTNH, angles, interleaved=self.config.rope_interleaved)
+        return self._normalize(norm, x_BTNH) if norm is not None and self.config.qk_norm_after_rope else x_BTNH
+
+    def _normalize(self, norm: RMSNorm, x_BTNH: Array) -> Array:
+        if self.config.qk_norm_projection:
+            return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
+        return norm(x_BTNH)
 
 
 def attend_within_segments(

@@ -1,6 +1,6 @@
-"""The mixture-of-experts layer of Qwen3-MoE, dropless: routed in float32, then each token through its own experts.
+"""The mixture-of-experts layer, dropless: routed in float32, then each token through its own experts.
 
-Qwen2-MoE adds a shared expert, whose output is scaled by a sigmoid of the token.
+Some models add a shared expert, whose output may be scaled by a sigmoid of the token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gspax.config import ModelConfig
+from gspax.config import ModelConfig, Router
 from gspax.model.kernels.expert_ffn import Experts, expert_ffn
 from gspax.model.kernels.expert_parallel import (
     by_platform,
@@ -23,7 +23,7 @@ from gspax.model.kernels.expert_parallel import (
     ring,
 )
 from gspax.model.kernels.quantization import Quantized, Weight, cast, is_quantized
-from gspax.model.layers import DenseMlp, init_weight
+from gspax.model.layers import DenseMlp, expand_dims_like, init_bias, init_weight
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array, PyTree
 
@@ -35,12 +35,45 @@ class Routing(NamedTuple):
     """The routers' choices; `[L, B, T, ...]` once the layers are stacked."""
 
     expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`
-    logits: Array  # float32 [B, T, E]  before the softmax
+    logits: Array  # float32 [B, T, E]  before the softmax or the sigmoid
     fell_back: Array | int = 0  # int32 []  whether the ring replaced the all-to-all of `model.kernels.expert_parallel`
 
 
+def log_scores(logits: Array, router: Router) -> Array:
+    """The logarithm of each expert's score: a softmax over all experts `[..., E]`, or a sigmoid of each logit."""
+    return jax.nn.log_sigmoid(logits) if router.scoring == "sigmoid" else jax.nn.log_softmax(logits, axis=-1)
+
+
+def softmax_logits(logits: Array, router: Router) -> Array:
+    """Logits whose softmax over the experts `[..., E]` is the router's scores over their sum."""
+    return jax.nn.log_sigmoid(logits) if router.scoring == "sigmoid" else logits
+
+
+def choose_experts(log_score: Array, bias_E: Array | None, router: Router, active: int) -> Array:
+    """The ids of the best experts of each token, best first, int32 `[..., A]`; without a gradient.
+
+    Args:
+      log_score: float32 `[..., E]`, of `log_scores`.
+      bias_E: the correction bias, float32, or None.
+      router: of the model.
+      active: A, how many to choose.
+    """
+    choice = jax.lax.stop_gradient(log_score)
+    if bias_E is not None or router.groups > 1:
+        choice = jnp.exp(choice)
+    if bias_E is not None:
+        choice += expand_dims_like(jax.lax.stop_gradient(bias_E), choice)
+    if router.groups > 1:
+        groups = choice.reshape(*choice.shape[:-1], router.groups, -1)
+        worth = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
+        best = jax.lax.top_k(worth, router.top_groups)[1]
+        is_best = jax.nn.one_hot(best, router.groups).sum(axis=-2) > 0
+        choice = jnp.where(is_best[..., None], groups, -jnp.inf).reshape(choice.shape)
+    return jax.lax.top_k(choice, active)[1].astype(jnp.int32)
+
+
 class SparseMlp(nnx.Module):
-    """Softmax over all experts, then the top `num_experts_per_tok`; `norm_topk_prob` renormalizes their gates.
+    """The `num_experts_per_tok` best experts by the router's scores; `norm_topk_prob` renormalizes their gates.
 
     Padding is not routed: it has the id `num_experts`, which no expert has.
     """
@@ -52,9 +85,11 @@ class SparseMlp(nnx.Module):
         self.gate = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.up = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.down = init_weight(rngs, scale, expert=E, mlp=F, expert_embed=D)
+        self.correction_bias = init_bias(config.router.correction_bias, router=E)
         width = config.shared_expert_intermediate_size
         self.shared = DenseMlp(config, width=width, rngs=rngs) if width else None
-        self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if width else None
+        gated = width and config.shared_expert_gate
+        self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if gated else None
         self.config = config
 
     def __call__(
@@ -62,8 +97,8 @@ class SparseMlp(nnx.Module):
     ) -> tuple[Array, Routing]:
         """The layer's output and its routing.
 
-        `forced_BTA` replaces the choice (Routing Replay): the gates are then the router's current probabilities of
-        those experts, in the given order.
+        `forced_BTA` replaces the choice (Routing Replay): the gates are then the router's current scores of those
+        experts, in the given order.
         """
         with jax.named_scope("router"):
             gate_BTA, routing = self.route(x_BTD, valid_BT, forced_BTA)
@@ -71,26 +106,30 @@ class SparseMlp(nnx.Module):
             experts = Experts(*(cast(w.get_value(), x_BTD.dtype) for w in (self.gate, self.up, self.down)))
             y_BTD, fell_back = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, experts)
             routing = routing._replace(fell_back=fell_back)
-        if self.shared is None or self.shared_gate is None:
+        if self.shared is None:
             return y_BTD, routing
         with jax.named_scope("shared_expert"):
+            if self.shared_gate is None:
+                return y_BTD + self.shared(x_BTD, mesh), routing
             scale_BT1 = jax.nn.sigmoid(x_BTD @ self.shared_gate.astype(x_BTD.dtype))
             return y_BTD + scale_BT1 * self.shared(x_BTD, mesh), routing
 
     def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """Gates of the chosen experts, float32 `[B, T, A]`, and the routing."""
-        E, A = self.config.num_experts, self.config.num_experts_per_tok
+        E, A, router = self.config.num_experts, self.config.num_experts_per_tok, self.config.router
         logits_BTE = jnp.einsum(
             "btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
-        log_prob_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
+        log_score_BTE = log_scores(logits_BTE, router)
         if forced_BTA is None:
-            expert_BTA = jax.lax.top_k(jax.lax.stop_gradient(log_prob_BTE), A)[1].astype(jnp.int32)
+            bias_E = None if self.correction_bias is None else self.correction_bias[...]
+            expert_BTA = choose_experts(log_score_BTE, bias_E, router, A)
         else:
             expert_BTA = jnp.minimum(forced_BTA, E - 1)  # replayed padding has the id E
-        chosen_BTA = jnp.take_along_axis(log_prob_BTE, expert_BTA, axis=-1)
-        # p / Σ p as a softmax of log p: replayed experts whose probabilities underflow to 0 still have gates
+        chosen_BTA = jnp.take_along_axis(log_score_BTE, expert_BTA, axis=-1)
+        # p / Σ p as a softmax of log p: replayed experts whose scores underflow to 0 still have gates
         gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.config.norm_topk_prob else jnp.exp(chosen_BTA)
+        gate_BTA = gate_BTA if router.scale == 1 else gate_BTA * router.scale
         return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
 
 

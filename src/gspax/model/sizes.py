@@ -63,11 +63,13 @@ def parameter_count(config: ModelConfig, experts: int | None = None) -> int:
         attention += N * H + 2 * K * H
     if config.attention_bias:
         attention += D
-    norms = 2 * D + (2 * H if config.qk_norm else 0)
+    normed = (N + K) * H if config.qk_norm_projection else 2 * H
+    norms = 2 * D + (normed if config.qk_norm else 0)
     experts = config.num_experts if experts is None else experts
     shared = config.shared_expert_intermediate_size
-    sparse_mlp = D * config.num_experts + 3 * experts * D * config.moe_intermediate_size
-    sparse_mlp += 3 * D * shared + D if shared else 0
+    sparse_mlp = D * config.num_experts + 3 * experts * D * config.moe_intermediate_size + 3 * D * shared
+    sparse_mlp += D if shared and config.shared_expert_gate else 0
+    sparse_mlp += config.num_experts if config.router.correction_bias else 0
     sparse, layers = sparse_layers(config), config.num_hidden_layers
     mlps = sparse * sparse_mlp + (layers - sparse) * 3 * D * config.intermediate_size
     head = 0 if config.tie_word_embeddings else config.vocab_size * D

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE as pure functions of parameters: `init`, `apply`, `logits`. `model.decoding` has the sampler's.
+"""The model as pure functions of parameters: `init`, `apply`, `logits`. `model.decoding` has the sampler's.
 
 Flax NNX modules inside; outside, parameters are a nested dict of arrays. Consecutive layers of one kind are stacked and
 run by `lax.scan` (`config.layer_runs`). A layer's weight may be a `LowRank`; it is made dense where the layer runs.
@@ -31,6 +31,7 @@ from gspax.parallel.sharding import constrain, constrain_tokens
 from gspax.types import Array, Params, PyTree
 
 LayerOutput = tuple[Array, Routing | None]  # the residual stream, and a sparse layer's routing
+FLOAT32 = ("correction_bias",)  # parameters that are float32 whatever the dtype of the others, as in published files
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
 
 
@@ -189,15 +190,22 @@ def _module(params: Params, config: ModelConfig) -> Transformer:
 
 
 def init(config: ModelConfig, key: Array) -> Params:
-    """Random parameters in `config.param_dtype`: normal with `initializer_range`, norms one."""
+    """Random parameters in `config.param_dtype`: normal with `initializer_range`, norms one, biases zero."""
     params = nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(key)), nnx.Param))
-    return jax.tree.map(lambda leaf: leaf.astype(config.param_dtype), params)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.astype(_dtype(path, config.param_dtype)), params)
 
 
-def abstract_params(config: ModelConfig) -> Params:
-    """`ShapeDtypeStruct`s of what `init` returns."""
+def abstract_params(config: ModelConfig, dtype: str | None = None) -> Params:
+    """`ShapeDtypeStruct`s of what `init` returns, with `dtype` in place of `config.param_dtype`."""
     params = nnx.to_pure_dict(_abstract(config)[1])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.param_dtype), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(path, dtype or config.param_dtype)), params
+    )
+
+
+def _dtype(path: tuple[jax.tree_util.DictKey, ...], dtype: str) -> str:
+    """The dtype of a parameter: float32 for those of `FLOAT32`, `dtype` for all others."""
+    return "float32" if path[-1].key in FLOAT32 else dtype
 
 
 def logical_axes(config: ModelConfig) -> Params:

@@ -116,7 +116,8 @@ def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> I
       protocols: include objects of a user's own, whose annotations need not be complete.
     """
     wanted, own = bare(hint), protocols and getattr(bare(hint), "_is_protocol", False)
-    if is_record(value) and (dataclasses.is_dataclass(wanted) or own):
+    kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)  # Yarn | Llama3Rope
+    if is_record(value) and (any(map(dataclasses.is_dataclass, kinds)) or own):
         yield key, value
     elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, typing.get_args(wanted)[:1])):
         yield from ((f"{key}[{i}]", item) for i, item in enumerate(value) if is_record(item))

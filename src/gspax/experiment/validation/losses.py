@@ -83,6 +83,11 @@ def router_problems(
     on += ["router_shift"] if router_shift is not None else []
     if on and not has_experts(model):
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
+    if regularizers.router_z and model.router.scoring == "sigmoid":
+        yield (
+            "regularizers.router_z: wanted 0 with a router of sigmoids, which has no partition function to keep small, "
+            f"got {regularizers.router_z:g}"
+        )
 
 
 def old_policy_problems(

@@ -1,0 +1,256 @@
+"""How the checkpoints of each `model_type` describe a model: tables that `hf.config_json` reads and writes with.
+
+This module imports no accelerator code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gspax.data.files import Json
+
+Keys = dict[str, tuple[str, ...]]
+REQUIRED = object()  # no default for an absent key
+COPIED: dict[str, object] = {
+    "vocab_size": REQUIRED,
+    "hidden_size": REQUIRED,
+    "intermediate_size": REQUIRED,
+    "num_hidden_layers": REQUIRED,
+    "num_attention_heads": REQUIRED,
+    "num_key_value_heads": REQUIRED,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32768,
+}
+COPIED_OF_EXPERTS: dict[str, object] = {
+    "num_experts_per_tok": REQUIRED,
+    "moe_intermediate_size": REQUIRED,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": (),
+}
+NUM_EXPERTS: dict[str, object] = {"num_experts": REQUIRED}
+EXPERT_KEYS: Keys = {"num_experts": ("num_experts", "num_local_experts")}
+# Of families without dense layers, whose `intermediate_size` is the experts' width.
+ALL_SPARSE = {"moe_intermediate_size" if name == "intermediate_size" else name: COPIED[name] for name in COPIED}
+QWEN3: dict[str, Json] = {"qk_norm": True, "qkv_bias": False}
+PLAIN: dict[str, Json] = {"qk_norm": False, "qkv_bias": False}
+# The router of DeepSeek-V3 and of those after it.
+SIGMOID: dict[str, Json] = {"router.scoring": "sigmoid", "router.correction_bias": True}
+GROUPS: dict[str, object] = {"router.groups": 1, "router.top_groups": 1, "router.scale": 1.0}
+GROUP_KEYS: Keys = {
+    "router.groups": ("n_group",),
+    "router.top_groups": ("topk_group",),
+    "router.scale": ("routed_scaling_factor",),
+}
+ROUTED: Keys = {"num_experts": ("n_routed_experts", "num_local_experts")}
+SIGMOID_KEYS: dict[str, tuple[Json, ...]] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the checkpoints of one `model_type` describe a model.
+
+    A field of `ModelConfig` that is neither copied nor implied has its default in all models of the family. Fields of
+    the router are written `router.scale`.
+    """
+
+    architecture: str
+    copied: dict[str, object]  # fields of ModelConfig that have a key, with the default of an absent one
+    implied: dict[str, Json]  # fields of ModelConfig that all models of the family share
+    keys: Keys = field(default_factory=dict)  # of fields with another name; the first is written
+    permitted: dict[str, tuple[Json, ...]] = field(default_factory=dict)  # further keys, and the only values of each
+    head_dim: int = 0  # of a file without one; 0: hidden_size / num_attention_heads
+    has_head_dim: bool = True  # False: its files have no such key, unless the size is another than that
+    # Which layers a window is on: those that `layer_types` or `max_window_layers` says, if the switch
+    # `use_sliding_window` is on; all layers, if there is one; no family member has one.
+    window: Literal["switch", "all", "none"] = "switch"
+    sliding_window: int = 0  # of a file without the key, with window "all"
+    theta: float = 1e4  # the RoPE base of a file without one
+    # Keys with the number of leading layers without experts, and with that of shared experts, each as wide as the
+    # others; and what a file without them has.
+    dense_layers: tuple[str, object] | None = None
+    shared_experts: tuple[str, object] | None = None
+    by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
+    alpha: bool = False  # its rope_type "dynamic" has an alpha, and does not depend on the length
+    written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
+
+    @property
+    def experts(self) -> bool:
+        """Whether the family's models have experts."""
+        return "num_experts" in self.copied
+
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """The keys that hold a field."""
+        return self.keys.get(name, (name,))
+
+
+FAMILIES = {
+    "qwen3": Family("Qwen3ForCausalLM", COPIED | {"attention_bias": False}, QWEN3, head_dim=128),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        COPIED | COPIED_OF_EXPERTS | {"attention_bias": False} | NUM_EXPERTS,
+        QWEN3,
+        keys=EXPERT_KEYS,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        COPIED | COPIED_OF_EXPERTS | {"shared_expert_intermediate_size": REQUIRED, "qkv_bias": True} | NUM_EXPERTS,
+        {"qk_norm": False, "attention_bias": False},
+        keys=EXPERT_KEYS,
+        has_head_dim=False,
+        window="none",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        ALL_SPARSE
+        | {"num_experts_per_tok": REQUIRED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+        | NUM_EXPERTS,
+        PLAIN | {"attention_bias": False, "norm_topk_prob": True},
+        keys={
+            "num_experts": ("num_local_experts", "num_experts"),
+            "moe_intermediate_size": ("intermediate_size",),
+        },
+        window="all",
+        theta=1e6,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        COPIED,
+        {"qk_norm": False, "qkv_bias": True, "attention_bias": False},
+        permitted={"use_mrope": (None, False)},
+        has_head_dim=False,
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        COPIED | {"attention_bias": False, "max_position_embeddings": 2048},
+        PLAIN,
+        permitted={"mlp_bias": (None, False)},
+        window="none",
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        COPIED | {"max_position_embeddings": 131072},
+        PLAIN | {"attention_bias": False},
+        window="all",
+        sliding_window=4096,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        COPIED
+        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": True}
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "qk_norm": False, "qkv_bias": False}
+        | {"rope_fraction": 0.5}
+        | GROUPS
+        | NUM_EXPERTS,
+        SIGMOID | {"attention_bias": False, "shared_expert_gate": False},
+        keys=GROUP_KEYS
+        | ROUTED
+        | {"qk_norm": ("use_qk_norm",), "qkv_bias": ("attention_bias",), "rope_fraction": ("partial_rotary_factor",)},
+        permitted=SIGMOID_KEYS,
+        window="none",
+        dense_layers=("first_k_dense_replace", 1),
+        shared_experts=("n_shared_experts", 1),
+        written={"num_nextn_predict_layers": 0},
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        COPIED
+        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": False}
+        | {"max_position_embeddings": 2048, "attention_bias": False}
+        | GROUPS
+        | NUM_EXPERTS,
+        SIGMOID | QWEN3 | {"shared_expert_gate": False},
+        keys=GROUP_KEYS | ROUTED,
+        permitted=SIGMOID_KEYS | {"moe_layer_freq": (None, 1)},
+        window="none",
+        dense_layers=("first_k_dense_replace", 0),
+        shared_experts=("n_shared_experts", REQUIRED),
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        ALL_SPARSE
+        | {"num_experts_per_tok": REQUIRED, "max_position_embeddings": 196608, "rope_fraction": 1.0}
+        | NUM_EXPERTS,
+        SIGMOID | QWEN3 | {"attention_bias": False, "norm_topk_prob": True, "qk_norm_projection": True},
+        keys={
+            "num_experts": ("num_local_experts", "num_experts"),
+            "moe_intermediate_size": ("intermediate_size",),
+            "rope_fraction": ("rotary_dim", "partial_rotary_factor"),
+        },
+        permitted=SIGMOID_KEYS
+        | {"use_routing_bias": (None, True), "qk_norm_type": (None, "per_layer"), "shared_intermediate_size": (None, 0)}
+        | {"attn_type_list": (None, 1)},
+        head_dim=128,
+        window="none",
+        theta=5e6,
+        by_layer=("attn_type_list",),
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        COPIED
+        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED}
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": True}
+        | NUM_EXPERTS,
+        PLAIN
+        | {"attention_bias": False, "norm_topk_prob": True, "router.correction_bias": True}
+        | {"shared_expert_gate": False, "rope_interleaved": True},
+        keys={"num_experts": ("moe_num_experts",), "num_experts_per_tok": ("moe_k",)},
+        permitted={"use_bias": (None, False), "moe_layer_interval": (None, 1), "moe_gate_act": (None,)}
+        | {"moe_gate": (None, "topk"), "moe_use_aux_free": (None, True), "moe_norm_min": (None, 1e-12)},
+        window="none",
+        theta=5e5,
+        dense_layers=("moe_layer_start_index", 1),
+        shared_experts=("moe_num_shared_experts", 2),
+    ),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1ForCausalLM",
+        ALL_SPARSE
+        | {"num_experts_per_tok": REQUIRED, "shared_expert_intermediate_size": REQUIRED}
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False}
+        | NUM_EXPERTS,
+        QWEN3 | {"norm_topk_prob": True, "qk_norm_after_rope": True, "shared_expert_gate": False},
+        keys={
+            "num_experts": ("num_experts", "num_local_experts"),
+            "num_experts_per_tok": ("moe_topk",),
+            "moe_intermediate_size": ("intermediate_size",),
+            "shared_expert_intermediate_size": ("intermediate_size",),
+        },
+        permitted={"num_shared_expert": (None, 1), "use_mixed_mlp_moe": (None, True), "mlp_bias": (None, False)}
+        | {"use_cla": (None, False), "use_mla": (None, False), "moe_layer_num_skipped": (None, 0)}
+        | {"norm_type": (None, "rms", "hf_rms"), "position_embedding_xdrope": (None, False)}
+        | {"group_limited_greedy": (None, False), "routed_scaling_factor": (None, 1, False)},
+        window="none",
+        by_layer=("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"),
+        alpha=True,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        ALL_SPARSE
+        | {"num_experts_per_tok": REQUIRED, "norm_topk_prob": False}
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False}
+        | NUM_EXPERTS,
+        QWEN3 | {"qk_norm_projection": True},
+        keys=EXPERT_KEYS | {"moe_intermediate_size": ("intermediate_size",)},
+        permitted={"clip_qkv": (None,)},
+        has_head_dim=False,
+        window="none",
+    ),
+}
+
+MISSING = {  # what a model needs that gspax does not have, by model_type
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"), "latent attention (MLA)"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "a gated delta net"),
+    "kimi_linear": "Kimi delta attention",
+    "gpt_oss": "attention with sinks",
+    "gemma2": "a cap on attention scores",
+    **dict.fromkeys(("gemma3", "gemma3_text"), "a norm after attention (and its scale, 1 + w)"),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), "a norm after attention instead of before"),
+    **dict.fromkeys(("phi3", "phi4"), "fused projections (qkv_proj, gate_up_proj)"),
+    "llama4_text": "attention in chunks",
+    **dict.fromkeys(("nemotron_h", "mamba2", "granitemoehybrid"), "a state space layer (Mamba-2)"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "mllama"), "a vision tower"),
+}

@@ -1,0 +1,347 @@
+"""One small model of each family, made by transformers' own class, and what is compared with it.
+
+`tests/hf/test_families.py` asserts the comparisons; `tests/parity_table.py` writes them to docs/parity.md.
+"""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from published import load, same_bytes
+
+from gspax.config import Lora, Sampling
+from gspax.hf import parameters
+from gspax.hf.config_json import read_config
+from gspax.hf.parameters import named_leaves, read_params
+from gspax.learner import adapters
+from gspax.learner.state import abstract_params
+from gspax.model import transformer
+from gspax.model.low_rank import dense
+from gspax.model.sizes import parameter_count
+from gspax.sampler.inference_weights import make_inference_weights
+from gspax.sampler.sampler import sample
+
+SIZES = {
+    **{"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "intermediate_size": 24, "initializer_range": 0.3},
+    **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+GLM = {
+    **{"head_dim": 8, "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 12, "first_k_dense_replace": 1},
+}
+ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+
+SMALL = {  # keys of config.json, by model_type
+    "qwen3": SIZES | {"head_dim": 8},
+    "qwen3_moe": SIZES | EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 20},
+    "mixtral": SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5},
+    "qwen2": SIZES | {"tie_word_embeddings": True},
+    "llama": SIZES | {"head_dim": 8, "rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "mistral": SIZES | {"head_dim": 8, "sliding_window": 5},
+    "glm4_moe": SIZES | GLM | {"attention_bias": True, "use_qk_norm": True},
+    "dots1": SIZES | GLM | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    "minimax_m2": SIZES | {"head_dim": 8, "rotary_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "ernie4_5_moe": SIZES
+    | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 2},
+    "hunyuan_v1_moe": SIZES | {"head_dim": 8, "num_experts": 6, "moe_topk": 2, "rope_scaling": ALPHA},
+    "olmoe": SIZES | {"num_experts": 6, "num_experts_per_tok": 2},
+}
+
+PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without keys that have their default
+    "qwen3": (
+        "Qwen/Qwen3-0.6B",
+        {
+            **{"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+            "rope_theta": 1000000,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen/Qwen3-30B-A3B",
+        {
+            **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48},
+            **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 1000000.0},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen/Qwen1.5-MoE-A2.7B",
+        {
+            **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24},
+            **{"num_attention_heads": 16, "num_key_value_heads": 16, "rope_theta": 1000000.0},
+            **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+            "shared_expert_intermediate_size": 5632,
+        },
+    ),
+    "mixtral": (
+        "mistralai/Mixtral-8x7B-v0.1",
+        {
+            **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 1000000.0},
+            **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        },
+    ),
+    "qwen2": (
+        "Qwen/Qwen2.5-7B-Instruct",
+        {
+            **{"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
+            **{"num_attention_heads": 28, "num_key_value_heads": 4, "max_window_layers": 28, "rope_theta": 1000000.0},
+            **{"sliding_window": 131072, "use_sliding_window": False},
+        },
+    ),
+    "llama": (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        {
+            **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+            **{"max_position_embeddings": 131072, "mlp_bias": False, "pretraining_tp": 1, "attention_bias": False},
+            "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+        },
+    ),
+    "mistral": (
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        {
+            **{"vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+            **{"max_position_embeddings": 32768, "sliding_window": None},
+        },
+    ),
+    "glm4_moe": (
+        "zai-org/GLM-4.5-Air",
+        {
+            **{"vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46},
+            **{"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1000000},
+            **{"attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+            **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True},
+            **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+            **{"routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "max_position_embeddings": 131072},
+        },
+    ),
+    "dots1": (
+        "rednote-hilab/dots.llm1.inst",
+        {
+            **{"vocab_size": 152064, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 62},
+            **{"num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000000},
+            **{"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "norm_topk_prob": True},
+            **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+            **{"max_position_embeddings": 32768, "scoring_func": "sigmoid", "attention_bias": False},
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxAI/MiniMax-M2",
+        {
+            **{"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62},
+            **{"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64},
+            **{"num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid", "rope_theta": 5000000},
+            **{"use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer", "use_mtp": True},
+            **{"num_mtp_modules": 3, "mtp_transformer_layers": 1, "shared_intermediate_size": 0},
+            "attn_type_list": [1] * 62,
+        },
+    ),
+    "ernie4_5_moe": (
+        "baidu/ERNIE-4.5-21B-A3B-PT",
+        {
+            **{"vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28},
+            **{"num_attention_heads": 20, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000},
+            **{"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_k": 6, "moe_intermediate_size": 1536},
+            **{"moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1, "use_bias": False},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        "tencent/Hunyuan-A13B-Instruct",
+        {
+            **{"vocab_size": 128167, "hidden_size": 4096, "intermediate_size": 3072, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 10000.0},
+            **{"num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32},
+            **{"num_shared_expert": [1] * 32, "rope_scaling": ALPHA, "use_qk_norm": True, "tie_word_embeddings": True},
+        },
+    ),
+    "olmoe": (
+        "allenai/OLMoE-1B-7B-0924",
+        {
+            **{"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16},
+            **{"num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+            **{"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None},
+        },
+    ),
+}
+
+apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
+
+
+def make_model(model_type, dtype="float32", **changes):
+    """A random model of the family's class in transformers; norms, biases and buffers are random too."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    theirs = transformers.AutoConfig.for_model(model_type, **SMALL[model_type] | changes)
+    model = transformers.AutoModelForCausalLM.from_config(
+        theirs, dtype=getattr(torch, dtype), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in name:
+                tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in name))
+    return model
+
+
+def read(folder):
+    """The configuration and the parameters of a checkpoint in gspax."""
+    config = read_config(folder)
+    return config, read_params(folder, config, abstract_params(config, tiny.one_device()))
+
+
+def random_tokens(config, *shape):
+    return np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
+
+
+def our_logits(params, config, tokens_BT):
+    hidden_BTD, _ = apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
+    return np.asarray(transformer.logits(params, hidden_BTD))
+
+
+def their_logits(model, tokens_BT):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens_BT)).logits.float().numpy()
+
+
+def relative(ours, theirs):
+    """The largest difference over the largest value."""
+    return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
+
+
+def greedy_tokens(params, config, model, steps=24):
+    """(gspax's, transformers') greedy tokens after two prompts, the shorter of which is padded in gspax."""
+    import torch
+
+    tokens = random_tokens(config, 2, 9)
+    prompts = [tokens[0].tolist(), tokens[1, :5].tolist()]
+    sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=steps, temperature=0.0)
+    weights = make_inference_weights(params, config, tiny.one_device())
+    rollout = sample(weights, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
+    ours = [rollout.tokens_BT[row, : len(prompt) + steps].tolist() for row, prompt in enumerate(prompts)]
+    quiet = {"do_sample": False, "max_new_tokens": steps, "eos_token_id": None, "pad_token_id": 0}
+    theirs = [
+        model.generate(ids, attention_mask=torch.ones_like(ids), **quiet)[0].tolist()
+        for ids in (torch.tensor([prompt]) for prompt in prompts)
+    ]
+    return ours, theirs
+
+
+def gradient_difference(params, config, model, folder):
+    """The largest relative difference of a tensor between the gradients of the mean log-prob of random tokens.
+
+    Both are written as checkpoints, so that tensors of the same names are compared.
+    """
+    import torch
+
+    tokens_BT = random_tokens(config, 4, 11)
+
+    def loss(params):
+        hidden_BTD, _ = transformer.apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
+        log_prob_BTV = jax.nn.log_softmax(transformer.logits(params, hidden_BTD)[:, :-1])
+        return jnp.take_along_axis(log_prob_BTV, tokens_BT[:, 1:, None], axis=-1).mean()
+
+    write(folder / "ours", config, jax.jit(jax.grad(loss))(params))
+    model.zero_grad()
+    log_prob = torch.log_softmax(model(torch.tensor(tokens_BT)).logits[:, :-1], dim=-1)
+    log_prob.gather(-1, torch.tensor(tokens_BT[:, 1:, None]).long()).mean().backward()
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.copy_(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor))
+    model.save_pretrained(folder / "theirs")
+    model.load_state_dict(kept)
+    ours, theirs = load(folder / "ours"), load(folder / "theirs")
+    assert ours.keys() == theirs.keys()
+    largest = max(np.abs(each).max() for each in theirs.values())
+    scales = {name: max(np.abs(each).max(), 1e-3 * largest) for name, each in theirs.items()}
+    return max(float(np.abs(ours[name] - each).max() / scales[name]) for name, each in theirs.items())
+
+
+def write(folder, config, params, dtype="float32"):
+    """An exported checkpoint."""
+    folder.mkdir(exist_ok=True)
+    parameters.write_checkpoint(folder, config, named_leaves(params).__getitem__, dtype=dtype)
+    return folder
+
+
+def export_is_equal(model_type, folder, dtype):
+    """Whether import and export reproduce the tensors that transformers saves in this dtype, byte for byte.
+
+    Correction biases, which some classes save in bfloat16, are written in float32.
+    """
+    make_model(model_type, dtype).save_pretrained(folder / "theirs")
+    config, params = read(folder / "theirs")
+    write(folder / "ours", config, params, dtype)
+    theirs = {
+        name: tensor.astype(np.float32) if name.endswith("e_score_correction_bias") else tensor
+        for name, tensor in load(folder / "theirs").items()
+    }
+    return same_bytes(load(folder / "ours"), theirs) and read_config(folder / "ours") == config
+
+
+def lora_difference(params, config, folder):
+    """The relative difference of logits between a base with adapters in gspax and its merged export in transformers."""
+    import transformers
+
+    lora = Lora(rank=3, alpha=6.0)
+    factors = jax.tree.map(
+        lambda leaf: 0.2 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
+        adapters.init(config, lora, jax.random.key(1)),
+    )
+    adapted = adapters.attach_adapters(params, factors, lora)
+    tokens_BT = random_tokens(config, 4, 11)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        write(folder, config, dense(adapted)), attn_implementation="eager"
+    )
+    assert relative(our_logits(params, config, tokens_BT), our_logits(adapted, config, tokens_BT)) > 1e-2
+    return relative(our_logits(adapted, config, tokens_BT), their_logits(merged.eval(), tokens_BT))
+
+
+def packed_difference(params, config):
+    """The relative difference of logits between two sequences in one row and each in a row of its own."""
+    tokens_BT = random_tokens(config, 1, 14)
+    segment_BT = np.array([[1] * 6 + [2] * 8], np.int32)
+    hidden_BTD, _ = apply(params, config, tokens_BT, segment_BT, mesh=tiny.one_device())
+    packed = np.asarray(transformer.logits(params, hidden_BTD))
+    alone = [our_logits(params, config, tokens_BT[:, part]) for part in (slice(6), slice(6, 14))]
+    return relative(packed, np.concatenate(alone, axis=1))
+
+
+def slots_are_equal(params, config):
+    """Whether samples that take one another's slots have the tokens of samples that have slots of their own."""
+    prompts = [row.tolist() for row in random_tokens(config, 4, 5)]
+    weights, drawn = make_inference_weights(params, config, tiny.one_device()), []
+    for slots in (0, 2):
+        sampling = Sampling(prompts=4, group=2, max_prompt_tokens=5, max_tokens=12, slots=slots)
+        options = tiny.options(config, sampling, stop_ids=(0, 1, 2))
+        drawn.append(np.asarray(sample(weights, prompts, list(range(4)), jax.random.key(3), options).tokens_BT))
+    return bool((drawn[0] == drawn[1]).all())
+
+
+def published_counts(model_type, folder):
+    """(gspax's, transformers') number of parameters of the family's published configuration."""
+    import torch
+    import transformers
+
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} | PUBLISHED[model_type][1]))
+    config = read_config(folder)
+    with torch.device("meta"), contextlib.suppress(ImportError):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    buffers = sum(each.numel() for name, each in model.named_buffers() if "inv_freq" not in name)
+    return parameter_count(config), sum(each.numel() for each in model.parameters()) + buffers

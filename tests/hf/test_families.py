@@ -1,0 +1,64 @@
+"""Each family against transformers: logits, gradients, greedy tokens, the bytes of an export, and adapters."""
+
+import families
+import pytest
+
+from gspax.hf.config_json import to_json
+from gspax.hf.families import FAMILIES
+from gspax.model.sizes import parameter_count
+
+pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """model_type, the model in transformers, and the configuration and parameters that gspax reads from its files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = families.make_model(request.param)
+    model.save_pretrained(folder)
+    return request.param, model, *families.read(folder)
+
+
+def test_there_is_a_small_and_a_published_model_of_each_family():
+    assert families.SMALL.keys() == families.PUBLISHED.keys() == FAMILIES.keys()
+
+
+def test_logits_and_gradients_are_those_of_transformers(pair, tmp_path):
+    model_type, model, config, params = pair
+    assert to_json(config)["model_type"] == model_type
+    tokens_BT = families.random_tokens(config, 8, 11)
+    theirs = families.their_logits(model, tokens_BT)
+    assert families.relative(families.our_logits(params, config, tokens_BT), theirs) < 1e-5
+    assert families.gradient_difference(params, config, model, tmp_path) < 1e-4
+    assert families.packed_difference(params, config) < 1e-5
+    assert parameter_count(config) == sum(leaf.size for leaf in families.named_leaves(params).values())
+
+
+def test_greedy_tokens_are_those_of_transformers(pair):
+    _, model, config, params = pair
+    ours, theirs = families.greedy_tokens(params, config, model)
+    assert ours == theirs
+    assert len({*ours[0][9:]}) > 3  # not one repeated token
+
+
+def test_samples_do_not_depend_on_their_slots(pair):
+    _, _, config, params = pair
+    assert families.slots_are_equal(params, config)
+
+
+def test_adapters_and_their_merged_export_are_the_same_model(pair, tmp_path):
+    _, _, config, params = pair
+    assert families.lora_difference(params, config, tmp_path) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_export_has_the_bytes_of_transformers(model_type, dtype, tmp_path):
+    assert families.export_is_equal(model_type, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_published_configuration_has_the_parameters_that_transformers_counts(model_type, tmp_path):
+    ours, theirs = families.published_counts(model_type, tmp_path)
+    assert ours == theirs
