@@ -12,6 +12,7 @@ import gcs
 import pytest
 import runs
 from runs import STEPS
+from test_killed_hosts import PATIENCE, start
 
 from gspax.commands import check, main
 from gspax.run.buckets import to_path
@@ -169,3 +170,29 @@ def test_a_second_run_is_refused(place, injected):
     first.process.terminate()
     assert first.wait() == 128 + signal.SIGTERM
     injected["bucket: second run"] += 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_share_a_bucket_and_one_is_killed_in_a_save(count, place, injected):
+    """The others end, and the same command continues from the checkpoint before."""
+    steps, reference = 8, place.folder / "reference"
+    for each in start(reference, count, steps):
+        assert each.wait(PATIENCE) == 0, each.text()
+    processes, killed = [], []
+
+    def fault(request):
+        if "checkpoints/4/" in request.name and request.method == "PUT" and processes and not killed:
+            killed.append(processes[-1])
+            os.kill(processes[-1].process.pid, signal.SIGKILL)
+
+    place.server.faults = fault
+    settings = {"url": place.url, "env": place.server.env}
+    processes += start(place.folder / "run", count, steps, **settings)
+    assert [each.wait(PATIENCE) for each in processes] == [1] * (count - 1) + [-9], processes[0].text()
+    assert finished_steps(place.path / "checkpoints") == [2]
+    for each in start(place.folder / "run", count, steps, **settings):
+        assert each.wait(PATIENCE) == 0 and "Traceback" not in each.text(), each.text()
+    assert runs.differences(place.copy("copy"), reference, steps) == []
+    injected[f"bucket: one of {count} processes killed in a save"] += 1

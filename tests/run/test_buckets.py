@@ -93,13 +93,13 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_anything_starts(bucket, 
     path, server = bucket
     require_usable(path)
     assert server.names(str(path).split("/")[2]) == []
-    with pytest.raises(UserError, match=r"^gs://no-bucket/run: wanted a bucket that can be written to: .*not exist"):
+    with pytest.raises(UserError, match=r"^gs://no-bucket/run: wanted a bucket that answers: .*not exist"):
         require_usable(to_path("gs://no-bucket/run"))
     server.faults = lambda request: gcs.Status(403) if request.method == "PUT" else None
-    with pytest.raises(UserError, match=r"wanted a bucket that can be written to: .*PERMISSION_DENIED"):
+    with pytest.raises(UserError, match=r"wanted credentials that may write to the bucket: .*PERMISSION_DENIED"):
         enter_run(path, DESCRIPTION).__enter__()
     server.faults = lambda request: gcs.Status(503)
-    with pytest.raises(UserError, match=r"wanted a bucket that can be written to: .*2 retry attempts"):
+    with pytest.raises(UserError, match=r"wanted a bucket that answers: .*2 retry attempts"):
         require_usable(path)
     monkeypatch.setattr(buckets.metadata, "version", lambda package: "0.11.39")
     with pytest.raises(UserError, match=r"wanted orbax-checkpoint 0.12 or newer to write to a bucket, got 0.11.39"):
@@ -216,19 +216,24 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(bucket, quick):
     assert (path / "x").read_text() == "1" and (path / "lock.json").read_text() == "another's"
 
 
-def test_a_run_goes_on_while_its_bucket_does_not_answer(bucket, quick, impatient, capsys):
-    """The lock may be another's by then: saves fail with a warning until it could be renewed."""
+@pytest.mark.parametrize("code", [401, 403, 404, 429, 500, 503])
+def test_a_run_goes_on_while_its_bucket_does_not_answer(code, bucket, quick, impatient, capsys):
+    """Its lock may be another's by then: saves fail with a warning until it could be renewed. 404: it is gone."""
     path, server = bucket
-    run = RunDir(path)
+    run, name = RunDir(path), str(path).split("/")[2]
     with lock.hold(run.lock), Checkpoints(run.checkpoints, keep=2) as checkpoints:
         save(checkpoints, 1, state(1), {}, is_last=False)
         checkpoints.wait()
-        server.faults = lambda request: gcs.Status(503)
+        whole = server.buckets[name]
+        if code == 404:
+            del server.buckets[name]
+        else:
+            server.faults = lambda request: gcs.Status(code)
         time.sleep(0.1)
         save(checkpoints, 2, state(2), {}, is_last=False)
         with pytest.raises(FailureError, match=r"checkpoint 2 could not be written .* its lock cannot be renewed"):
             save(checkpoints, 2, state(2), {}, is_last=True)
-        server.faults = lambda request: None
+        server.buckets[name], server.faults = whole, lambda request: None
         save(checkpoints, 3, state(3), {}, is_last=True)
         assert checkpoints.steps() == [1, 3]
     assert "checkpoint 2 is not written: its lock cannot be renewed" in capsys.readouterr().err

@@ -6,6 +6,7 @@ Imports tensorstore for a bucket only, so that `--help` of subcommands that take
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -56,4 +57,7 @@ def require_usable(path: Path) -> None:
         probe.write_bytes(b"1")
         probe.unlink()
     except OSError as problem:
-        raise UserError(f"{path}: wanted a bucket that can be written to: {problem.strerror}") from problem
+        wanted = (
+            "credentials that may write to the bucket" if problem.errno == errno.EACCES else "a bucket that answers"
+        )
+        raise UserError(f"{path}: wanted {wanted}: {problem.strerror}") from problem

@@ -175,6 +175,9 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
 
 def list_steps(directory: Path) -> list[int]:
     """All steps that have a folder, finished or not, in order."""
+    if is_bucket(directory):  # one request
+        heads = [name.partition("/")[0] for name in objects.list_files(directory) if "/" in name]
+        return sorted({int(head) for head in heads if head.isdecimal()})
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
@@ -182,6 +185,9 @@ def list_steps(directory: Path) -> list[int]:
 
 def finished_steps(directory: Path) -> list[int]:
     """The steps whose save was finished, damaged since or not, in order."""
+    if is_bucket(directory):
+        heads = [name.removesuffix(f"/{MANIFEST}") for name in objects.list_files(directory)]
+        return sorted(int(head) for head in heads if head.isdecimal())
     return [step for step in list_steps(directory) if has_manifest(directory / str(step))]
 
 
@@ -219,9 +225,14 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete the remains of killed processes and failed saves: half-written or half-deleted folders, and probes."""
+    """Delete the remains of killed processes and failed saves: half-written or half-deleted folders, and probes.
+
+    In a bucket there are none: a step is overwritten where it is, or deleted by `prune`.
+    """
+    if is_bucket(directory):
+        return
     for folder in [*directory.glob(f"{DELETED}*"), *directory.glob(f"*{UNFINISHED}*")]:
-        remove_folder(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     for probe in directory.glob(f"*{PROBE_SUFFIX}"):
         probe.unlink(missing_ok=True)
 
@@ -244,13 +255,14 @@ def require_space(directory: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """OSError if this process cannot write a file there: no space, quota or permission."""
+    """OSError if this process cannot write a file there: no space, quota or permission. A bucket is not asked."""
+    if is_bucket(directory):
+        return
     probe = directory / f"{socket.gethostname()}.{os.getpid()}{PROBE_SUFFIX}"
     try:
         with probe.open("wb") as file:
             file.write(bytes(PROBE))
-            if not is_bucket(directory):
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
     finally:
         probe.unlink(missing_ok=True)
