@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 from importlib import metadata
 from pathlib import Path
 from typing import cast
@@ -52,10 +51,10 @@ def require_usable(path: Path) -> None:
             if tuple(map(int, re.findall(r"\d+", version)))[: len(oldest)] < oldest:
                 wanted = ".".join(map(str, oldest))
                 raise UserError(f"{path}: wanted {package} {wanted} or newer to write to a bucket, got {version}")
-    probe = path / f"{secrets.token_hex(8)}.probe.tmp"
+    from gspax.run import objects
+
     try:
-        probe.write_bytes(b"1")
-        probe.unlink()
+        objects.require_bucket(path)
     except OSError as problem:
         wanted = (
             "credentials that may write to the bucket" if problem.errno == errno.EACCES else "a bucket that answers"

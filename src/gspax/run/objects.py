@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,16 @@ def write_if(path: Path, content: bytes | None, generation: bytes) -> bytes | No
     if written:
         return written
     found, now = read_object(path)
+    if found is None:
+        require_bucket(path.parent)
     return now if found == content else None
+
+
+def require_bucket(folder: Path) -> None:
+    """OSError if nothing can be written to a bucket. Of one that is gone, tensorstore reads that it is empty."""
+    store, key = locate(folder / f"{secrets.token_hex(8)}.probe.tmp")
+    result(store.write(key, b"1"), folder)
+    result(store.write(key, None), folder)
 
 
 def list_files(folder: Path) -> list[str]:
