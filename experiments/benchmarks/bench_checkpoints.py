@@ -6,8 +6,11 @@ If FOLDER is empty it first writes random numbers there: Qwen3-30B-A3B cut to 3 
 measurement runs in a process of its own. Its memory is the peak resident set (VmHWM) minus that just before reading,
 with jax imported and its devices initialized; gspax maps no file into memory, so the files' pages are not included.
 "cold": the files' pages were dropped from the cache first; "warm": they had just been read. For comparison: `cat`,
-which keeps nothing, and reading the same bytes unchanged into new memory, which every reader needs. CPU-seconds do
-not depend on other programs on the machine.
+which keeps nothing, and reading the same bytes unchanged into new memory, which every reader needs.
+
+CPU-seconds depend on the memory: a page that a virtual machine uses for the first time may cost more than all work on
+it. So they are measured in processes that have filled as much memory as the files take and freed it; the last line has
+what that took.
 """
 
 import json
@@ -97,8 +100,17 @@ def peak() -> int:
     return 1024 * int(found[1])
 
 
-def read(folder: Path, devices: int, dtype: str) -> None:
-    """In a process of its own: read once and print the result as JSON."""
+def fill(folder: Path) -> float:
+    """CPU-seconds of filling as much memory as the files take, which is free again after that."""
+    import numpy as np
+
+    start = time.process_time()
+    np.full(sum(file.stat().st_size for file in files(folder)), 1, np.uint8)
+    return time.process_time() - start
+
+
+def read(folder: Path, devices: int, dtype: str, *, used: bool) -> None:
+    """In a process of its own: read once, into memory that it has used before if it is to, and print the result."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
@@ -111,11 +123,13 @@ def read(folder: Path, devices: int, dtype: str) -> None:
     config = read_config(folder)
     wanted = abstract_params(config, make_mesh(Mesh()), dtype)
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
-    before, start, used = peak(), time.perf_counter(), time.process_time()
+    filled = fill(folder) if used else 0.0
+    before, start, begin = peak(), time.perf_counter(), time.process_time()
     params = read_params(folder, config, wanted)
-    seconds, cpu, rise = time.perf_counter() - start, time.process_time() - used, peak() - before
+    seconds, cpu, rise = time.perf_counter() - start, time.process_time() - begin, peak() - before
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": rise, "before": before, "arrays": size}))
+    found = {"seconds": seconds, "cpu": cpu, "peak": rise, "before": before, "arrays": size, "filled": filled}
+    print(json.dumps(found))
 
 
 def main(folder: Path) -> None:
@@ -139,11 +153,17 @@ def main(folder: Path) -> None:
                 f"arrays {found['arrays'] / total:4.2f} x",
                 flush=True,
             )
+        found = in_process(folder, devices, dtype, "used")
+        print(
+            f"{devices} devices, {dtype:8}, used memory: {total / 1e9 / found['cpu']:.2f} GB per CPU-second "
+            f"({found['cpu']:.1f} CPU-s; filling as much memory first {found['filled']:.1f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        read(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    if len(sys.argv) >= 4:
+        read(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], used="used" in sys.argv[4:])
     elif len(sys.argv) == 3:
         into_memory(Path(sys.argv[1]))
     else:

@@ -102,6 +102,16 @@ def test_each_tensor_is_read_once_for_all_devices(tmp_path, monkeypatch):
     assert len(seen) == len(set(seen)) == len(ours)
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_large_tensors_are_read_in_pieces(devices, tmp_path, monkeypatch):
+    """Of a few rows, and of less than a row; a piece may be of several devices."""
+    params = random_params(MOE)
+    save(tmp_path, MOE, published(MOE, params))
+    for piece in (100, 7):
+        monkeypatch.setattr(parameters, "PIECE", piece)
+        assert equal(parameters.read_params(tmp_path, MOE, wanted(MOE, devices)), params)
+
+
 def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
     params, shape = random_params(MOE), wanted(MOE)["runs"][0]["mlp"]["gate"].shape
     stored = tensors.find(save(tmp_path, MOE, published(MOE, params)))
@@ -110,11 +120,11 @@ def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
     read = []
     for chunk in names.list_chunks(MOE, parameter_shapes(MOE))["runs/0/mlp/gate"]:
 
-        def read_chunk(chunk):
-            read.append(chunk.published)
-            return tensors.read(stored[chunk.published])
+        def read_part(name, part):
+            read.append(name)
+            return tensors.read(stored[name], part=part)
 
-        parameters._copy_chunk(chunk, read_chunk, {box: shard}, shape)
+        parameters._copy_chunk(chunk, read_part, {box: shard}, shape)
     experts = [(layer, expert) for layer in range(3) for expert in (2, 3)]
     assert sorted(read) == [f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight" for layer, e in experts]
     assert (shard == np.asarray(params["runs"][0]["mlp"]["gate"])[:, 2:4, :, 4:8]).all()

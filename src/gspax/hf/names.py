@@ -238,12 +238,20 @@ def to_published(row: Row, array: np.ndarray) -> np.ndarray:
     return tensor.reshape(published_shape(row, array.shape))
 
 
+def leading_axis(row: Row) -> int:
+    """Our axis that the first axis of the published tensor is, or begins with."""
+    groups, ours, _ = _axes(row)
+    return ours.index(groups[0][0])
+
+
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     """`target[...] = source`, where source may be a transposed view and of another dtype.
 
     The source is copied in strips in its memory order, with a gap after each row: rows whose lengths are powers of two
     would otherwise evict each other from the cache. That makes it five times as fast.
     """
+    if source.dtype == target.dtype:  # numpy copies its own dtypes faster
+        source, target = (x.view(f"u{source.dtype.itemsize}") for x in (source, target))
     order = sorted(range(source.ndim), key=lambda axis: -source.strides[axis])
     if order == list(range(source.ndim)):
         target[...] = source

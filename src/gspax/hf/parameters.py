@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +23,18 @@ from gspax.config import ModelConfig
 from gspax.errors import UserError
 from gspax.hf import config_json, names, tensors
 from gspax.hf.names import Chunk
-from gspax.hf.tensors import Stored
+from gspax.hf.tensors import Part, Stored
 from gspax.model import transformer
 from gspax.parallel import multihost
 from gspax.types import Params
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BUFFER = 2**24  # bytes; larger tensors get memory of their own
+PIECE = 2**22  # numbers that are read at a time into a buffer: touching new memory costs more than reading
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file, as in transformers up to version 4
 Box = tuple[tuple[int, int], ...]  # start and stop of each axis
+
+
+Read = Callable[[str, Part | None], np.ndarray]  # the numbers of a tensor, or of a part of it, by its name
 
 
 class Readable(Protocol):
@@ -61,8 +65,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     """The parameters of a checkpoint folder.
 
-    A host holds its devices' shards of one parameter, and one tensor per core; on CPU the arrays share the shards'
-    memory. All headers are validated before the first tensor is read.
+    A host holds its devices' shards of one parameter, and a piece of a tensor per core; on CPU the arrays share the
+    shards' memory. All headers are validated before the first tensor is read.
 
     Args:
       folder: with `model.safetensors`, or several files and their index; experts in either layout.
@@ -87,11 +91,11 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     _validate(folder, config, stored, names.tensor_shapes(table, shapes))
     thread = threading.local()
 
-    def read(chunk: Chunk) -> np.ndarray:
-        return tensors.read(stored[chunk.published], thread.buffer, chunk.part)
+    def read(name: str, part: Part | None) -> np.ndarray:
+        return tensors.read(stored[name], thread.buffer, part)
 
     def prepare() -> None:
-        thread.buffer = np.empty(BUFFER, np.uint8)
+        thread.buffer = np.empty(4 * PIECE, np.uint8)
 
     with ThreadPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
         arrays = [_read_parameter(table[name], read, leaf, pool) for name, leaf in leaves.items()]
@@ -115,10 +119,7 @@ def _validate(
 
 
 def _read_parameter(
-    chunks: Sequence[Chunk],
-    read: Callable[[Chunk], np.ndarray],
-    leaf: jax.ShapeDtypeStruct,
-    pool: ThreadPoolExecutor,
+    chunks: Sequence[Chunk], read: Read, leaf: jax.ShapeDtypeStruct, pool: ThreadPoolExecutor
 ) -> jax.Array:
     """One array on its devices."""
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
@@ -130,21 +131,38 @@ def _read_parameter(
     return array.block_until_ready()  # free this parameter's shards before reading the next
 
 
-def _copy_chunk(
-    chunk: Chunk, read: Callable[[Chunk], np.ndarray], shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]
-) -> None:
-    """Read a chunk's part of its tensor and copy it into the shards that overlap it; without any, do not read it."""
+def _copy_chunk(chunk: Chunk, read: Read, shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]) -> None:
+    """Copy a chunk's part of its tensor into the shards that overlap it, in pieces along its first axis.
+
+    Pieces that no shard overlaps are not read.
+    """
     depth = len(chunk.index)
-    holders = {
-        box: shard
+    whole, axis = shape[depth:], names.leading_axis(chunk.row)
+    holders = {  # by its bounds in the chunk, the part of each shard
+        box[depth:]: shard[tuple(i - first for i, (first, _) in zip(chunk.index, box, strict=False))]
         for box, shard in shards.items()
         if all(first <= i < last for i, (first, last) in zip(chunk.index, box, strict=False))
     }
-    if holders:
-        view = names.to_ours(chunk.row, read(chunk), shape[depth:])
-    for box, shard in holders.items():
-        index = tuple(i - first for i, (first, _) in zip(chunk.index, box, strict=False))
-        names.copy(shard[index], view[tuple(slice(*bounds) for bounds in box[depth:])])
+    for first, last in _pieces(chunk, whole, axis):
+        overlapping = [bounds for bounds in holders if bounds[axis][0] < last and first < bounds[axis][1]]
+        if not overlapping:
+            continue
+        part = chunk.part if last - first == whole[axis] else Part(1, first, last - first, whole[axis])
+        view = names.to_ours(chunk.row, read(chunk.published, part), (*whole[:axis], last - first, *whole[axis + 1 :]))
+        for bounds in overlapping:
+            start, stop = bounds[axis]
+            low, high = max(first, start), min(last, stop)
+            inside = [slice(*each) for each in bounds]
+            inside[axis] = slice(low - first, high - first)
+            target = holders[bounds][(slice(None),) * axis + (slice(low - start, high - start),)]
+            names.copy(target, view[tuple(inside)])
+
+
+def _pieces(chunk: Chunk, shape: tuple[int, ...], axis: int) -> list[tuple[int, int]]:
+    """Where each piece of a chunk begins and ends on the axis that its tensor begins with; a part is one piece."""
+    size = shape[axis]
+    rows = size if chunk.part is not None else max(1, PIECE * size // max(1, math.prod(shape)))
+    return [(first, min(first + rows, size)) for first in range(0, size, rows)]
 
 
 def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
