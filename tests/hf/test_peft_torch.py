@@ -6,6 +6,7 @@ The same without PEFT: test_peft.py.
 import warnings
 from dataclasses import replace
 
+import families
 import jax
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from published import random_params
 from gspax.config import Lora
 from gspax.errors import UserError
 from gspax.hf import peft
+from gspax.hf.config_json import read_config
 from gspax.hf.parameters import named_leaves, named_shapes, write_checkpoint
 from gspax.hf.peft import read_adapters, write_adapters
 from gspax.learner import adapters
@@ -36,11 +38,22 @@ MODELS = {
     "qwen2_moe, a layer dense": replace(QWEN2, mlp_only_layers=(1,)),
     "mixtral": MIXTRAL,
 }
+OTHERS = ("glm4_moe", "dots1", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "olmoe")
 QV = {"target_modules": ["q_proj", "v_proj"]}
 
 
 def scaled(tree, factor=0.3):
     return jax.tree.map(lambda leaf: factor * leaf, tree)
+
+
+def config_of(name, folder):
+    """Of one of MODELS, or the small model of a family."""
+    if name in MODELS:
+        return MODELS[name]
+    made = transformers.AutoConfig.for_model(name, **families.SMALL[name])
+    folder.mkdir()
+    made.save_pretrained(folder)
+    return read_config(folder)
 
 
 def logits(model):
@@ -83,7 +96,7 @@ def adapted(folder, config, lora, tmp_path):
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
-        *((name, LORA) for name in MODELS),
+        *((name, LORA) for name in (*MODELS, *OTHERS)),
         ("a dense layer and one of experts", replace(LORA, attention=("query", "value"), mlp=("down",))),
         ("mixtral", replace(LORA, attention=False)),
         ("qwen2_moe", replace(LORA, attention=False)),
@@ -91,7 +104,7 @@ def adapted(folder, config, lora, tmp_path):
     ],
 )
 def test_peft_gives_the_logits_of_merged_weights_with_an_adapter_of_gspax(name, lora, tmp_path):
-    config, rng = MODELS[name], np.random.default_rng(1)
+    config, rng = config_of(name, tmp_path / "config"), np.random.default_rng(1)
     shapes = named_shapes(adapters.abstract(config, lora))
     factors = {path: 0.3 * rng.standard_normal(shape, np.float32) for path, shape in shapes.items()}
     (folder := tmp_path / "adapter").mkdir()
