@@ -80,7 +80,11 @@ def step(*values):
     """The compiled update, shared by experiments with the same objective."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
     objective, replay = objective_of(variant), variant.routing_replay != "off"
-    return make_update(tiny.settings(variant.model, MESH, routing_replay=replay), objective, OPTIMIZER)
+    settings, adaptive = (
+        tiny.settings(variant.model, MESH, routing_replay=replay),
+        variant.regularizers.adaptive_entropy,
+    )
+    return make_update(settings, objective, OPTIMIZER, adaptive_entropy=adaptive)
 
 
 def train(changes, rollouts=2, seed=0):
@@ -101,7 +105,7 @@ def train(changes, rollouts=2, seed=0):
     sampler = make_sampler(variant.model, MESH, MESH)
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
-    clip_range = initial_range(variant.calibration)
+    clip_range = initial_range(variant.calibration, variant.regularizers)
     state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
     reference = None if variant.reference is None else start
@@ -228,6 +232,19 @@ def test_a_loss_without_an_old_policy_takes_the_sampler_log_probs():
     same = [name for name in plain if name.startswith(("policy/", "mismatch/", "optim/"))]
     assert {name: plain[name] for name in same} == {name: second[name] for name in same}
     assert "policy/noise_floor" not in plain and plain["policy/log_ratio_square"] > 0
+
+
+def test_an_adaptive_entropy_bonus_trains():
+    """The first update has the first coefficient; each below the target adds a step."""
+    settings = config.AdaptiveEntropy(target=100.0, step=0.01, highest=0.025)
+    found, state, _ = train({"regularizers": Regularizers(entropy=0.005, adaptive_entropy=settings)})
+    each = [rollout["policy/entropy_coefficient"] for rollout in found]
+    np.testing.assert_allclose(each, [(0.005 + 0.015) / 2, (0.025 + 0.025) / 2], rtol=1e-5)
+    np.testing.assert_allclose(state.clip_range, [0.025, 0])
+    (fixed, _), _, _ = train({"regularizers": Regularizers(entropy=0.005)})
+    (falling, _), _, _ = train({"regularizers": Regularizers(entropy=0.005, adaptive_entropy=config.AdaptiveEntropy())})
+    assert falling["policy/entropy_coefficient"] == pytest.approx(0.0025), "0 after the first update"
+    assert fixed["policy/entropy"] == falling["policy/entropy"] and fixed["policy/loss"] != falling["policy/loss"]
 
 
 def test_a_selection_trains():

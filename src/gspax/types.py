@@ -88,5 +88,7 @@ class TrainState:
     key: Array  # PRNG key of the run; never advanced, only folded
     params: Params
     opt_state: PyTree
-    clip_range: Array  # float32 [2]  clip_low, clip_high if they are calibrated; otherwise zeros that nothing reads
+    # float32 [2]  what updates adapt: clip_low and clip_high if they are calibrated, or the coefficient of an adaptive
+    # entropy bonus and 0; otherwise zeros that nothing reads
+    clip_range: Array
     teacher: Params = None  # the trained parameters of a teacher that is an earlier policy

@@ -7,7 +7,7 @@ import pytest
 from small_experiment import experiment
 
 from gspax import advantages, losses
-from gspax.config import Calibration, Placement, Reference, Regularizers, RouterShift
+from gspax.config import AdaptiveEntropy, Calibration, Placement, Reference, Regularizers, RouterShift
 from gspax.experiment import override, validate, warnings
 from gspax.losses import correction, kl, selection
 
@@ -51,6 +51,19 @@ WRONG = [
         {"loss": losses.dapo, "reference": Reference(loss=kl.sequence_kl)},
         "reference.loss: gspax.losses.kl.sequence_kl weighs sequences",
     ),
+    (
+        {"regularizers": Regularizers(adaptive_entropy=AdaptiveEntropy()), "calibration": Calibration()},
+        "regularizers.adaptive_entropy: wanted none beside calibration: a run adapts one of the two, got both",
+    ),
+    (
+        {"regularizers": Regularizers(entropy=0.5, adaptive_entropy=AdaptiveEntropy(highest=0.1))},
+        "regularizers.entropy: wanted a first coefficient from 0 to regularizers.adaptive_entropy.highest (0.1), got",
+    ),
+    (
+        {"regularizers": Regularizers(adaptive_entropy=AdaptiveEntropy(step=-1.0))},
+        "regularizers.adaptive_entropy.step: wanted",
+    ),
+    ({"loss": own_loss, "regularizers": Regularizers(adaptive_entropy=AdaptiveEntropy())}, "regularizers.adaptive_ent"),
     ({"regularizers": Regularizers(router_z=-1.0)}, "regularizers.router_z: wanted at least 0"),
     ({"regularizers": Regularizers(entropy=float("inf"))}, "regularizers.entropy: wanted a finite number"),
     (

@@ -80,6 +80,19 @@ def test_load_balance_is_1_when_balanced_and_larger_when_routers_agree():
     assert losses.reduce(regularizers.load_balance(one, load, mask))[0] == pytest.approx(E)
 
 
+def test_the_next_coefficient_steps_toward_the_target_within_its_bounds():
+    """c + δ below the target, c - δ above it, from 0 to the highest."""
+    coefficient, wanted = np.float32(0.004), 0.004
+    for entropy in (0.1, 0.19, 0.3, 0.2, 0.25, 0.1, 0.1, 0.1, 0.1):
+        wanted = min(max(wanted + (0.003 if entropy < 0.2 else -0.003), 0.0), 0.01)
+        coefficient = regularizers.next_coefficient(
+            coefficient, np.float32(entropy), target=0.2, step=0.003, highest=0.01
+        )
+        assert coefficient.dtype == jnp.float32 and not coefficient.weak_type
+        np.testing.assert_allclose(coefficient, wanted, atol=1e-7)
+    assert wanted == 0.01
+
+
 @over_masks
 @pytest.mark.parametrize("scale", (0.3, 30.0))
 def test_log_ratio_square_equals_a_loop(mask, scale):

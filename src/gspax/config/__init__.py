@@ -5,6 +5,7 @@ Importing this package imports no jax, so that the program can report an error a
 """
 
 from gspax.config.experiment import (
+    AdaptiveEntropy,
     Calibration,
     Collapse,
     Diagnostics,
@@ -57,6 +58,7 @@ from gspax.config.model import (
 __all__ = [
     "LOGIT_BUDGET",
     "SCORE_BUDGET",
+    "AdaptiveEntropy",
     "AlphaRope",
     "Calibration",
     "Collapse",

@@ -294,10 +294,20 @@ def adapted_weights(lora: Lora) -> dict[str, tuple[str, ...]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdaptiveEntropy:
+    """An entropy bonus whose coefficient moves by a step after each update, toward a target (`losses.regularizers`)."""
+
+    target: Positive = 0.2  # nats per token; below it the coefficient rises, above it falls
+    step: Positive = 0.005
+    highest: Positive = 1.0  # coefficient; the lowest is 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Regularizers:
     """Coefficients of the terms added to the policy loss (`losses.regularizers`); 0: off."""
 
-    entropy: Finite = 0.0  # above 0 rewards entropy
+    entropy: Finite = 0.0  # above 0 rewards entropy; with `adaptive_entropy` the coefficient that it starts from
+    adaptive_entropy: AdaptiveEntropy | None = None
     log_ratio_square: NonNegative = 0.0  # of the policy to the one that sampled the tokens
     load_balance: NonNegative = 0.0
     router_z: NonNegative = 0.0

@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 class UpdateConstants(NamedTuple):
     """The values that are the same for all microbatches of an update."""
 
-    clip_range: Array  # float32 [2]: `TrainState.clip_range`
+    clip_range: Array  # float32 [2]: `TrainState.clip_range`, also an adaptive entropy coefficient
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
     updates: Array | int = 0  # int32: `TrainState.step`, for losses that take it
     teacher_head: Params = None  # the teacher's parameters that `transformer.head` reads, if its logits are computed
@@ -117,7 +117,7 @@ def make_objective(
         if reference is not None and reference.loss is not None:
             penalty = reference_kl(reference.loss, outputs.logp_BT, batch, aggregate)
             terms = add_penalty(terms, penalty, coefficient=reference.coefficient)
-        more = penalties(regularizers, teacher, outputs, batch, constants.load_LE, aggregate, router=router)
+        more = penalties(regularizers, teacher, outputs, batch, constants, aggregate, router=router)
         for coefficient, penalty in more:
             terms = add_penalty(terms, penalty, coefficient=coefficient)
         return terms
@@ -171,7 +171,7 @@ def penalties(
     teacher: Teacher | None,
     outputs: Outputs,
     batch: Batch,
-    load_LE: Array | None,
+    constants: UpdateConstants,
     aggregate: losses.Aggregate | None,
     *,
     router: Router = SOFTMAX,
@@ -184,17 +184,21 @@ def penalties(
     if teacher is not None and not teacher.as_advantage:
         of_tokens = outputs.logp_BT, outputs.compared
         yield teacher.coefficient, divergence_terms(teacher, *of_tokens, batch, aggregate=aggregate, segment_ids=ids)
-    if regularizers.entropy:
+    if regularizers.entropy or regularizers.adaptive_entropy is not None:
         bonus = entropy_bonus(outputs.entropy_BT, mask_BT, aggregate=aggregate, segment_ids=ids)
-        yield regularizers.entropy, bonus
+        if regularizers.adaptive_entropy is None:
+            yield regularizers.entropy, bonus
+        else:
+            yield 1.0, bonus._replace(value=constants.clip_range[0] * bonus.value)
     if regularizers.log_ratio_square:
         sampler_logp_BT = known(batch, "sampler_logp_BT")
         penalty = log_ratio_square(outputs.logp_BT, sampler_logp_BT, mask_BT, aggregate=aggregate, segment_ids=ids)
         yield regularizers.log_ratio_square, penalty
     if regularizers.load_balance:
-        assert load_LE is not None, "the batch has no experts"
+        assert constants.load_LE is not None, "the batch has no experts"
         prob_LBTE = jax.nn.softmax(softmax_logits(outputs.routing.logits, router))
-        yield regularizers.load_balance, load_balance(prob_LBTE, load_LE, mask_BT, aggregate=aggregate, segment_ids=ids)
+        penalty = load_balance(prob_LBTE, constants.load_LE, mask_BT, aggregate=aggregate, segment_ids=ids)
+        yield regularizers.load_balance, penalty
     if regularizers.router_z:
         penalty = router_z(outputs.routing.logits, mask_BT, aggregate=aggregate, segment_ids=ids)
         yield regularizers.router_z, penalty

@@ -26,13 +26,14 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gspax import losses, unstable
-from gspax.config import Guard, expert_id_dtype, has_experts
+from gspax.config import AdaptiveEntropy, Guard, expert_id_dtype, has_experts
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
 from gspax.learner.forward import StepSettings, forward
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.objective import Objective, Scores, UpdateConstants, router_logp
 from gspax.losses.proximal import interpolated_logp
+from gspax.losses.regularizers import next_coefficient
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
 from gspax.model.transformer import head_params
@@ -66,6 +67,7 @@ def make_update(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     guard: Guard = NO_LIMITS,
+    adaptive_entropy: AdaptiveEntropy | None = None,
 ) -> Update:
     """A pure, jitted `(state, batch, on_policy, teacher_head) -> (state, metrics, scores)`; the state is donated.
 
@@ -85,8 +87,10 @@ def make_update(
     Args:
       objective: the function to minimize, such as `make_objective(losses.gspo)`.
       guard: limits of the gradient norm and of the policy ratio.
+      adaptive_entropy: adapts the coefficient of the objective's entropy bonus, in `state.clip_range`, by the entropy
+        of the whole minibatch; it is the metric `entropy_coefficient`.
     """
-    update = _update(settings, objective, optimizer, guard)
+    update = _update(settings, objective, optimizer, guard, adaptive_entropy)
     return jax.jit(update, donate_argnums=0, compiler_options=unstable.light_compilation(settings.mesh))
 
 
@@ -101,7 +105,11 @@ def fill_old_logp(batch: Batch) -> tuple[Batch, bool]:
 
 
 def _update(
-    settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation, guard: Guard
+    settings: StepSettings,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    guard: Guard,
+    adaptive_entropy: AdaptiveEntropy | None = None,
 ) -> Callable[..., tuple[TrainState, Scalars, Scores]]:
     """The function that `make_update` compiles."""
     gradient = make_gradient(settings, objective)
@@ -122,6 +130,11 @@ def _update(
         healthy, empty = is_healthy(guard, value, grad_norm, metrics), ~batch.mask_BT.any()
         with jax.named_scope("update"):
             updated, opt_state = jax.lax.cond(healthy & ~empty, apply, lambda: (trained, state.opt_state))
+        if adaptive_entropy is not None:
+            metrics["entropy_coefficient"] = state.clip_range[0]
+            adapted = adapt_entropy(adaptive_entropy, state.clip_range, metrics["entropy_bonus"])
+            adapted = constrain(jnp.where(healthy & ~empty, adapted, state.clip_range), settings.mesh)
+            state = replace(state, clip_range=adapted)
         state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
         flags = {"skipped": ~healthy & ~empty, "empty": empty}
         if exchanges and scores.fallbacks is not None:
@@ -130,6 +143,12 @@ def _update(
         return state, {"loss": value, "grad_norm": grad_norm, **counts, **metrics}, scores
 
     return update
+
+
+def adapt_entropy(settings: AdaptiveEntropy, clip_range: Array, entropy: Array) -> Array:
+    """`TrainState.clip_range` with the coefficient for the next update."""
+    target, step, highest = settings.target, settings.step, settings.highest
+    return clip_range.at[0].set(next_coefficient(clip_range[0], entropy, target=target, step=step, highest=highest))
 
 
 def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Scalars) -> Array:

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspax.config import Calibration, Experiment, has_experts, row_shape, updates_per_step
+from gspax.config import Calibration, Experiment, Regularizers, has_experts, row_shape, updates_per_step
 from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
 from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import Select, make_select
-from gspax.learner.objective import Scores, make_objective
+from gspax.learner.objective import NO_REGULARIZERS, Scores, make_objective
 from gspax.learner.state import applied_updates
 from gspax.learner.teacher import Teach, make_teach
 from gspax.learner.train_step import (
@@ -119,7 +119,7 @@ def make_steps(
     )
     diagnostics = experiment.diagnostics
     return Steps(
-        make_update(settings, objective, optimizer, experiment.guard),
+        make_update(settings, objective, optimizer, experiment.guard, experiment.regularizers.adaptive_entropy),
         make_score(settings, keep_experts=keep, keep_router_logp=shift is not None),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(settings, objective),
@@ -213,9 +213,14 @@ def run_updates(
     return Updated(state, updates, scored, routing, readings, last_skipped)
 
 
-def initial_range(settings: Calibration | None) -> Array:
-    """The widths before anything is measured, float32 [2]: `WIDEST`, which clips nothing; zeros without calibration."""
+def initial_range(settings: Calibration | None, regularizers: Regularizers = NO_REGULARIZERS) -> Array:
+    """`TrainState.clip_range` before anything is measured: `WIDEST`, which clips nothing; zeros without calibration.
+
+    With an adaptive entropy bonus, its first coefficient and 0.
+    """
     # a weakly typed array would compile the update twice
+    if regularizers.adaptive_entropy is not None:
+        return jnp.array([regularizers.entropy, 0], jnp.float32)
     return jnp.zeros(2) if settings is None else jnp.full(2, WIDEST, jnp.float32)
 
 

@@ -28,7 +28,7 @@ def entropy_bonus(
     """-H(π(·|context)) of each token, so that a coefficient above 0 rewards entropy (PPO, arXiv 1707.06347, eq. 9).
 
     Long runs on verifiable rewards lose entropy, and with it exploration. A fixed bonus is sensitive to its coefficient
-    (arXiv 2505.22312 adapts it); a wider upper clip range is the more usual remedy (arXiv 2503.14476).
+    (`next_coefficient` adapts it); a wider upper clip range is the more usual remedy (arXiv 2503.14476).
 
     The gradient flows through the entropy alone: contexts are data, as in `kl.token_kl`.
 
@@ -48,6 +48,24 @@ def entropy_bonus(
     mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
     checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
     return _terms("entropy_bonus", -entropy_BT, mask_BT, aggregate, segment_ids, sign=-1)
+
+
+def next_coefficient(
+    coefficient: ArrayLike, entropy: ArrayLike, *, target: float = 0.2, step: float = 0.005, highest: float = 1.0
+) -> Array:
+    """The coefficient of `entropy_bonus` after an update, a float32 scalar (Skywork-OR1, arXiv 2505.22312).
+
+    A step up where the mean entropy of the update's tokens was below the target, else a step down, within 0 and
+    `highest`. The defaults are TRL's; the best target depends on the model and its task.
+
+    >>> [round(float(next_coefficient(0.01, entropy)), 4) for entropy in (0.1, 0.3)]
+    [0.015, 0.005]
+
+    Leaves the paper: the coefficient moves with each update and not with each rollout, by the policy that is trained,
+    and it applies above the target too, until it has fallen to 0.
+    """
+    change = jnp.where(jnp.asarray(entropy, jnp.float32) < target, jnp.float32(step), jnp.float32(-step))
+    return jnp.clip(jnp.asarray(coefficient, jnp.float32) + change, 0.0, highest)
 
 
 def log_ratio_square(

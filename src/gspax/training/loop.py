@@ -177,7 +177,7 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
         save_reference(run, state, lora, mesh)
     if (wanted := abstract_teacher(abstract_policy(model, lora, mesh), experiment.teacher)) is not None:
         state = start_teacher(state, wanted)
-    clip_range = initial_range(experiment.calibration)
+    clip_range = initial_range(experiment.calibration, experiment.regularizers)
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 
 

@@ -38,7 +38,11 @@ def clip_range_problems(loss: Loss) -> Iterator[str]:
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
-def calibration_problems(loss: Loss, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
+def calibration_problems(
+    loss: Loss, calibration: Calibration | None, schedule: Schedule, regularizers: Regularizers
+) -> Iterator[str]:
+    """A run adapts a clip range or the coefficient of an entropy bonus."""
+    yield from _entropy(regularizers, calibration)
     if calibration is None:
         return
     traits = traits_of(loss)
@@ -71,6 +75,20 @@ def penalty_problems(
         yield (
             f"reference.loss: {title_of(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
             f"by_constant, got {title_of(aggregate)}"
+        )
+
+
+def _entropy(regularizers: Regularizers, calibration: Calibration | None) -> Iterator[str]:
+    """An adaptive entropy bonus starts within its bounds, and is all that updates adapt."""
+    adaptive = regularizers.adaptive_entropy
+    if adaptive is None:
+        return
+    if calibration is not None:
+        yield "regularizers.adaptive_entropy: wanted none beside calibration: a run adapts one of the two, got both"
+    if not 0 <= regularizers.entropy <= adaptive.highest:
+        yield (
+            "regularizers.entropy: wanted a first coefficient from 0 to regularizers.adaptive_entropy.highest "
+            f"({adaptive.highest:g}), got {regularizers.entropy:g}"
         )
 
 

@@ -110,7 +110,7 @@ def validate(
         lambda: _updates(e.schedule),
         lambda: _adapters(e.lora),
         lambda: clip_range_problems(e.loss),
-        lambda: calibration_problems(e.loss, e.calibration, e.schedule),
+        lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
         lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
         lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
