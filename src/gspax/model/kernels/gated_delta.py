@@ -1,0 +1,261 @@
+"""Gated delta nets: the mixer of Qwen3-Next and Qwen3.5 between their layers of attention (arXiv 2412.06464).
+
+A value head holds a state S [H, U] instead of keys and values. Each token lets it decay by exp(g), reads what it
+predicts for its key k, and writes the share beta of the difference to its value v back:
+
+    S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    output S^T q
+
+with keys and queries of length 1. `recurrent_step` is this equation, for sampling. `chunked_rule` is the same for whole
+rows (section 3.3 there, after arXiv 2406.06484): within a chunk the tokens' corrections solve a triangular system, and
+the state moves once per chunk. It takes packed rows, whose segments start from an empty state, right-padded prompts,
+whose last state is returned, and blocks of new tokens after a state.
+
+Around the rule are a short causal convolution of queries, keys, and values (`convolve`), the gates (`decay_and_beta`),
+and a norm of the output (`gated_rms_norm`). All are per head or per channel, so that heads may be sharded.
+
+Axes: B rows, T tokens, t and s tokens of a chunk, K key heads, R value heads of each, N = K·R value heads, H dimension
+of a key, U of a value, C channels, J inputs before a token that the convolution reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.types import Array
+
+CHUNK = 64  # tokens between two states; the work per token within a chunk grows with it, that between chunks shrinks
+EPSILON = 1e-6  # in the norm of queries and keys, as in the published models
+STEPS = 64.0  # a decay is split into a multiple of 1/64, sums of which are exact, and a small rest
+
+
+class Tokens(NamedTuple):
+    """What the rule reads of each token; for `recurrent_step` without the axis T."""
+
+    q_BTKH: Array
+    k_BTKH: Array
+    v_BTNU: Array
+    decay_BTN: Array  # float32, the logarithm g of the factor on the state, at most 0
+    beta_BTN: Array  # float32, from 0 to 1
+
+
+def decay_and_beta(a_BTN: Array, b_BTN: Array, a_log_N: Array, dt_bias_N: Array) -> tuple[Array, Array]:
+    """The gates of `Tokens` in float32: -exp(a_log) softplus(a + dt_bias), and sigmoid(b)."""
+    a_BTN, b_BTN = a_BTN.astype(jnp.float32), b_BTN.astype(jnp.float32)
+    rate_N, bias_N = (x.astype(jnp.float32).reshape((1,) * (a_BTN.ndim - 1) + (-1,)) for x in (a_log_N, dt_bias_N))
+    return -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), jax.nn.sigmoid(b_BTN)
+
+
+def gated_rms_norm(x_BTNU: Array, z_BTNU: Array, scale_U: Array, eps: float) -> Array:
+    """x / rms(x) * scale * silu(z) over the last axis, computed in float32 and returned in the dtype of z."""
+    x32, z32 = x_BTNU.astype(jnp.float32), z_BTNU.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    scale = scale_U.astype(jnp.float32).reshape((1,) * (x32.ndim - 1) + (-1,))
+    return (x32 * inverse * scale * jax.nn.silu(z32)).astype(z_BTNU.dtype)
+
+
+def convolve(x_BTC: Array, weight_CJ: Array, segment_BT: Array, before_BJC: Array | None = None) -> tuple[Array, Array]:
+    """A causal convolution of each channel, within segments, then silu.
+
+    Args:
+      x_BTC: the inputs.
+      weight_CJ: the weights of the J inputs before a token and of its own, the oldest first: [C, J + 1].
+      segment_BT: int32; 0 is padding, and only after a row's tokens.
+      before_BJC: the inputs before the row, which its first segment continues; None: zeros.
+
+    Returns:
+      The outputs in x's dtype, and of rows with one segment the last J inputs, `before` of what follows: those of a row
+      without tokens are its own `before`, bit for bit.
+    """
+    (B, T, C), J = x_BTC.shape, weight_CJ.shape[1] - 1
+    before_BJC = jnp.zeros((B, J, C), x_BTC.dtype) if before_BJC is None else before_BJC.astype(x_BTC.dtype)
+    inputs = jnp.concatenate([before_BJC, x_BTC], axis=1)
+    segments = jnp.concatenate([jnp.broadcast_to(segment_BT[:, :1], (B, J)), segment_BT], axis=1)
+    y_BTC = jnp.zeros(x_BTC.shape, jnp.float32)
+    for tap in range(J + 1):
+        same_BT = segments[:, tap : tap + T] == segment_BT
+        weighted = inputs[:, tap : tap + T].astype(jnp.float32) * weight_CJ[None, None, :, tap].astype(jnp.float32)
+        y_BTC += jnp.where(same_BT[..., None], weighted, 0.0)
+    count_B = (segment_BT > 0).sum(axis=1)
+    last_BJ = count_B[:, None] + jnp.arange(J)[None]
+    return jax.nn.silu(y_BTC).astype(x_BTC.dtype), jnp.take_along_axis(inputs, last_BJ[..., None], axis=1)
+
+
+def recurrent_step(tokens: Tokens, state_BNHU: Array, live_B: Array | None = None) -> tuple[Array, Array]:
+    """The rule for one token of each row.
+
+    Args:
+      tokens: without the axis T.
+      state_BNHU: float32.
+      live_B: bool, the rows that have a token; the states of the others stay as they are, bit for bit. None: all.
+
+    Returns:
+      The outputs float32 `[B, N, U]`, and the states after the token.
+    """
+    (B, N, H, U), K = state_BNHU.shape, tokens.k_BTKH.shape[1]
+    q_BKH, k_BKH = _normalize(tokens.q_BTKH) * H**-0.5, _normalize(tokens.k_BTKH)
+    state_BKRHU = state_BNHU.reshape(B, K, N // K, H, U)
+    v_BKRU = tokens.v_BTNU.reshape(B, K, N // K, U).astype(jnp.float32)
+    decay_BKR11, beta_BKR1 = jnp.exp(tokens.decay_BTN).reshape(B, K, -1, 1, 1), tokens.beta_BTN.reshape(B, K, -1, 1)
+    decayed = state_BKRHU * decay_BKR11
+    wrong_BKRU = beta_BKR1 * (v_BKRU - (decayed * k_BKH[:, :, None, :, None]).sum(axis=3))
+    after = decayed + k_BKH[:, :, None, :, None] * wrong_BKRU[:, :, :, None]
+    out_BNU = (after * q_BKH[:, :, None, :, None]).sum(axis=3).reshape(B, N, U)
+    after_BNHU = after.reshape(B, N, H, U)
+    return out_BNU, after_BNHU if live_B is None else jnp.where(live_B[:, None, None, None], after_BNHU, state_BNHU)
+
+
+def chunked_rule(
+    tokens: Tokens, segment_BT: Array, state_BNHU: Array | None = None, *, chunk: int = CHUNK
+) -> tuple[Array, Array]:
+    """The rule for whole rows.
+
+    Args:
+      tokens: of the rows.
+      segment_BT: int32; a segment starts from an empty state, a row's first one from `state`; 0 is padding, which
+        leaves the state as it is, bit for bit.
+      state_BNHU: float32; None: empty.
+      chunk: tokens between two states.
+
+    Returns:
+      The outputs float32 `[B, T, N, U]`, 0 for padding, and the state float32 after the last token of each row.
+    """
+    B, T, K, H = tokens.k_BTKH.shape
+    N, U = tokens.v_BTNU.shape[2:]
+    chunk = min(chunk, T)
+    if state_BNHU is None:
+        state_BNHU = jnp.zeros((B, N, H, U), jnp.float32)
+    rows = _Chunk(
+        _normalize(tokens.q_BTKH) * H**-0.5,
+        _normalize(tokens.k_BTKH),
+        tokens.v_BTNU.reshape(B, T, K, N // K, U).astype(jnp.float32),
+        jnp.where(segment_BT[..., None] > 0, tokens.decay_BTN, 0.0).reshape(B, T, K, N // K),
+        jnp.where(segment_BT[..., None] > 0, tokens.beta_BTN, 0.0).reshape(B, T, K, N // K),
+        segment_BT,
+    )
+    first_B = jnp.take_along_axis(segment_BT, jnp.argmax(segment_BT > 0, axis=1)[:, None], axis=1)[:, 0]
+    count = -(-T // chunk)
+
+    def split(x_BT: Array) -> Array:
+        """By chunk first: [count, B, chunk, ...]; what is added at the end is padding."""
+        x_BT = jnp.pad(x_BT, ((0, 0), (0, count * chunk - T)) + ((0, 0),) * (x_BT.ndim - 2))
+        return x_BT.reshape(B, count, chunk, *x_BT.shape[2:]).swapaxes(0, 1)
+
+    carry = (state_BNHU.reshape(B, K, N // K, H, U), first_B)
+    # saves the states between chunks only
+    (state, _), out = jax.lax.scan(jax.checkpoint(_run_chunk, prevent_cse=False), carry, jax.tree.map(split, rows))
+    out_BTNU = out.swapaxes(0, 1).reshape(B, count * chunk, N, U)[:, :T]
+    return out_BTNU, state.reshape(B, N, H, U)
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a chunk, float32; queries and keys have length H**-0.5 and 1, padding has decay and beta 0."""
+
+    q_BtKH: Array
+    k_BtKH: Array
+    v_BtKRU: Array
+    decay_BtKR: Array
+    beta_BtKR: Array
+    segment_Bt: Array  # int32
+
+
+def _run_chunk(carry: tuple[Array, Array], chunk: _Chunk) -> tuple[tuple[Array, Array], Array]:
+    """The state and the segment that it is of, before a chunk -> those after it, and the outputs [B, t, K, R, U]."""
+    state_BKRHU, last_B = carry
+    segment_Bt = chunk.segment_Bt
+    live_Bt = segment_Bt > 0
+    end_B = jnp.max(jnp.where(live_Bt, jnp.arange(segment_Bt.shape[1])[None], -1), axis=1)  # the last token's index
+    of_end_B = jnp.take_along_axis(segment_Bt, jnp.maximum(end_B, 0)[:, None], axis=1)[:, 0]
+    next_B = jnp.where(end_B >= 0, of_end_B, last_B)
+
+    # the decays between tokens s and t, from the state before the chunk to t, from s to the end, and over all of it
+    sums = _cumulative_decays(chunk.decay_BtKR)
+    totals = tuple(x[..., -1:] for x in sums)
+    earlier_ts = jnp.tril(jnp.ones((segment_Bt.shape[1],) * 2, bool))
+    same_Bts = (segment_Bt[:, :, None] == segment_Bt[:, None]) & live_Bt[:, :, None] & earlier_ts[None]
+    between_BKRts = _exp(tuple(x[..., :, None] - x[..., None, :] for x in sums), same_Bts[:, None, None])
+    before_BKRt = _exp(sums, (live_Bt & (segment_Bt == last_B[:, None]))[:, None, None])
+    after_BKRs = _exp(
+        tuple(total - x for total, x in zip(totals, sums, strict=True)),
+        (live_Bt & (segment_Bt == next_B[:, None]))[:, None, None],
+    )
+    keep_BKR1 = _exp(totals, (next_B == last_B)[:, None, None, None])
+
+    beta_BKRt1, v_BKRtU = chunk.beta_BtKR.transpose(0, 2, 3, 1)[..., None], chunk.v_BtKRU.transpose(0, 2, 3, 1, 4)
+    gram_BKts = jnp.einsum("btkh,bskh->bkts", chunk.k_BtKH, chunk.k_BtKH)
+    system_BKRts = beta_BKRt1 * gram_BKts[:, :, None] * between_BKRts * jnp.tril(earlier_ts, -1)[None, None, None]
+    predicted_BKRtU = before_BKRt[..., None] * jnp.einsum("btkh,bkrhu->bkrtu", chunk.k_BtKH, state_BKRHU)
+    wrong_BKRtU = unit_lower_inverse(system_BKRts) @ (beta_BKRt1 * (v_BKRtU - predicted_BKRtU))
+
+    score_BKRts = jnp.einsum("btkh,bskh->bkts", chunk.q_BtKH, chunk.k_BtKH)[:, :, None] * between_BKRts
+    out_BKRtU = before_BKRt[..., None] * jnp.einsum("btkh,bkrhu->bkrtu", chunk.q_BtKH, state_BKRHU)
+    out_BKRtU += score_BKRts @ wrong_BKRtU
+    written_BKRHU = jnp.einsum("bskh,bkrsu->bkrhu", chunk.k_BtKH, after_BKRs[..., None] * wrong_BKRtU)
+    moved_BKRHU = keep_BKR1[..., None] * state_BKRHU + written_BKRHU
+    state_BKRHU = jnp.where((end_B >= 0)[:, None, None, None, None], moved_BKRHU, state_BKRHU)
+    return (state_BKRHU, next_B), out_BKRtU.transpose(0, 3, 1, 2, 4)
+
+
+def _cumulative_decays(decay_BtKR: Array) -> tuple[Array, Array]:
+    """The decays up to each token, in two parts [B, K, R, t] to add after differences of each are taken.
+
+    A large decay, which forgets, would take the digits of the small ones after it: differences of its multiples of
+    1/64 are exact, and the rests stay small.
+    """
+    decay_BKRt = decay_BtKR.transpose(0, 2, 3, 1)
+    coarse_BKRt = jax.lax.stop_gradient(jnp.round(decay_BKRt * STEPS) / STEPS)
+    return jnp.cumsum(coarse_BKRt, axis=-1), jnp.cumsum(decay_BKRt - coarse_BKRt, axis=-1)
+
+
+def _exp(parts: tuple[Array, ...], where: Array) -> Array:
+    """The exponential of the sum of two parts, 0 elsewhere."""
+    coarse, rest = parts  # a masked sum may be above 0, and its exponential infinite
+    return jnp.where(where, jnp.exp(jnp.where(where, coarse + rest, 0.0)), 0.0)
+
+
+def _normalize(x: Array) -> Array:
+    """x in float32, divided by its length over the last axis."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + EPSILON)
+
+
+@jax.custom_vjp
+def unit_lower_inverse(a: Array) -> Array:
+    """(1 + a)^-1 of strictly lower triangular matrices `[..., t, t]`, from the inverses of its diagonal blocks.
+
+    Two neighboring blocks with the inverses X and Y and the block b below them make a block with -Y b X below its own:
+    log2(t) times two products. Unlike the series 1 - a + a² - ..., whose terms cancel where keys repeat, no
+    intermediate result is larger than the inverse. Its gradient needs the inverse alone.
+    """
+    t = a.shape[-1]
+    index, leading = np.arange(t), (1,) * (a.ndim - 2)
+    inverse = jnp.broadcast_to(jnp.eye(t, dtype=a.dtype).reshape(*leading, t, t), a.shape)
+    size = 1
+    while size < t:
+        block = index // size
+        below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
+        b = a * jnp.asarray(below, a.dtype).reshape(*leading, t, t)
+        inverse = inverse - (b if size == 1 else _product(_product(inverse, b), inverse))
+        size *= 2
+    return inverse
+
+
+def _inverse_forward(a: Array) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(a)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+    transposed = inverse.swapaxes(-1, -2)
+    return (-jnp.tril(_product(_product(transposed, gradient), transposed), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _product(x: Array, y: Array) -> Array:
+    """A product of matrices of small numbers in full float32, on TPU too."""
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
