@@ -54,6 +54,7 @@ class Batch:
     selected_BT: Array | None = None  # float32  weights of `Experiment.selection`
     teacher_logp_BT: Array | None = None  # float32  log-prob under the teacher
     teacher_hidden_BTE: Array | None = None  # the teacher's last hidden states, in its compute dtype
+    teacher_BT: Array | None = None  # float32  with several teachers whose logits are compared, the token's number
     expert_BLTA: Array | None = None  # uint8 or wider  of the old policy or the sampler; `num_experts` on padding
     router_logp_BLTA: Array | None = None  # float32  the old policy's router log-probs of `expert_BLTA`
 

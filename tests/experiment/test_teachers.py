@@ -29,6 +29,10 @@ def without_aggregate(logp, old_logp, advantage, mask):
     return losses.grpo(logp, old_logp, advantage, mask)
 
 
+def with_answer(problem, completion, feedback):
+    return f"{problem.prompt}{problem.answer}"
+
+
 def one_number(logp, teacher_logp):
     return (logp - teacher_logp).sum()
 
@@ -42,10 +46,12 @@ def one_number(logp, teacher_logp):
         taught(divergence=JENSEN_SHANNON),
         taught(as_advantage=True),
         taught(model=None, refresh_every=4),
+        taught(model=None, refresh_every=1, prompt=with_answer, max_prompt_tokens=64),
+        taught(model=None, models={"one": LARGE, "other": LARGE}, offload=True),
         taught(losses.gspo_token, as_advantage=True),
         replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32)),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_every_form_is_valid(experiment):
     assert validate(experiment, 1) == []
@@ -91,6 +97,36 @@ def test_every_form_is_valid(experiment):
         (
             taught(model=None, refresh_share=0.5),
             "teacher.refresh_every: wanted at least 1 with teacher.refresh_share=0.5, got 0",
+        ),
+        (
+            taught(models={"other": LARGE}),
+            "teacher.models: wanted none beside teacher.model, got other",
+        ),
+        (
+            taught(model=None, models={"one": LARGE, "other": replace(LARGE, vocab_size=99)}),
+            f"teacher.models['other'].vocab_size: wanted the policy's {MODEL.vocab_size}, got 99",
+        ),
+        (
+            taught(model=None, models={"one": LARGE, "other": replace(LARGE, dtype="bfloat16")}),
+            "teacher.models: wanted one dtype, got bfloat16 and float32",
+        ),
+        (
+            taught(model=None, offload=True),
+            "teacher.offload: wanted a teacher.model to offload, got an earlier policy, which is part of the state",
+        ),
+        (
+            taught(max_prompt_tokens=8),
+            "teacher.max_prompt_tokens: wanted 0 without teacher.prompt, got 8",
+        ),
+        (
+            taught(prompt=with_answer, max_prompt_tokens=40960),
+            "teacher.max_prompt_tokens: wanted prompt and completion within the 40960 positions of the models, got "
+            "40960 + 4 = 40964 tokens",
+        ),
+        (
+            taught(prompt=lambda problem: problem.prompt),
+            "teacher.prompt: wanted a function of (problem, completion, feedback), test_teachers.<lambda> does "
+            "not accept these arguments: too many positional arguments",
         ),
         (taught(kept_by="student"), "teacher.kept_by: wanted 'teacher' or 'policy', got 'student'"),
         (
@@ -153,4 +189,9 @@ def test_the_dry_run_counts_the_teacher_and_what_updates_read_of_it():
     own = plan(taught(model=None, refresh_every=1))
     assert own.learner["teacher, an earlier policy"] == own.learner["parameters, float32"]
     assert own.checkpoint == plan(small_experiment.experiment).checkpoint + own.learner["parameters, float32"]
+    several = plan(taught(model=None, models={"one": LARGE, "other": LARGE}, kept=8))
+    assert several.learner["teacher, float32"] == 2 * weights
+    assert several.learner["teacher's head, gathered"] == 2 * compared["teacher's head, gathered"]
+    offloaded = plan(taught(model=None, models={"one": LARGE, "other": LARGE}, offload=True))
+    assert offloaded.learner["the largest teacher, while it reads"] == weights and offloaded.host == 2 * weights
     assert "teacher, float32" in render(plan(taught())) and "teacher, float32" in plan(taught()).sampler

@@ -67,7 +67,7 @@ def learn(form, schedule, mesh, microbatch_rows=0):
     objective = make_objective(losses.importance_sampling, teacher=teacher)
     gradient = jax.jit(train_step.make_gradient(settings, objective))
     state = new_state(params, optax.sgd(1.0), jax.random.key(1))
-    grads, terms, _ = gradient(state, batch, False, transformer.head_params(of_teacher))
+    grads, terms, _ = gradient(state, batch, False, (transformer.head_params(of_teacher),))
     return jax.device_get((grads, losses.reduce(terms)))
 
 

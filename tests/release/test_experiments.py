@@ -84,8 +84,11 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     batch, head = batches[0], []
     if experiment.teacher is not None:
         teacher = abstract_params(experiment.teacher.model, runtime.mesh)
-        taught = jax.eval_shape(runtime.steps.teach, teacher, *read)
-        batch, head = replace(batch, teacher_hidden_BTE=jnp.zeros(taught.shape, taught.dtype)), [head_params(teacher)]
+        taught = jax.eval_shape(runtime.steps.teach[0], teacher, *read)
+        batch, head = (
+            replace(batch, teacher_hidden_BTE=jnp.zeros(taught.shape, taught.dtype)),
+            [(head_params(teacher),)],
+        )
     after, metrics, _ = jax.eval_shape(runtime.steps.update, state, *fill_old_logp(batch), *head)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert {"loss", "grad_norm"} <= set(metrics) and all(leaf.shape == () for leaf in metrics.values())

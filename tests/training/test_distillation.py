@@ -1,7 +1,7 @@
 """Runs with a teacher: they resume bit for bit, and with another teacher not at all."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -12,6 +12,7 @@ from test_loop import final_state
 
 from gspax import losses
 from gspax.config import Sampling, Teacher
+from gspax.data.tasks import sort
 from gspax.errors import UserError
 from gspax.hf import hf
 from gspax.losses import distill
@@ -38,6 +39,25 @@ def expert(tmp_path_factory):
     return folder
 
 
+def with_answer(problem, completion, feedback):
+    """What the policy was not told: the answer, and what it wrote itself."""
+    return f"{problem.answer}{completion}"[:6] + problem.prompt
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Problems of two or three digits, whose teachers differ."""
+
+    inner: sort.Problems
+
+    def train(self, index):
+        problem = self.inner.train(index)
+        return replace(problem, teacher="long" if len(problem.answer) > 2 else "short")
+
+    def heldout(self, index):
+        return self.inner.heldout(index)
+
+
 def taught_by(folder, **changes):
     """One completion of each prompt, and no reward."""
     return replace(
@@ -46,6 +66,16 @@ def taught_by(folder, **changes):
         sampling=Sampling(prompts=16, group=1, max_prompt_tokens=4, max_tokens=4),
         teacher=Teacher(model=hf(folder), **changes),
     )
+
+
+def taught_by_two(folder):
+    """Each by its own teacher, which is loaded for a pass and reads the answer before the prompt."""
+    model = hf(folder)
+    teacher = Teacher(
+        models={"short": model, "long": model}, kept=2, offload=True, prompt=with_answer, max_prompt_tokens=10
+    )
+    schedule = replace(small.schedule, microbatch_tokens=128)
+    return replace(taught_by(folder), data=Taught(small.data), teacher=teacher, schedule=schedule)
 
 
 def train_steps(experiment, folder, steps):
@@ -63,7 +93,8 @@ def learned(run):
 @pytest.mark.parametrize(
     "form",
     [
-        {"kept": 3},
+        "two",
+        pytest.param({"kept": 3}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"as_advantage": True}, marks=pytest.mark.slow),
         pytest.param({"divergence": distill.full_forward_kl}, marks=pytest.mark.slow),
@@ -73,7 +104,7 @@ def learned(run):
 def test_a_run_resumes_bit_for_bit_and_only_with_its_teacher(expert, tmp_path, form):
     teacher = tmp_path / "teacher"
     shutil.copytree(expert, teacher)
-    experiment = taught_by(teacher, **form)
+    experiment = taught_by_two(teacher) if form == "two" else taught_by(teacher, **form)
     whole = train_steps(experiment, tmp_path / "whole", 2)
     train_steps(experiment, tmp_path / "halves", 1)
     halves = train_steps(experiment, tmp_path / "halves", 2)
@@ -103,3 +134,15 @@ def test_a_teacher_that_follows_the_policy_is_in_the_state(tmp_path, share):
     jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=experiment) for run in (halves, whole)))
     first, second, _ = learned(whole)
     assert first["policy/teacher_kl"] < second["policy/teacher_kl"] and learned(halves) == learned(whole)
+
+
+def test_the_same_prompt_in_rows_of_their_own_is_the_same_lesson(expert, tmp_path):
+    """Every response, in packed rows of the teacher's or in those of the policy; other prompts give another KL."""
+    kl = {}
+    for name, prompt in {"own": None, "same": lambda problem, *_: problem.prompt, "other": with_answer}.items():
+        teacher = {"prompt": prompt, "max_prompt_tokens": 0 if prompt is None else 10}
+        kl[name] = [
+            row["policy/teacher_kl"] for row in learned(train_steps(taught_by(expert, **teacher), tmp_path / name, 1))
+        ]
+    np.testing.assert_allclose(kl["same"], kl["own"], rtol=1e-4)
+    assert not np.allclose(kl["other"], kl["own"], rtol=1e-2)

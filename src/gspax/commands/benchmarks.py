@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax.learner.state import abstract_policy, abstract_teacher, add_adapters, init_state, start_teacher
-from gspax.learner.teacher import load_teacher
+from gspax.learner.teacher import load_teachers
 from gspax.model.low_rank import partition
 from gspax.model.sizes import forward_flops
 from gspax.rollout.problems import Skipped
@@ -133,23 +133,21 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         reference = None
         if experiment.reference is not None:
             reference = jax.tree.map(jnp.copy, partition(state.params)[0])
-        teacher = None
-        if experiment.teacher is not None and experiment.teacher.model is not None:
-            teacher = load_teacher(experiment.teacher.model, runtime.mesh, experiment.tokenizer)
-        elif experiment.teacher is not None:
+        teachers, _ = load_teachers(experiment.teacher, runtime.mesh, experiment.tokenizer)
+        if experiment.teacher is not None and teachers is None:
             policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
             state = start_teacher(state, abstract_teacher(policy, experiment.teacher))
         in_flight = InFlight(Skipped(experiment.sampling.max_failed))
-        state = run_step(runtime, state, reference, in_flight, teacher).state
+        state = run_step(runtime, state, reference, in_flight, teachers).state
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
         for _ in range(STEPS):
-            result = run_step(runtime, state, reference, in_flight, teacher)
+            result = run_step(runtime, state, reference, in_flight, teachers)
             state = result.state
             metrics.append(result.metrics)
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
-                run_step(runtime, state, reference, in_flight, teacher)
+                run_step(runtime, state, reference, in_flight, teachers)
     return MeasuredSteps(metrics, *first_step, peak_memory_bytes=peak_memory())
 
 

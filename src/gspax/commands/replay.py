@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,11 +36,11 @@ def execute(options: argparse.Namespace) -> int:
     import optax
 
     from gspax import losses
+    from gspax.config import teacher_models
     from gspax.experiment.description import describe, difference, resumable
     from gspax.learner.state import restore_state
-    from gspax.learner.teacher import fill_teacher, load_teacher, own_teacher
+    from gspax.learner.teacher import load_teachers
     from gspax.learner.train_step import is_healthy, largest_ratio
-    from gspax.model.transformer import head_params
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
     from gspax.rollout.runtime import make_runtime
@@ -57,13 +58,12 @@ def execute(options: argparse.Namespace) -> int:
     with Checkpoints(options.dump / guard.STATE, mesh=mesh) as checkpoints:
         lora, teacher = experiment.lora, experiment.teacher
         state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, teacher=teacher)
-    head, rows = None, multihost.to_devices(batch, named_sharding(mesh, "batch"))
-    if teacher is not None and runtime.steps.teach is not None:
-        model = teacher.model
-        params = own_teacher(state) if model is None else load_teacher(model, mesh, experiment.tokenizer)
-        (rows,), head = fill_teacher(runtime.steps.teach, params, [rows]), head_params(params)
-    gradient = jax.jit(runtime.steps.gradient)
-    grads, terms, _ = gradient(state, rows, False, head)
+    rows, (teachers, _) = batch, load_teachers(teacher, mesh, experiment.tokenizer)
+    if rows.teacher_hidden_BTE is not None:
+        (dtype,) = {model.dtype for model in teacher_models(teacher) or (experiment.model,)}
+        rows = replace(rows, teacher_hidden_BTE=rows.teacher_hidden_BTE.astype(dtype))
+    gradient, heads = jax.jit(runtime.steps.gradient), None if teachers is None else teachers.heads
+    grads, terms, _ = gradient(state, multihost.to_devices(rows, named_sharding(mesh, "batch")), False, heads)
     loss, metrics = losses.reduce(terms)
     norm = optax.tree.norm(grads)
     print(f"step {about['step']}, a minibatch of {len(batch.tokens_BT)} rows")
@@ -71,9 +71,9 @@ def execute(options: argparse.Namespace) -> int:
     if (largest := largest_ratio(metrics)) is not None:
         print(f"largest ratio  {float(largest):.6g}")
     print(f"the update is {'applied' if is_healthy(experiment.guard, loss, norm, metrics) else 'skipped'}")
-    rows = [*_list_rows(batch, np.asarray(terms.value))]
+    lines = [*_list_rows(batch, np.asarray(terms.value))]
     parameters = [*_list_leaves("parameter", state.params), *_list_leaves("gradient of", grads)]
-    print("\n".join([*_shorten(rows, "rows"), *_shorten(parameters, "parameters")]))
+    print("\n".join([*_shorten(lines, "rows"), *_shorten(parameters, "parameters")]))
     return 0
 
 

@@ -34,6 +34,8 @@ from gspax.config.experiment import (
     WarmStart,
     adapted_weights,
     row_shape,
+    teacher_models,
+    teacher_row_shape,
     trained_dtype,
     updates_per_step,
 )
@@ -100,6 +102,8 @@ __all__ = [
     "rotary_dim",
     "row_shape",
     "sparse_layers",
+    "teacher_models",
+    "teacher_row_shape",
     "trained_dtype",
     "updates_per_step",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
 from gspax.config import optimizers
@@ -23,6 +24,7 @@ from gspax.config.protocols import (
     Rejection,
     Reward,
     Selection,
+    TeacherPrompt,
     Tokenizer,
     Transform,
     Vote,
@@ -163,6 +165,26 @@ def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
     return RowShape(_round_up(responses, microbatch), longest, microbatch, False)
 
 
+def teacher_models(teacher: Teacher | None) -> tuple[ModelConfig, ...]:
+    """The models of a teacher's checkpoints; none if it is an earlier policy."""
+    if teacher is None:
+        return ()
+    return tuple(teacher.models.values()) or ((teacher.model,) if teacher.model is not None else ())
+
+
+def teacher_row_shape(teacher: Teacher, sampling: Sampling, schedule: Schedule, shards: int) -> RowShape | None:
+    """The rows in which teachers read a minibatch's responses; None if one teacher reads all rows of the policy.
+
+    A teacher with prompts of its own, or with only some of the responses, has packed rows of its own.
+    """
+    if teacher.prompt is None and len(teacher.models) < 2:
+        return None
+    longest = teacher.max_prompt_tokens or sampling.max_prompt_tokens
+    own = replace(sampling, max_prompt_tokens=longest), replace(schedule, share_prompts=False)
+    shape = row_shape(*own, shards)
+    return shape._replace(length=max(shape.length, longest + sampling.max_tokens), packed=True)
+
+
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
@@ -259,6 +281,7 @@ class Teacher:
     # `hf(...)`, with the policy's vocabulary. None: the policy as it was at the start, and after every `refresh_every`
     # steps moved towards the policy as it is then by `refresh_share` of the way
     model: ModelConfig | None = None
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)  # instead of it several, by `Problem.teacher`
     refresh_every: NonNegativeInt = 0  # 0: never
     refresh_share: Share = 1.0  # 1: equal to the policy; less: a moving average
     # Of whole distributions: distill.full_reverse_kl, .full_forward_kl, .jensen_shannon. None: the reverse KL, computed
@@ -266,6 +289,9 @@ class Teacher:
     divergence: Divergence | None = None
     kept: NonNegativeInt = 0  # the most probable tokens; 0: none
     kept_by: Literal["teacher", "policy"] = "teacher"  # the model whose most probable tokens these are
+    prompt: TeacherPrompt | None = None  # (problem, completion, feedback) -> what the teacher reads as the prompt
+    max_prompt_tokens: OptionalSize = 0  # of that prompt; 0: as in sampling
+    offload: bool = False  # keep its parameters in host memory, except while it reads
     as_advantage: bool = False  # subtract the sampled token's estimate from its advantage; else it is added to the loss
     coefficient: NonNegative = 1.0
 

@@ -36,6 +36,7 @@ class Problem:
       answer: what the reward compares a completion with.
       context: the chat's messages before the prompt: a system message, worked examples, earlier turns.
       task: the name of the task, in a mixture of several.
+      teacher: the name of its teacher, where there are several (`Teacher.models`).
       metadata: whatever else a reward may need.
     """
 
@@ -43,6 +44,7 @@ class Problem:
     answer: str
     context: tuple[Message, ...] = field(default=(), hash=False)
     task: str = ""
+    teacher: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -184,6 +186,15 @@ class KLLoss(Protocol):
     """A KL to the reference policy, to be added to the policy loss (`losses.kl.token_kl`)."""
 
     def __call__(self, logp: Array, ref_logp: Array, mask: Array, /) -> Terms: ...
+
+
+class TeacherPrompt(Protocol):
+    """The prompt that a teacher reads before a completion, with what the policy was not told.
+
+    `feedback` is the reason that the reward gave for its value (`rewards.scores.Score`); often empty.
+    """
+
+    def __call__(self, problem: Problem, completion: str, feedback: str, /) -> str: ...
 
 
 class Divergence(Protocol):

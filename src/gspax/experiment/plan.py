@@ -6,12 +6,13 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gspax.config import Experiment, ModelConfig, trained_dtype, updates_per_step
+from gspax.config import Experiment, ModelConfig, teacher_models, trained_dtype, updates_per_step
 from gspax.experiment.description import describe, flatten, show
 from gspax.model.sizes import (
     SamplerSizes,
     active_parameter_count,
     choose_sampler_layout,
+    host_teacher_bytes,
     kept_teacher_bytes,
     learner_bytes,
     optimizer_bytes,
@@ -36,7 +37,7 @@ class Plan:
     sizes: SamplerSizes
     learner: dict[str, int]  # array -> bytes during an update, activations excluded
     sampler: dict[str, int]  # array -> bytes during a rollout
-    host: int  # bytes of optimizer state in host memory, for each device
+    host: int  # bytes of offloaded optimizer state and teachers in host memory, for each device
     checkpoint: int
     push: int = 0  # bytes of the weights that servers get after each step
 
@@ -65,7 +66,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         learner=learner_bytes(experiment, mesh),
         sampler={} if served else sampler_bytes(experiment, mesh, sampler_mesh),
         push=size_of(config.dtype) * parameter_count(config) if served else 0,
-        host=moments if experiment.optimizer.offload else 0,
+        host=(moments if experiment.optimizer.offload else 0) + host_teacher_bytes(experiment.teacher, mesh),
         checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments + all_kept,
     )
 
@@ -74,7 +75,6 @@ def render(plan: Plan) -> str:
     """The plan as text."""
     experiment, sampling, steps = plan.experiment, plan.experiment.sampling, plan.experiment.schedule.steps
     settings, disaggregated = flatten(describe(experiment)), experiment.placement is not None
-    teacher = experiment.teacher
     lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
     width = max(map(len, settings))
     for key, value in settings.items():
@@ -85,7 +85,7 @@ def render(plan: Plan) -> str:
     lines += [
         "",
         f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
-        *([f"Teacher     {_parameters(teacher.model)}"] if teacher is not None and teacher.model is not None else []),
+        *(f"Teacher     {_parameters(model)}" for model in teacher_models(experiment.teacher)),
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
         *_explain_sampler(plan),
@@ -106,7 +106,9 @@ def render(plan: Plan) -> str:
         lines += [f"  {part:<44}{_bytes(size):>12}" for part, size in parts.items()]
         lines.append(f"  {'together':<44}{_bytes(sum(parts.values())):>12}")
     if plan.host:
-        lines += ["", f"In host memory, for each device: the optimizer state, {_bytes(plan.host)}"]
+        held = ["the optimizer state"] * experiment.optimizer.offload
+        held += ["the teacher"] * (experiment.teacher is not None and experiment.teacher.offload)
+        lines += ["", f"In host memory, for each device: {' and '.join(held)}, {_bytes(plan.host)}"]
     lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included"]
     return "\n".join(lines)
 

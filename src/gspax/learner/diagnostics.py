@@ -46,7 +46,7 @@ class Readings(NamedTuple):
     ratio: Mapping[str, Array]  # of `ratio_spread`; empty if every ratio is 1 by construction
 
 
-# (update, state, batch, on_policy, teacher_head) -> the result of the update, and the measurements; see `make_measure`
+# (update, state, batch, on_policy, teacher_heads) -> the result of the update, and readings; see `make_measure`
 Measure = Callable[..., tuple[TrainState, Scalars, Scores, Readings]]
 
 
@@ -66,11 +66,15 @@ def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss,
     changed = jax.jit(partial(changed_by_layer, num_experts=config.num_experts))
 
     def measure(
-        update: Update, state: TrainState, batch: Batch, on_policy: bool, teacher_head: Params = None
+        update: Update,
+        state: TrainState,
+        batch: Batch,
+        on_policy: bool,
+        teacher_heads: tuple[Params, ...] | None = None,
     ) -> tuple[TrainState, Scalars, Scores, Readings]:
         rows = take(batch)
         by_layer: dict[str, Array] = {}
-        gradient = compare(replace(state, opt_state=None), rows, on_policy, teacher_head)
+        gradient = compare(replace(state, opt_state=None), rows, on_policy, teacher_heads)
         if has_experts(config):
             before, by_layer = confidence(state.params, rows)
             by_layer |= {"routing/changed_by_rounding": changed_by_rounding(state.params, rows)}
@@ -171,8 +175,8 @@ def changed_by_layer(before_LBTA: Array, after_LBTA: Array, num_experts: int) ->
 
 def make_gradient_comparison(
     settings: StepSettings, objective: Objective, loss: PolicyLoss
-) -> Callable[[TrainState, Batch, bool, Params], dict[str, Array]]:
-    """A jitted `(state, rows, on_policy, teacher_head) -> {"gradient/cosine", "gradient/norm_ratio"}`, float32 scalars.
+) -> Callable[..., dict[str, Array]]:
+    """A jitted `(state, rows, on_policy, teacher_heads) -> {"gradient/cosine", "gradient/norm_ratio"}`, scalars.
 
     Both compare the gradient of the objective with that of the plain policy gradient on policy, with nothing clipped,
     corrected, penalized, or replayed, in float32, of the same rows. 0 if either gradient is 0.
@@ -183,11 +187,11 @@ def make_gradient_comparison(
 
     @jax.jit
     def compare(
-        state: TrainState, rows: Batch, on_policy: bool | Array, teacher_head: Params = None
+        state: TrainState, rows: Batch, on_policy: bool | Array, teacher_heads: tuple[Params, ...] | None = None
     ) -> dict[str, Array]:
         microbatch_rows = math.gcd(settings.microbatch_rows, rows.tokens_BT.shape[0])
         these = replace(settings, microbatch_rows=microbatch_rows, packed=False, worst_case=False)
-        applied = make_gradient(these, objective)(state, rows, on_policy, teacher_head)[0]
+        applied = make_gradient(these, objective)(state, rows, on_policy, teacher_heads)[0]
         float32 = replace(settings.config, dtype="float32")
         exact = make_gradient(replace(these, config=float32, routing_replay=False, compare=None), on_policy_objective)
         with jax.default_matmul_precision(EXACT):

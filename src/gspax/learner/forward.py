@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,12 @@ class StepSettings:
 
 
 class TeacherRows(NamedTuple):
-    """A teacher's part of a pass: what is compared, the parameters that `transformer.head` reads, hidden states."""
+    """The teachers' part of a pass: what is compared, the parameters that `transformer.head` reads, hidden states."""
 
     compare: Compare
-    head: Params
+    heads: tuple[Params, ...]  # of each teacher
     hidden_BTE: Array
+    number_BT: Array | None  # float32, of the token's teacher; None: there is one
 
 
 class Scoring(NamedTuple):
@@ -77,14 +78,15 @@ class Heads(NamedTuple):
 
     policy_DV: Array  # in the compute dtype, a constant
     summed_DV: Array  # float32; its gradient is the head's
-    teacher_EV: Array | None = None  # a constant
+    teachers: tuple[Array, ...] = ()  # [E, V], constants; E may be less than that of the hidden states
 
 
 class Hidden(NamedTuple):
-    """Last hidden states, [..., D] and [..., E]."""
+    """Last hidden states, [..., D] and [..., E], and the numbers of the teachers, [..., 1]."""
 
     policy: Array
     teacher: Array | None
+    number: Array | None
 
 
 def forward(
@@ -96,7 +98,7 @@ def forward(
     mask_BT: Array | None = None,
     expert_BLTA: Array | None = None,
     prefix_BT: Array | None = None,
-    teacher: tuple[Params, Array] | None = None,
+    teacher: tuple[tuple[Params, ...], Array, Array | None] | None = None,
 ) -> Outputs:
     """Log-probs, entropies, and routing of these tokens under the policy.
 
@@ -106,7 +108,7 @@ def forward(
       mask_BT: the tokens whose log-probs and entropies are computed; they are 0 elsewhere. None, or `worst_case`: all.
       expert_BLTA: the experts that the tokens go to; None: those that the routers choose.
       prefix_BT: as for `transformer.apply`.
-      teacher: the parameters that `transformer.head` reads, and the last hidden states, for `settings.compare`.
+      teacher: for `settings.compare`, what `TeacherRows` has besides.
     """
     config, mesh = settings.config, settings.mesh
     T, sizes = tokens_BT.shape[1], axis_sizes(mesh)
@@ -122,7 +124,9 @@ def forward(
     chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
     rows = None
     if settings.compare is not None and teacher is not None:
-        rows, chunk = TeacherRows(settings.compare, *teacher), math.ceil(chunk / 2)  # the logits of two models
+        heads, hidden_BTE, number_BT = teacher
+        rows = TeacherRows(settings.compare, heads, hidden_BTE, pad_rows(number_BT, mesh))
+        chunk = math.ceil(chunk / (1 + len(heads)))  # the logits of as many models
     scored = head_logp(
         params,
         hidden_BTD,
@@ -165,14 +169,15 @@ def head_logp(
       teacher: its rows and positions are those of `hidden_BTD`.
     """
     target_BT = tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1)
-    compare, teacher_BTE = (None, None) if teacher is None else (teacher.compare, teacher.hidden_BTE)
-    scoring = Scoring(temperature, compare, chunk, mask_BT is None)
+    scoring = Scoring(temperature, None if teacher is None else teacher.compare, chunk, mask_BT is None)
+    hidden_BT, dtype = Hidden(hidden_BTD, None, None), hidden_BTD.dtype
+    if teacher is not None:
+        numbers = None if teacher.number_BT is None else teacher.number_BT[..., None]
+        hidden_BT = Hidden(hidden_BTD, teacher.hidden_BTE, numbers)
     if mesh.size == 1:
         head_DV = transformer.head(params)
-        heads = Heads(jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype), head_DV.astype(jnp.float32))
-        if teacher is not None:
-            heads = heads._replace(teacher_EV=transformer.head(teacher.head).astype(teacher.hidden_BTE.dtype))
-        return shift(partial(_device_logp, scoring, heads, over=()), Hidden(hidden_BTD, teacher_BTE), target_BT)
+        heads = Heads(jax.lax.stop_gradient(head_DV).astype(dtype), head_DV.astype(jnp.float32), _heads(teacher))
+        return shift(partial(_device_logp, scoring, heads, over=()), hidden_BT, target_BT)
     split = own_axes(mesh, "batch") + mesh_axes("time")
 
     def on_mesh(heads_1: Heads, hidden_BT: Hidden, target_BT: Array) -> Scored:
@@ -185,10 +190,16 @@ def head_logp(
     # In the backward pass the head's gradient is reduced before the layers run, not held whole meanwhile.
     head_DV, hidden_BTD = jax.lax.optimization_barrier((transformer.head(params), hidden_BTD))
     copy = _copier(mesh, split)
-    heads = Heads(copy(jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype)), copy(head_DV.astype(jnp.float32)))
-    if teacher is not None:
-        heads = heads._replace(teacher_EV=copy(transformer.head(teacher.head).astype(teacher.hidden_BTE.dtype)))
-    return shift(partial(mapped, heads), Hidden(hidden_BTD, teacher_BTE), target_BT, keep_length=True)
+    both = copy(jax.lax.stop_gradient(head_DV).astype(dtype)), copy(head_DV.astype(jnp.float32))
+    heads = Heads(*both, tuple(map(copy, _heads(teacher))))
+    return shift(partial(mapped, heads), hidden_BT._replace(policy=hidden_BTD), target_BT, keep_length=True)
+
+
+def _heads(teacher: TeacherRows | None) -> tuple[Array, ...]:
+    """The output projections of the teachers, in the dtype of their hidden states."""
+    if teacher is None:
+        return ()
+    return tuple(transformer.head(params).astype(teacher.hidden_BTE.dtype) for params in teacher.heads)
 
 
 def _device_logp(
@@ -234,12 +245,23 @@ def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, token_C: Array
     """Log-probs and entropies of one chunk, [C], and what the teacher's logits are compared for, [C, ...]."""
     logits_CV = _product(heads.policy_DV, heads.summed_DV, hidden_C.policy)
     logp_C, entropy_C = logp_and_entropy(logits_CV, token_C, scoring.temperature)
-    if scoring.compare is None or heads.teacher_EV is None or hidden_C.teacher is None:
+    if scoring.compare is None or hidden_C.teacher is None:
         return logp_C, entropy_C, None
+    teacher_CV = jax.lax.stop_gradient(_teacher_logits(heads.teachers, hidden_C.teacher, hidden_C.number))
+    compared = scoring.compare(logits_CV / scoring.temperature, teacher_CV / scoring.temperature, token_C)
+    return logp_C, entropy_C, compared
+
+
+def _teacher_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:
+    """Float32 logits of each token's teacher, [C, V]; with several, those of all are computed."""
     with jax.named_scope("teacher_head"):
-        teacher_CV = jnp.matmul(hidden_C.teacher, heads.teacher_EV, preferred_element_type=jnp.float32)
-    constant_CV = jax.lax.stop_gradient(teacher_CV) / scoring.temperature
-    return logp_C, entropy_C, scoring.compare(logits_CV / scoring.temperature, constant_CV, token_C)
+        logits = [
+            jnp.matmul(hidden_CE[:, : len(head_EV)], head_EV, preferred_element_type=jnp.float32) for head_EV in heads
+        ]
+    chosen_CV = logits[0]
+    for number, logits_CV in enumerate(logits[1:], 1):
+        chosen_CV = jnp.where(number_C1 == number, logits_CV, chosen_CV)
+    return chosen_CV
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -282,7 +304,8 @@ def _chunks_logp_backward(
 
     start = jnp.zeros(heads.summed_DV.shape, jnp.float32), jnp.zeros_like(hidden_KC.policy)
     dsummed_DV, dhidden_KCD = jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, start)
-    return Heads(None, dsummed_DV, None), Hidden(dhidden_KCD, None), None, None  # type: ignore[arg-type]
+    nothing: Any = None
+    return Heads(nothing, dsummed_DV, nothing), Hidden(dhidden_KCD, None, None), None, None
 
 
 _chunks_logp.defvjp(_chunks_logp_forward, _chunks_logp_backward)

@@ -24,6 +24,7 @@ from gspax.config import (
     expert_id_dtype,
     row_shape,
     sparse_layers,
+    teacher_models,
 )
 from gspax.config.protocols import Selection
 from gspax.learner.distillation import make_compare
@@ -168,17 +169,18 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
 
 def _teacher_arrays(
     teacher: Teacher | None, config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int
-) -> dict[str, Array]:
+) -> dict[str, Array | None]:
     """`ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
     if teacher is None:
         return {}
     if make_compare(teacher) is None:
         return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
-    model = teacher.model or config
-    shape = rows, length + -length % mesh.shape["context"], model.hidden_size
+    models = teacher_models(teacher) or (config,)
+    shape = rows, length + -length % mesh.shape["context"], max(model.hidden_size for model in models)
     sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *shape[:2]))
-    hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype), sharding=sharding)
-    return {"teacher_hidden_BTE": cast(Array, hidden)}
+    hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(models[0].dtype), sharding=sharding)
+    number_BT = abstract_rows(mesh, (rows, length), jnp.float32) if len(models) > 1 else None
+    return {"teacher_hidden_BTE": cast(Array, hidden), "teacher_BT": number_BT}
 
 
 def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

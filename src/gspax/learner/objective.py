@@ -60,7 +60,7 @@ class UpdateConstants(NamedTuple):
     clip_range: Array  # float32 [2]: `TrainState.clip_range`, also an adaptive entropy coefficient
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
     updates: Array | int = 0  # int32: `TrainState.step`, for losses that take it
-    teacher_head: Params = None  # the teacher's parameters that `transformer.head` reads, if its logits are computed
+    teacher_heads: tuple[Params, ...] = ()  # what `transformer.head` reads of each teacher whose logits are computed
 
 
 Objective = Callable[[Outputs, Batch, UpdateConstants], losses.Terms]

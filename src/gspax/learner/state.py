@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax import unstable
-from gspax.config import Lora, ModelConfig, Optimizer, Teacher
+from gspax.config import Lora, ModelConfig, Optimizer, Teacher, teacher_models
 from gspax.errors import UserError
 from gspax.hf.parameters import named_leaves, named_shapes, read_params
 from gspax.hf.peft import read_adapters
@@ -204,7 +204,7 @@ def abstract_teacher(params: Params, teacher: Teacher | None) -> Params:
 
     A moving average is in float32: in bfloat16 most of its steps would be lost.
     """
-    if teacher is None or teacher.model is not None:
+    if teacher is None or teacher_models(teacher):
         return None
     trained = partition(params)[0]
     if teacher.refresh_share == 1:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from gspax import unstable
-from gspax.config import ModelConfig
+from gspax.config import ModelConfig, Sampling, Schedule, Teacher, teacher_models, teacher_row_shape
 from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
@@ -24,8 +24,9 @@ from gspax.learner.state import abstract_params, load_model
 from gspax.learner.train_step import count_held, run_microbatches
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
+from gspax.model.transformer import head_params
 from gspax.parallel import multihost
-from gspax.parallel.sharding import constrain, constrain_tokens
+from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, PyTree, TrainState
 
@@ -33,6 +34,41 @@ from gspax.types import Array, Batch, Params, PyTree, TrainState
 Teach = Callable[[Params, Array, Array, Array, Array | None], Array]
 
 ODD = 2654435761  # a multiplier that spreads positions over 32 bits (Knuth)
+
+
+class Teachers(NamedTuple):
+    """The teachers' checkpoints on the learner's mesh, in the order of `config.teacher_models`."""
+
+    params: tuple[Params, ...]  # in host memory if they are offloaded
+    heads: tuple[Params, ...]  # on the devices: what `transformer.head` reads
+
+
+def load_teachers(
+    teacher: Teacher | None, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
+) -> tuple[Teachers | None, str]:
+    """The teachers, and a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
+    params, heads, prints = [], [], []
+    for model in teacher_models(teacher):
+        own = load_teacher(model, mesh, tokenizer)
+        prints.append(fingerprint(own))
+        heads.append(head_params(own))
+        params.append(_to_host(own) if teacher is not None and teacher.offload else own)
+    return (Teachers(tuple(params), tuple(heads)) if params else None), "+".join(prints)
+
+
+def on_device(params: Params, teacher: Teacher) -> Params:
+    """A teacher's parameters as a pass takes them."""
+    return _to_device(params) if teacher.offload and teacher_models(teacher) else params
+
+
+@jax.jit
+def _to_host(params: Params) -> Params:
+    return jax.device_put(params, jax.memory.Space.Host)
+
+
+@jax.jit
+def _to_device(params: Params) -> Params:
+    return jax.device_put(params, jax.memory.Space.Device)
 
 
 def load_teacher(model: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
@@ -72,14 +108,25 @@ def _weighted_sums(params: Params) -> dict[str, Array]:
     return {name: weighted_sum(cast(Array, leaf)) for name, leaf in named_leaves(params).items()}
 
 
-def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
-    """A jitted `Teach`: the log-probs of the sampled tokens, or the last hidden states if updates compare logits.
-
-    It runs in the update's microbatches.
+def make_passes(
+    teacher: Teacher | None, policy: ModelConfig, settings: StepSettings, *, sampling: Sampling, schedule: Schedule
+) -> tuple[Teach, ...]:
+    """The pass of each teacher. Those with rows of their own run the microbatches that hold a token alone.
 
     Args:
+      policy: its model, which is also that of a teacher that is an earlier policy.
       settings: of the update.
     """
+    if teacher is None:
+        return ()
+    shape = teacher_row_shape(teacher, sampling, schedule, batch_shards(settings.mesh))
+    if shape is not None:
+        settings = replace(settings, microbatch_rows=shape.microbatch, packed=True)
+    return tuple(make_teach(model, settings) for model in teacher_models(teacher) or (policy,))
+
+
+def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
+    """A jitted `Teach`: the log-probs of the sampled tokens, or the last hidden states if updates compare logits."""
     compares = settings.compare is not None
     own = replace(settings, config=model, routing_replay=False, compare=None)
 

@@ -45,7 +45,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
 Update = Callable[..., tuple[TrainState, Scalars, Scores]]  # see `make_update`
 Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
 
-# (state, batch, on_policy, teacher_head) -> the gradient of the loss, the loss's terms of every row, the scores
+# (state, batch, on_policy, teacher_heads) -> the gradient of the loss, the loss's terms of every row, the scores
 Gradient = Callable[..., tuple[Params, losses.Terms, Scores]]
 
 NO_LIMITS = Guard()
@@ -69,9 +69,9 @@ def make_update(
     guard: Guard = NO_LIMITS,
     adaptive_entropy: AdaptiveEntropy | None = None,
 ) -> Update:
-    """A pure, jitted `(state, batch, on_policy, teacher_head) -> (state, metrics, scores)`; the state is donated.
+    """A pure, jitted `(state, batch, on_policy, teacher_heads) -> (state, metrics, scores)`; the state is donated.
 
-    The parameters that `transformer.head` reads of a teacher are given if `settings.compare` needs its logits.
+    The parameters that `transformer.head` reads of each teacher are given if `settings.compare` needs its logits.
 
     With `on_policy` the batch's old log-probs are not read: the old log-probs are the policy's own before the update,
     without a gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the
@@ -116,9 +116,9 @@ def _update(
     exchanges = has_experts(settings.config) and exchanges_rows(settings.mesh)
 
     def update(
-        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_head: Params = None
+        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_heads: tuple[Params, ...] | None = None
     ) -> tuple[TrainState, Scalars, Scores]:
-        grads, terms, scores = gradient(state, batch, on_policy, teacher_head)
+        grads, terms, scores = gradient(state, batch, on_policy, teacher_heads)
         trained, frozen = partition(state.params)
         value, metrics = losses.reduce(terms)
         grad_norm = optax.tree.norm(grads)
@@ -213,9 +213,9 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         return run_microbatches(of_microbatch, batch, microbatch_rows // replicas, count)
 
     def gradient(
-        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_head: Params = None
+        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_heads: tuple[Params, ...] | None = None
     ) -> tuple[Params, losses.Terms, Scores]:
-        load_LE, head = _response_load(batch, config.num_experts), teacher_head or _own_head(settings, state)
+        load_LE, head = _response_load(batch, config.num_experts), teacher_heads or _own_head(settings, state)
         constants = UpdateConstants(state.clip_range, load_LE, state.step, head)
         shared = state.params, constants, on_policy, count_held(settings, batch.segment_BT)
         (grads, (count_LE, fallbacks)), (terms, scores) = sum_over_replicas(of_replica, batch, *shared, mesh=mesh)
@@ -237,16 +237,20 @@ def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, upd
     return replace(batch, old_logp_BT=interpolated_logp(logp_BT, sampler_logp_BT, age_BT, progress))
 
 
-def _own_head(settings: StepSettings, state: TrainState) -> Params:
+def _own_head(settings: StepSettings, state: TrainState) -> tuple[Params, ...]:
     """The head of a teacher that is an earlier policy, if updates compare its logits."""
     if settings.compare is None:
+        return ()
+    return (head_params(combine(state.teacher, partition(state.params)[1])),)
+
+
+def _of_teacher(
+    settings: StepSettings, part: Batch, constants: UpdateConstants
+) -> tuple[tuple[Params, ...], Array, Array | None] | None:
+    """What `forward` takes of teachers whose logits are compared."""
+    if settings.compare is None:
         return None
-    return head_params(combine(state.teacher, partition(state.params)[1]))
-
-
-def _of_teacher(settings: StepSettings, part: Batch, constants: UpdateConstants) -> tuple[Params, Array] | None:
-    """What `forward` takes of a teacher whose logits are compared."""
-    return (constants.teacher_head, known(part, "teacher_hidden_BTE")) if settings.compare is not None else None
+    return constants.teacher_heads, known(part, "teacher_hidden_BTE"), part.teacher_BT
 
 
 def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:

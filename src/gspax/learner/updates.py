@@ -26,7 +26,7 @@ from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import Select, make_select
 from gspax.learner.objective import NO_REGULARIZERS, Scores, make_objective
 from gspax.learner.state import applied_updates
-from gspax.learner.teacher import Teach, make_teach
+from gspax.learner.teacher import Teach, Teachers, make_passes
 from gspax.learner.train_step import (
     Gradient,
     Score,
@@ -41,10 +41,9 @@ from gspax.losses import Terms
 from gspax.losses.calibration import next_range, range_warnings
 from gspax.losses.traits import is_scored, traits_of
 from gspax.model.sizes import reads_experts
-from gspax.model.transformer import head_params
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
-from gspax.types import Array, Batch, Params, PyTree, TrainState
+from gspax.types import Array, Batch, PyTree, TrainState
 
 WIDEST = 1.0  # a lower bound of 0: clips nothing
 RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
@@ -60,19 +59,18 @@ class Steps(NamedTuple):
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
     measure: Measure | None = None  # with `Experiment.diagnostics`
     select: Select | None = None  # with `Experiment.selection`
-    teach: Teach | None = None  # with a teacher
+    teach: tuple[Teach, ...] = ()  # of each teacher
 
 
-def bind_teacher(steps: Steps, teacher: Params | None) -> Steps:
-    """The steps, with updates that have the teacher's head if they compare its logits."""
-    if teacher is None:
+def bind_teachers(steps: Steps, teachers: Teachers | None) -> Steps:
+    """The steps, with updates that have the teachers' heads, for those that compare their logits."""
+    if teachers is None:
         return steps
-    head = head_params(teacher)
 
     def update(state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
-        return steps.update(state, batch, on_policy, head)
+        return steps.update(state, batch, on_policy, teachers.heads)
 
-    measure = None if steps.measure is None else partial(steps.measure, teacher_head=head)
+    measure = None if steps.measure is None else partial(steps.measure, teacher_heads=teachers.heads)
     return steps._replace(update=update, measure=measure)
 
 
@@ -126,7 +124,7 @@ def make_steps(
         scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
         None if experiment.selection is None else make_select(experiment.selection, mesh),
-        None if teacher is None else make_teach(teacher.model or model, settings),
+        make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),
     )
 
 

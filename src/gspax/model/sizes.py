@@ -40,6 +40,7 @@ from gspax.config import (
     optimizers,
     row_shape,
     sparse_layers,
+    teacher_models,
     trained_dtype,
 )
 from gspax.config.functions import unwrap
@@ -177,17 +178,29 @@ def resident_bytes(
     if reference:  # with adapters a copy of these alone: the frozen parameters serve both policies
         dtype = trained_dtype(config, lora)
         parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
-    if teacher is not None and teacher.model is not None:
-        dtype = teacher.model.param_dtype
-        parts[f"teacher, {dtype}"] = size_of(dtype) * _sharded(parameter_count(teacher.model), mesh)
+    models, dtypes = teacher_models(teacher), {model.param_dtype for model in teacher_models(teacher)}
+    if teacher is not None and models:
+        sizes = [size_of(model.param_dtype) * _sharded(parameter_count(model), mesh) for model in models]
+        if teacher.offload:
+            parts["the largest teacher, while it reads"] = max(sizes)
+        else:
+            parts[f"teacher, {' and '.join(sorted(dtypes))}"] = sum(sizes)
     elif teacher is not None:
         parts["teacher, an earlier policy"] = _sharded(kept_teacher_bytes(teacher, config, lora), mesh)
     return parts
 
 
+def host_teacher_bytes(teacher: Teacher | None, mesh: AxisSizes) -> int:
+    """A device's share of the offloaded teachers' parameters, in host memory."""
+    if teacher is None or not teacher.offload:
+        return 0
+    models = teacher_models(teacher)
+    return sum(size_of(model.param_dtype) * _sharded(parameter_count(model), mesh) for model in models)
+
+
 def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora | None) -> int:
     """The trained parameters of a teacher that is an earlier policy, in all; a moving average is in float32."""
-    if teacher is None or teacher.model is not None:
+    if teacher is None or teacher_models(teacher):
         return 0
     dtype = trained_dtype(config, lora) if teacher.refresh_share == 1 else "float32"
     return size_of(dtype) * trained_count(config, lora)
@@ -201,11 +214,11 @@ def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampl
     positions = rows * (sampling.max_prompt_tokens + sampling.max_tokens)
     if teacher.divergence is None and not teacher.kept:
         return {"teacher's log-probs of the rollout": FLOAT32 * positions}
-    model = teacher.model or config
-    width, size = model.hidden_size, size_of(model.dtype)
+    models = teacher_models(teacher) or (config,)
+    width, size = max(model.hidden_size for model in models), max(size_of(model.dtype) for model in models)
     return {
         "teacher's hidden states of the rollout": math.ceil(size * width * positions / mesh["context"]),
-        "teacher's head, gathered": size * width * model.vocab_size // mesh["tensor"],
+        "teacher's head, gathered": size * sum(m.hidden_size for m in models) * config.vocab_size // mesh["tensor"],
     }
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Sampling
+from gspax.config.protocols import Problem
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.completion import Completion
 from gspax.types import Array, Rollout
@@ -31,6 +32,7 @@ class GradedBatch:
     prompts: int  # taken from the data: more than P if groups were replaced or problems skipped
     rollout: Rollout  # on the learner's mesh
     completions: Sequence[Completion]
+    problems: Sequence[Problem | None] = ()  # of the groups; None where this process has no row of it
     skipped: int = 0  # of these problems
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
 
@@ -66,6 +68,7 @@ def refill(
             prompts=batch.prompts + fresh.prompts,
             skipped=batch.skipped + fresh.skipped,
             rollout=replace_groups(batch.rollout, fresh.rollout, source_P, mesh),
+            problems=[old if s < 0 else fresh.problems[s] for old, s in zip(batch.problems, source_P, strict=True)],
             completions=[old if source < 0 else fresh.completions[source] for old, source in sources],
         )
         rewards += [completion.reward for completion in fresh.completions]

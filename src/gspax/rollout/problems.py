@@ -7,7 +7,7 @@ a resumed run loads the same ones. Each process loads those of its own rows; all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -42,11 +42,18 @@ def prepare(
     model: ModelConfig,
     limit: int,
     interaction: Interaction | None = None,
+    teachers: Sequence[str] = (),
 ) -> Ready:
-    """A problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded."""
+    """A problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded.
+
+    Args:
+      teachers: the names that a problem's `teacher` may have; none: it is not read.
+    """
     ready = begin(read_problem(read, index), tokenizer, interaction)
     check_ids(ready.prompt, model.vocab_size, ready.problem.prompt)
     check_length(ready.prompt, limit)
+    if teachers and (name := getattr(ready.problem, "teacher", "")) not in teachers:
+        raise UserError(f"Problem.teacher: wanted one of teacher.models ({', '.join(teachers)}), got {name!r}")
     return ready
 
 

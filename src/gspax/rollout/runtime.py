@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import optax
 
-from gspax.config import Experiment, trained_dtype, updates_per_step
+from gspax.config import Experiment, teacher_models, trained_dtype, updates_per_step
 from gspax.learner import updates
 from gspax.learner.minibatches import abstract_batch
 from gspax.learner.optimizer import make_optimizer
@@ -67,9 +67,8 @@ def compile_ahead(runtime: Runtime) -> Runtime:
     """The runtime, whose update compiles in a thread from now on (`updates.compile_ahead`)."""
     experiment, mesh, teacher = runtime.experiment, runtime.mesh, runtime.experiment.teacher
     state = abstract_state(experiment.model, runtime.optimizer, mesh, experiment.lora, teacher)
-    arguments = [state, abstract_batch(experiment, mesh), False]
-    if teacher is not None and teacher.model is not None:
-        arguments.append(head_params(abstract_params(teacher.model, mesh)))
+    heads = tuple(head_params(abstract_params(model, mesh)) for model in teacher_models(teacher))
+    arguments = state, abstract_batch(experiment, mesh), False, *([heads] if heads else [])
     return replace(runtime, steps=updates.compile_ahead(runtime.steps, *arguments))
 
 

@@ -252,8 +252,9 @@ def dump(guard: RunGuard, step: int, result: StepResult) -> str:
     if batch is None:
         return ""
     folder = run.dumps / f"step_{step:06d}"
-    kept = {name: x for name, x in vars(batch).items() if x is not None and name != "teacher_hidden_BTE"}
-    arrays = multihost.to_host(kept)
+    arrays = multihost.to_host({name: x for name, x in vars(batch).items() if x is not None})
+    if "teacher_hidden_BTE" in arrays:  # numpy's files have no bfloat16
+        arrays["teacher_hidden_BTE"] = arrays["teacher_hidden_BTE"].astype(np.float32)
 
     def write() -> None:
         if jax.process_index() != 0:

@@ -164,6 +164,7 @@ def read_prompts(
         model=experiment.model,
         limit=experiment.sampling.max_prompt_tokens,
         interaction=runtime.interaction,
+        teachers=() if experiment.teacher is None else tuple(experiment.teacher.models),
     )
     sharding, group = named_sharding(runtime.engine.mesh, "batch"), experiment.sampling.group
     ids, ready = read_usable(read, indices, places, sharding, skipped, group=group)

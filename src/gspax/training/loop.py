@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from gspax.config import Experiment
+from gspax.config import Experiment, teacher_models
 from gspax.errors import DivergedError, UserError
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
@@ -24,7 +24,7 @@ from gspax.learner.state import (
     start_teacher,
     with_new_moments,
 )
-from gspax.learner.teacher import fingerprint, load_teacher
+from gspax.learner.teacher import Teachers, load_teachers
 from gspax.learner.updates import initial_range, noise_warnings
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
@@ -43,7 +43,7 @@ from gspax.training.guard import RunGuard, Watch, go_back, save_state, skip_prob
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
-from gspax.types import Params, TrainState
+from gspax.types import TrainState
 
 
 def train(experiment: Experiment, workdir: Path) -> None:
@@ -95,7 +95,7 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
     watch = Watch(**read_extra(checkpoints, done).get("watch", {})) if done else Watch()
     guard = RunGuard(experiment, run, runtime.mesh, watch)
 
-    teacher, identity = load_same_teacher(runtime, checkpoints, done)
+    teachers, identity = load_same_teachers(runtime, checkpoints, done)
 
     def save(is_last: bool) -> None:
         extra = {"experiment": describe(experiment), "watch": asdict(guard.watch), **identity}
@@ -113,7 +113,7 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
         reference = None if experiment.reference is None else load_reference(run, state, *others)
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
-                result = run_step(runtime, state, reference, in_flight, teacher)
+                result = run_step(runtime, state, reference, in_flight, teachers)
             state, done = result.state, done + 1
             alarm_metrics, problem = guard.after_step(done, result)
             recorder.write_metrics(done, {**result.metrics, **alarm_metrics})
@@ -137,22 +137,22 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
 
 
-def load_same_teacher(runtime: Runtime, checkpoints: Checkpoints, done: int) -> tuple[Params, dict[str, str]]:
-    """The parameters of the teacher's checkpoint, and their fingerprint as checkpoints record it; None without one.
+def load_same_teachers(runtime: Runtime, checkpoints: Checkpoints, done: int) -> tuple[Teachers | None, dict[str, str]]:
+    """The teachers' checkpoints, and their fingerprint as the run's own checkpoints record it; None without one.
 
     UserError if they are not those that the run was trained with up to step `done`.
     """
-    teacher = runtime.experiment.teacher
-    if teacher is None or teacher.model is None:
+    experiment = runtime.experiment
+    teachers, identity = load_teachers(experiment.teacher, runtime.mesh, experiment.tokenizer)
+    if teachers is None:
         return None, {}
-    params = load_teacher(teacher.model, runtime.mesh, runtime.experiment.tokenizer)
-    identity = fingerprint(params)
     if done and identity != (recorded := read_extra(checkpoints, done).get("teacher")):
+        paths = ", ".join(model.checkpoint for model in teacher_models(experiment.teacher))
         raise UserError(
             f"teacher.model: wanted the parameters that the run was trained with (fingerprint {recorded}), got others "
-            f"({identity}) from {teacher.model.checkpoint}"
+            f"({identity}) from {paths}"
         )
-    return params, {"teacher": identity}
+    return teachers, {"teacher": identity}
 
 
 def describe_unsaved(checkpoints: Path) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspax.config import ModelConfig, Teacher, row_shape, updates_per_step
+from gspax.config import ModelConfig, Teacher, row_shape, teacher_models, updates_per_step
 from gspax.learner import minibatches
 from gspax.learner.diagnostics import diagnostic_metrics
 from gspax.learner.metrics import (
@@ -28,8 +28,8 @@ from gspax.learner.minibatches import Layout
 from gspax.learner.objective import Scores
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates, refresh_teacher
-from gspax.learner.teacher import fill_teacher, own_teacher
-from gspax.learner.updates import Updated, bind_teacher, run_updates
+from gspax.learner.teacher import Teachers
+from gspax.learner.updates import Updated, bind_teachers, run_updates
 from gspax.losses.traits import is_scored
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
@@ -48,6 +48,7 @@ from gspax.rollout.grading import (
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
+from gspax.training.teaching import teach
 from gspax.types import Batch, Params, Rollout, TrainState
 
 SELECTION = 4  # folded into the run's key
@@ -64,12 +65,12 @@ class StepResult(NamedTuple):
 
 
 def run_step(
-    runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight, teacher: Params | None = None
+    runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight, teachers: Teachers | None = None
 ) -> StepResult:
     """Sample one rollout, grade it, and update the policy with it.
 
     Args:
-      reference, teacher: from `load_reference` and `load_teacher`.
+      reference, teachers: from `load_reference` and `load_teachers`.
       in_flight: the rollouts that the sampler works on; updated to those after this step.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
@@ -89,7 +90,7 @@ def run_step(
         clock.lap("refill")
 
     progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-    batches, scores, layouts = prepare_minibatches(runtime, state, reference, with_versions(runtime, graded), teacher)
+    batches, scores, layouts = prepare_minibatches(runtime, state, reference, teachers, graded)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
@@ -97,7 +98,7 @@ def run_step(
     batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, layouts)
     key = jax.random.fold_in(jax.random.fold_in(multihost.key_to_host(state.key), SELECTION), trained)
     batches = minibatches.select_tokens(runtime.steps.select, batches, scores, key)
-    steps = bind_teacher(runtime.steps, teacher)
+    steps = bind_teachers(runtime.steps, teachers)
     updated = run_updates(
         steps,
         state,
@@ -127,7 +128,7 @@ def run_step(
 
 def after_step(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
     """The state with a teacher that follows the policy, moved to it if that is due after so many steps."""
-    if teacher is None or teacher.model is not None or not teacher.refresh_every or done % teacher.refresh_every:
+    if teacher is None or teacher_models(teacher) or not teacher.refresh_every or done % teacher.refresh_every:
         return state
     return refresh_teacher(state, teacher.refresh_share)
 
@@ -144,7 +145,9 @@ def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
     )
     check_batch(completions, runtime.rewards)
     skipped = batch.taken - len(batch.problems)
-    return GradedBatch(batch.policy, batch.taken, batch.rollout, completions, skipped, batch.metrics)
+    return GradedBatch(
+        batch.policy, batch.taken, batch.rollout, completions, batch.problems, skipped, metrics=batch.metrics
+    )
 
 
 def replace_constant_groups(
@@ -179,9 +182,9 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
 
 
 def prepare_minibatches(
-    runtime: Runtime, state: TrainState, reference: Params | None, rollout: Rollout, teacher: Params | None
+    runtime: Runtime, state: TrainState, reference: Params | None, teachers: Teachers | None, graded: GradedBatch
 ) -> tuple[list[Batch], list[Scores | None], list[Layout]]:
-    """Split a rollout into minibatches, and compute what the old policy, the reference, and a teacher say of them.
+    """Split a rollout into minibatches, and compute what the old policy, the reference, and teachers say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
     demands it, they are the sampler's; with "interpolated" each update replaces these by its own. `Steps.scored` are
@@ -189,7 +192,7 @@ def prepare_minibatches(
     """
     experiment, schedule, which = runtime.experiment, runtime.experiment.schedule, runtime.steps.scored
     batches, layouts = minibatches.split_minibatches(
-        rollout,
+        with_versions(runtime, graded),
         schedule.minibatches,
         row_shape(experiment.sampling, schedule, batch_shards(runtime.mesh)),
         runtime.mesh,
@@ -203,10 +206,8 @@ def prepare_minibatches(
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
     batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
-    if runtime.steps.teach is not None:
-        batches = fill_teacher(runtime.steps.teach, own_teacher(state) if teacher is None else teacher, batches)
     jax.block_until_ready(batches)
-    return batches, scores, layouts
+    return teach(runtime, state, teachers, graded, batches, layouts), scores, layouts
 
 
 def assign_advantages(

@@ -33,19 +33,21 @@ from gspax.config import (
     Sampling,
     layer_runs,
     layer_windows,
+    teacher_models,
+    teacher_row_shape,
     trained_dtype,
     updates_per_step,
 )
 from gspax.learner.minibatches import abstract_batch, abstract_rows
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.teacher import Teach, own_teacher
+from gspax.learner.teacher import own_teacher
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
 from gspax.model.sizes import sampler_sizes, with_carried
 from gspax.model.transformer import head_params
-from gspax.parallel.sharding import named_sharding
+from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
@@ -90,9 +92,10 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
     reference = 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
-    taught_by = None if experiment.teacher is None else experiment.teacher.model
-    teacher = None if taught_by is None else abstract_params(taught_by, mesh)
-    held = reference + device_bytes(teacher)
+    teacher = experiment.teacher
+    teachers = tuple(abstract_params(taught, mesh) for taught in teacher_models(teacher))
+    heads, offloaded = tuple(map(head_params, teachers)), teacher is not None and teacher.offload
+    held = reference + device_bytes(heads if offloaded else teachers)
     learner_bytes = device_bytes(state) + held  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
     scoring = learner_bytes - params + other_batches
@@ -107,16 +110,23 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
         resident=learner_bytes - params,
     )
-    head = None if teacher is None else head_params(teacher)
-    teaching = []
-    if steps.teach is not None:
-        read_by, held_then = own_teacher(state) if teacher is None else teacher, learner_bytes + other_batches
-        teaching.append(_make_teaching(steps.teach, read_by, batch, held_then, experiment.schedule.minibatches))
+    teaching: list[Program] = []
+    if teacher is not None:
+        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
+        read = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
+        if shape is not None:
+            rows = partial(abstract_rows, mesh, (shape.rows, shape.length))
+            read = [rows(jnp.int32), rows(jnp.int32), rows(jnp.bool_), None]
+        for number, params_of in enumerate(teachers or (own_teacher(state),)):
+            lower, own = _lower(steps.teach[number], params_of, *read), device_bytes(params_of)
+            held_then = learner_bytes + other_batches - (0 if offloaded else own)
+            runs = experiment.schedule.minibatches
+            teaching.append(Program(name=TEACHER, lower=lower, resident=held_then, runs=runs))
     return [
         Program(
             name=TRAIN,
-            lower=_lower(steps.update, state, batch, False, *([] if head is None else [head])),
-            resident=held - device_bytes(head) + other_batches,
+            lower=_lower(steps.update, state, batch, False, *([heads] if heads else [])),
+            resident=held - device_bytes(heads) + other_batches,
             runs=updates_per_step(experiment.schedule),
         ),
         Program(name=SCORE, lower=_lower(steps.score, state.params, *scored), resident=scoring, runs=scores),
@@ -124,12 +134,6 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         *([] if experiment.placement is not None else [copy]),
         *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
     ]
-
-
-def _make_teaching(teach: Teach, params: Params, batch: Batch, held: int, runs: int) -> Program:
-    """The teacher's pass over a minibatch, on devices that hold so many bytes, its parameters included."""
-    read = batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT
-    return Program(name=TEACHER, lower=_lower(teach, params, *read), resident=held - device_bytes(params), runs=runs)
 
 
 def _lower(function: Callable[..., object], *arguments: object, **settings: object) -> Callable[[], jax.stages.Lowered]:

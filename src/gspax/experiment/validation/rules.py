@@ -57,7 +57,7 @@ from gspax.experiment.validation.losses import (
     sampler_routing_problems,
     weight_problems,
 )
-from gspax.experiment.validation.teachers import teacher_problems
+from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
 from gspax.losses.traits import takes_sampler_logp, traits_of
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
@@ -118,7 +118,7 @@ def validate(
         lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
         lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
-        lambda: _groups(e.sampling, e.teacher),
+        lambda: [*_groups(e.sampling, e.teacher), *prompt_problems(e.teacher, e.environment, e.model, e.sampling)],
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
@@ -404,9 +404,9 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, model)
-    if experiment.teacher is not None and experiment.teacher.model is not None:
-        mismatches = sharding.find_mismatches(sizes, experiment.teacher.model)
-        yield from (f"teacher.{misfit}" for misfit in mismatches if misfit.startswith("model."))
+    for key, taught in keys_of_teachers(experiment.teacher):
+        mismatches = sharding.find_mismatches(sizes, taught)
+        yield from (f"{key}{misfit.removeprefix('model')}" for misfit in mismatches if misfit.startswith("model."))
     if experiment.sampler_mesh is None:
         if placement is None and sampling.cache_gib:
             yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes))

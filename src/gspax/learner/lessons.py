@@ -1,0 +1,166 @@
+"""Rows that a teacher reads and the policy does not: with prompts of its own, or only the problems that are its own.
+
+Such rows are packed by themselves. What the teacher computes of a response is then moved to the response's place in the
+policy's minibatch.
+
+Axes: as in docs/architecture.md; N responses of a rollout, S positions of the teacher's prompts, U of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.config import RowShape
+from gspax.learner.minibatches import Layout, pack, separate
+from gspax.learner.teacher import Teach
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding, token_spec
+from gspax.run import interrupt
+from gspax.types import Array, Batch, Params, Rollout
+
+
+class Lessons(NamedTuple):
+    """The responses of a rollout as teachers read them."""
+
+    tokens_NU: Array
+    mask_NU: Array
+    length_N: np.ndarray  # int32  tokens of a row
+    shift_N: np.ndarray  # int32  columns by which a response is further right than in the policy's rollout
+    first_N: np.ndarray  # int32  the last column of the policy's prompt, whose output predicts the response
+
+
+def as_sampled(rollout: Rollout) -> Lessons:
+    """With the prompts that the policy read."""
+    prompt_N = np.asarray(rollout.prompt_length_B)
+    length_N = prompt_N + np.asarray(rollout.length_B)
+    return Lessons(rollout.tokens_BT, rollout.mask_BT, length_N, np.zeros_like(prompt_N), prompt_N - 1)
+
+
+def with_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]], longest: int, mesh: jax.sharding.Mesh) -> Lessons:
+    """With other prompts: the tokens of each response's, at most `longest`."""
+    prompt_NS = np.zeros((len(prompts), longest), np.int32)
+    for row, tokens in enumerate(prompts):
+        prompt_NS[row, : len(tokens)] = tokens
+    own_N, before_N = np.array(list(map(len, prompts)), np.int32), np.asarray(rollout.prompt_length_B)
+    by_row = named_sharding(mesh, "batch")
+    arrays = multihost.to_devices((prompt_NS, own_N, before_N), by_row)
+    replace_prompts = jax.jit(_replace_prompts, out_shardings=by_row)
+    tokens_NU, mask_NU = replace_prompts(rollout.tokens_BT, rollout.mask_BT, *arrays)
+    return Lessons(tokens_NU, mask_NU, own_N + np.asarray(rollout.length_B), own_N - before_N, before_N - 1)
+
+
+def _replace_prompts(
+    tokens_NT: Array, mask_NT: Array, prompt_NS: Array, own_N: Array, before_N: Array
+) -> tuple[Array, Array]:
+    S, T = prompt_NS.shape[1], tokens_NT.shape[1]
+    column_1U = jnp.arange(S + T, dtype=jnp.int32)[None]
+    is_prompt_NU = column_1U < own_N[:, None]
+    source_NU = column_1U + (before_N - own_N)[:, None]
+    is_response_NU = ~is_prompt_NU & (source_NU < T)
+    take = partial(jnp.take_along_axis, indices=jnp.clip(source_NU, 0, T - 1), axis=1)
+    tokens_NU = jnp.where(is_response_NU, take(tokens_NT), jnp.pad(prompt_NS, ((0, 0), (0, T))))
+    return tokens_NU, is_response_NU & take(mask_NT)
+
+
+def read_lessons(
+    teach: Teach,
+    params: Params,
+    lessons: Lessons,
+    is_own_N: np.ndarray,
+    minibatches: Sequence[tuple[Batch, Layout]],
+    *,
+    shape: RowShape,
+    width: int,
+    mesh: jax.sharding.Mesh,
+) -> list[Batch]:
+    """The minibatches with what a teacher computes of its own responses. A stop point after each (`run.interrupt`).
+
+    Args:
+      is_own_N: bool, the responses that this teacher reads.
+      shape: of its rows, with room for all responses of a minibatch.
+      width: of the widest teacher's hidden states; narrower ones get zeros.
+    """
+    filled = []
+    for batch, layout in minibatches:
+        chosen = np.unique(layout.response[layout.response >= 0])
+        chosen = chosen[is_own_N[chosen]]
+        if len(chosen):
+            values, place_BT = _read(teach, params, lessons, chosen, layout, shape, mesh=mesh)
+            name = "teacher_logp_BT" if values.ndim == 2 else "teacher_hidden_BTE"
+            array = _put(getattr(batch, name), values, place_BT, width, mesh)
+            batch = replace(batch, **{name: jax.block_until_ready(array)})
+            interrupt.stop_point()
+        filled.append(batch)
+    return filled
+
+
+def _read(
+    teach: Teach,
+    params: Params,
+    lessons: Lessons,
+    chosen: np.ndarray,
+    layout: Layout,
+    shape: RowShape,
+    *,
+    mesh: jax.sharding.Mesh,
+) -> tuple[Array, np.ndarray]:
+    """The result of `teach` for the chosen responses, and for each position of the minibatch its place there, or -1."""
+    by_row, (N, U) = named_sharding(mesh, "batch"), lessons.tokens_NU.shape
+    packed = pack(separate(lessons.length_N[chosen]), shape)
+    there_BU = packed.segment_BT > 0
+    response_BU = np.where(there_BU, chosen[packed.sequence_BT], 0)
+    source_BU = np.where(there_BU, response_BU * U + packed.column_BT, 0).astype(np.int32)
+    arrays = multihost.to_devices((source_BU, packed.segment_BT), by_row)
+    take = jax.jit(_take, out_shardings=by_row)
+    tokens_BU, segment_BU, mask_BU = take(lessons.tokens_NU, lessons.mask_NU, *arrays)
+    values = teach(params, tokens_BU, segment_BU, mask_BU, None)
+
+    place_NU = np.full((N, U), -1, np.int32)
+    row, column = np.nonzero(there_BU)
+    place_NU[response_BU[there_BU], packed.column_BT[there_BU]] = row * values.shape[1] + column
+    response_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
+    number_BT = np.maximum(response_BT, 0)
+    wanted_BT = column_BT + lessons.shift_N[number_BT]
+    found_BT = (response_BT >= 0) & (column_BT >= lessons.first_N[number_BT]) & (wanted_BT < U)
+    return values, np.where(found_BT, place_NU[number_BT, np.clip(wanted_BT, 0, U - 1)], -1)
+
+
+def _take(tokens_NU: Array, mask_NU: Array, source_BU: Array, segment_BU: Array) -> tuple[Array, Array, Array]:
+    def take(x_NU: Array) -> Array:
+        return jnp.where(segment_BU > 0, x_NU.reshape(-1)[source_BU], jnp.zeros((), x_NU.dtype))
+
+    return take(tokens_NU), segment_BU, take(mask_NU)
+
+
+def _put(into: Array | None, values: Array, place_BT: np.ndarray, width: int, mesh: jax.sharding.Mesh) -> Array:
+    """`into`, zeros at first, with the values at the positions that have a place among them."""
+    if values.ndim == 3:  # positions are padded as `forward` pads them
+        place_BT = np.pad(place_BT, ((0, 0), (0, -place_BT.shape[1] % mesh.shape["context"])), constant_values=-1)
+        values = jnp.pad(values, ((0, 0), (0, 0), (0, width - values.shape[2])))
+    sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *place_BT.shape))
+    place = multihost.to_devices(place_BT.astype(np.int32), named_sharding(mesh, "batch"))
+    return cast(Array, jax.jit(_move, out_shardings=sharding)(into, values, place))
+
+
+def _move(into: Array | None, values: Array, place_BT: Array) -> Array:
+    moved = values.reshape(-1, *values.shape[2:])[jnp.maximum(place_BT, 0)]
+    found = place_BT.reshape(*place_BT.shape, *[1] * (moved.ndim - 2)) >= 0
+    return jnp.where(found, moved, jnp.zeros_like(moved) if into is None else into)
+
+
+def number_tokens(batches: Sequence[Batch], layouts: Sequence[Layout], number_N: np.ndarray) -> list[Batch]:
+    """The minibatches with the number of each token's teacher, for updates that compare the logits of several."""
+    filled = []
+    for batch, layout in zip(batches, layouts, strict=True):
+        number_BT = np.where(layout.response >= 0, number_N[layout.response], 0).astype(np.float32)
+        number_BT = np.broadcast_to(number_BT, batch.tokens_BT.shape)
+        sharding = batch.tokens_BT.sharding
+        filled.append(replace(batch, teacher_BT=multihost.to_devices(np.array(number_BT), sharding)))
+    return filled

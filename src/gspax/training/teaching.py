@@ -1,0 +1,102 @@
+"""What a step's updates need of teachers: each reads its own responses once, with prompts of its own if it has any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
+from gspax.config import Teacher, teacher_models, teacher_row_shape
+from gspax.config.protocols import Problem, TeacherPrompt, Tokenizer
+from gspax.data.tokenizer import check_ids
+from gspax.errors import UserError, describe_error
+from gspax.learner.lessons import Lessons, as_sampled, number_tokens, read_lessons, with_prompts
+from gspax.learner.minibatches import Layout
+from gspax.learner.teacher import Teachers, fill_teacher, on_device, own_teacher
+from gspax.parallel import multihost
+from gspax.parallel.sharding import batch_shards
+from gspax.rollout.completion import Completion
+from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.runtime import Runtime
+from gspax.types import Batch, TrainState
+
+
+def teach(
+    runtime: Runtime,
+    state: TrainState,
+    teachers: Teachers | None,
+    graded: GradedBatch,
+    batches: list[Batch],
+    layouts: Sequence[Layout],
+) -> list[Batch]:
+    """The minibatches with what their updates need of the teachers, each of which is loaded once. Collective.
+
+    Args:
+      teachers: from `load_teachers`; None for one that is an earlier policy.
+    """
+    experiment, teacher, mesh = runtime.experiment, runtime.experiment.teacher, runtime.mesh
+    if teacher is None:
+        return batches
+    passes, params = runtime.steps.teach, (own_teacher(state),) if teachers is None else teachers.params
+    shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
+    if shape is None:
+        return fill_teacher(passes[0], on_device(params[0], teacher), batches)
+    lessons = prepare_lessons(runtime, teacher, graded)
+    number_N = number_responses(teacher, graded.problems, experiment.sampling.group)
+    width = max(model.hidden_size for model in teacher_models(teacher) or (experiment.model,))
+    for number, (read, own) in enumerate(zip(passes, params, strict=True)):
+        places = list(zip(batches, layouts, strict=True))
+        loaded, is_own_N = on_device(own, teacher), number_N == number
+        batches = read_lessons(read, loaded, lessons, is_own_N, places, shape=shape, width=width, mesh=mesh)
+    compares = any(batch.teacher_hidden_BTE is not None for batch in batches)
+    return number_tokens(batches, layouts, number_N) if compares and len(passes) > 1 else batches
+
+
+def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group: int) -> np.ndarray:
+    """The number of each response's teacher, int32 [N]. Collective."""
+    numbers = {name: number for number, name in enumerate(teacher.models)}
+    own = [problem and (numbers[problem.teacher] if numbers else 0) for problem in problems]
+    return np.repeat(np.array(multihost.gather_rows(own), np.int32), group)
+
+
+def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> Lessons:
+    """The responses of a rollout as its teachers read them. Collective. UserError as for `encode_teacher_prompt`."""
+    if teacher.prompt is None:
+        return as_sampled(graded.rollout)
+    sampling, tokenizer, prompt = runtime.experiment.sampling, runtime.experiment.tokenizer, teacher.prompt
+    longest = teacher.max_prompt_tokens or sampling.max_prompt_tokens
+    vocabulary = runtime.experiment.model.vocab_size
+
+    def encode(row: int) -> list[int] | None:
+        problem, completion = graded.problems[row // sampling.group], graded.completions[row]
+        if problem is None or completion.texts is None:
+            return None
+        text = write_prompt(prompt, problem, completion)
+        ids = encode_prompt(tokenizer, problem, text)
+        check_ids(ids, vocabulary, text)
+        if not 0 < len(ids) <= longest:
+            raise UserError(f"teacher.prompt: wanted 1 to {longest} tokens (teacher.max_prompt_tokens), got {len(ids)}")
+        return ids
+
+    prompts = multihost.all_or_raise(lambda: list(map(encode, range(len(graded.completions)))))
+    return with_prompts(graded.rollout, multihost.gather_rows(prompts), longest, runtime.mesh)
+
+
+def write_prompt(prompt: TeacherPrompt, problem: Problem, completion: Completion) -> str:
+    """The text of the prompt that the teacher reads. UserError if the function raises or returns no text."""
+    assert completion.texts is not None
+    try:
+        text = prompt(problem, completion.texts.completion, completion.reason)
+    except Exception as error:  # a user's function
+        raise UserError(f"teacher.prompt: {describe_error(error)} for the prompt {problem.prompt[:100]!r}") from error
+    if not isinstance(text, str):
+        raise UserError(f"teacher.prompt: wanted a text, got {text!r}")
+    return text
+
+
+def encode_prompt(tokenizer: Tokenizer, problem: Problem, text: str) -> list[int]:
+    """The token ids of a text in the place of the problem's prompt, after the chat before it."""
+    encode = cast(Callable[..., Sequence[int]], tokenizer.encode)
+    context = getattr(problem, "context", ())
+    return list(encode(text, context) if context else encode(text))
