@@ -9,6 +9,7 @@ import pytest
 from small_experiment import experiment
 
 from gspax.config import Mesh, Placement
+from gspax.data import Problem
 from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rollout.completion import Completion, GradedTurns
@@ -104,7 +105,7 @@ def batch_of(number, *groups):
     drawn = Rollout(
         tokens_BT=count, mask_BT=count, logp_BT=count, prompt_length_B=lengths, length_B=lengths, finished_B=lengths
     )
-    return GradedBatch(0, len(groups), drawn, rows)
+    return GradedBatch(0, len(groups), drawn, rows, [Problem(str(number), "")] * len(groups))
 
 
 FLAT, GOOD = (0, 0, 0, 0), (0, 1, 0, 1)
@@ -130,6 +131,7 @@ def test_refills_end_when_every_group_has_a_signal_or_at_the_bound(bound, batche
     found = refill(batch_of(0, *batches[0]), sample, sampling, make_mesh(Mesh(), jax.devices()[:1]))
     assert starts == [2 * (n + 1) for n in range(len(batches) - 1)]
     assert [each.length for each in found.completions] == np.repeat(from_batches, G).tolist()
+    assert [int(problem.prompt) for problem in found.problems] == from_batches
     assert (
         found.rollout.tokens_BT[:, 0].tolist() == found.rollout.length_B.tolist() == np.repeat(from_batches, G).tolist()
     )

@@ -32,7 +32,7 @@ class GradedBatch:
     prompts: int  # taken from the data: more than P if groups were replaced or problems skipped
     rollout: Rollout  # on the learner's mesh
     completions: Sequence[Completion]
-    problems: Sequence[Problem | None] = ()  # of the groups; None where this process has no row of it
+    problems: Sequence[Problem | None]  # of the groups; None where this process has no row of it
     skipped: int = 0  # of these problems
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
 
