@@ -91,7 +91,7 @@ def make_steps(
         packed=schedule.microbatch_tokens > 0,
         worst_case=worst_case,
         routing_replay=experiment.routing_replay != "off",
-        updates_per_rollout=updates_per_step(schedule),
+        updates_per_rollout=updates_per_step(schedule) if experiment.old_logp == "interpolated" else 1,
         compare=make_compare(teacher),
     )
     # The sampler's experts are in the rollout; the old policy's are found by the pass that computes its log-probs.
