@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from gspax.config import is_sparse
+from gspax.config import is_sparse, layer_places
 from gspax.hf.config_json import to_json
 from gspax.model import transformer
 
@@ -67,9 +67,9 @@ def published(config, params, dtype=np.float32, *, fused=False):
 
 def layers(config, params):
     """Each layer's parameters as numpy arrays without the leading axis, and whether the layer is sparse."""
-    stacked = [(run, index) for run in params["runs"].values() for index in range(len(run["mlp_norm"]["scale"]))]
-    for number, (run, index) in enumerate(stacked):
-        yield take(run, index), is_sparse(config, number)
+    for number, ((run, *place), index) in enumerate(layer_places(config)):
+        stack = params["runs"][run][place[0]] if place else params["runs"][run]
+        yield take(stack, index), is_sparse(config, number)
 
 
 def take(tree, index):

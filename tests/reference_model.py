@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gspax.config import is_sparse, layer_runs
+from gspax.config import is_sparse, layer_places
 
 
 def rms_norm(x, scale, eps):
@@ -89,22 +89,17 @@ def swiglu(x, gate, up, down):
 
 
 def layer_params(params, config, layer):
-    """The float64 parameters of one layer, found in its run's stack."""
-    first = 0
-    for run, (_, count) in enumerate(layer_runs(config)):
-        if layer < first + count:
-            pick = layer - first
-            return {
-                part: {
-                    name: {k: np.asarray(v[pick], np.float64) for k, v in leaf.items()}
-                    if isinstance(leaf, dict)
-                    else np.asarray(leaf[pick], np.float64)
-                    for name, leaf in params["runs"][run][part].items()
-                }
-                for part in params["runs"][run]
-            }
-        first += count
-    raise IndexError(layer)
+    """The float64 parameters of one layer, found in its stack."""
+    (first, *rest), pick = layer_places(config)[layer]
+    stack = params["runs"][first][rest[0]] if rest else params["runs"][first]
+
+    def take(tree):
+        return {
+            name: take(leaf) if isinstance(leaf, dict) else np.asarray(leaf[pick], np.float64)
+            for name, leaf in tree.items()
+        }
+
+    return take(stack)
 
 
 def forward(params, config, tokens, forced=None, streams=None):

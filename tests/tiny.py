@@ -45,6 +45,7 @@ CONFIGS = {
     "gates not renormalized": replace(MOE, norm_topk_prob=False),
     "some layers dense": replace(MOE, mlp_only_layers=(0,)),
     "every second layer sparse": replace(MOE, decoder_sparse_step=2),
+    "layers that alternate": replace(MOE, num_hidden_layers=5, decoder_sparse_step=2),
     "one key head": replace(MOE, num_key_value_heads=1),
     "all experts": replace(MOE, num_experts_per_tok=5),
     "biases": replace(MOE, attention_bias=True),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
-from gspax.config import ModelConfig, layer_runs
+from gspax.config import ModelConfig, layer_places
 from gspax.data.tokenizer import hf_tokenizer
 from gspax.errors import UserError, how_to_install
 from gspax.hf.config_json import read_config
@@ -131,11 +131,11 @@ def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: 
     tokens_1T, mesh = jnp.asarray(tokens, jnp.int32)[None], single_device_mesh()
     segment_1T = jnp.ones_like(tokens_1T)
     differences = [_difference("embedding", params["embedding"][tokens_1T][0], theirs.streams[0])]
-    one_layer = jax.jit(transformer.apply_layer, static_argnames=("config", "run", "mesh"))
-    layers = [(run, layer) for run, (_, count) in enumerate(layer_runs(config)) for layer in range(count)]
-    for number, (run, layer) in enumerate(layers):
+    one_layer = jax.jit(transformer.apply_layer, static_argnames=("config", "stack", "mesh"))
+    for number, (stack, index) in enumerate(layer_places(config)):
         before_1TD = jnp.asarray(theirs.streams[number])[None]
-        after_1TD = one_layer(params, config, run, jnp.int32(layer), before_1TD, segment_1T, mesh=mesh)
+        inputs = jnp.int32(index), before_1TD, segment_1T
+        after_1TD = one_layer(params, config, stack, *inputs, number=jnp.int32(number), mesh=mesh)
         differences.append(_difference(f"layer {number}", after_1TD[0], theirs.streams[number + 1]))
     whole = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
     hidden_1TD, _ = whole(params, config, tokens_1T, segment_1T, mesh=mesh)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from gspax.config.ranges import (
     AtLeast2,
@@ -172,10 +171,52 @@ def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     return tuple(config.sliding_window if layer in sliding else everything for layer in layers) if sliding else ()
 
 
-def layer_runs(config: ModelConfig) -> tuple[tuple[bool, int], ...]:
-    """Consecutive layers of one kind as (sparse, count); each run is one stack of parameters and one `lax.scan`."""
-    sparse = (is_sparse(config, layer) for layer in range(config.num_hidden_layers))
-    return tuple((kind, len(list(layers))) for kind, layers in groupby(sparse))
+class LayerGroup(NamedTuple):
+    """Consecutive layers that are a pattern, repeated: one stack of parameters for each layer of the pattern, and one
+    `lax.scan` whose body runs the pattern."""
+
+    pattern: tuple[bool, ...]  # the kinds of its layers: whether a layer has experts
+    repeats: int
+
+
+class LayerPlace(NamedTuple):
+    """Where the parameters of a layer are."""
+
+    stack: tuple[int, ...]  # path below `runs`: the group, and in a pattern of several layers the place in it
+    position: int  # in the stack
+
+
+def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
+    """The groups of a model's layers, each of which covers as many of the remaining layers as a repeated pattern can.
+
+    Leading dense layers and experts after them are two groups of one kind each, layers that alternate are one group.
+    """
+    kinds = [is_sparse(config, layer) for layer in range(config.num_hidden_layers)]
+    groups = []
+    while kinds:
+        repeats = {size: _count_repeats(kinds, size) for size in range(1, len(kinds) // 2 + 1)} or {1: 1}
+        size = max(repeats, key=lambda size: (size * repeats[size] if repeats[size] > 1 or size == 1 else 0, -size))
+        groups.append(LayerGroup(tuple(kinds[:size]), repeats[size]))
+        kinds = kinds[size * repeats[size] :]
+    return tuple(groups)
+
+
+def _count_repeats(kinds: Sequence[bool], size: int) -> int:
+    """How often the first `size` kinds follow one another."""
+    count = 1
+    while kinds[count * size : (count + 1) * size] == kinds[:size]:
+        count += 1
+    return count
+
+
+def layer_places(config: ModelConfig) -> tuple[LayerPlace, ...]:
+    """The place of every layer, in order."""
+    return tuple(
+        LayerPlace((number,) if len(group.pattern) == 1 else (number, place), index)
+        for number, group in enumerate(layer_groups(config))
+        for index in range(group.repeats)
+        for place in range(len(group.pattern))
+    )
 
 
 def architecture_problems(m: ModelConfig) -> Iterator[str]:

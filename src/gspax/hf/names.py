@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspax.config import ModelConfig, layer_runs
+from gspax.config import ModelConfig, is_sparse, layer_places
 from gspax.hf.config_json import family_of
 from gspax.hf.tensors import Part
 
@@ -126,7 +126,7 @@ class Chunk:
     """The part of a parameter that one published tensor, or a part of one, holds."""
 
     published: str  # the tensor's name
-    index: tuple[int, ...]  # into the parameter's leading axes: layer of the run, expert
+    index: tuple[int, ...]  # into the parameter's leading axes: layer of the stack, expert
     row: Row
     part: Part | None = None  # of the tensor; None: all of it
 
@@ -141,18 +141,21 @@ def list_chunks(
       fused: whether a layer's experts are one tensor.
     """
     table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
-    first, family = 0, family_of(config)
-    for run, (sparse, count) in enumerate(layer_runs(config)):
+    family = family_of(config)
+    stacks: dict[tuple[int, ...], list[int]] = {}  # and the layers in each of them
+    for number, place in enumerate(layer_places(config)):
+        stacks.setdefault(place.stack, []).append(number)
+    for stack, layers in stacks.items():
+        path, sparse = "/".join(map(str, ("runs", *stack))), is_sparse(config, layers[0])
         rows = _layer_rows(family) + (_sparse_rows(family, fused=fused) if sparse else DENSE)
-        shapes = {row: parameters.get(f"runs/{run}/{row.ours}") for row in rows}
+        shapes = {row: parameters.get(f"{path}/{row.ours}") for row in rows}
         present = {row: shape[1:] for row, shape in shapes.items() if shape is not None}  # biases are not in each model
         for row, part in _parts(present).items():
-            shape = (count, config.num_experts) if "{expert}" in row.published else (count,)
-            table[f"runs/{run}/{row.ours}"] = [
-                Chunk(f"model.layers.{first + index[0]}.{row.published}".format(expert=index[-1]), index, row, part)
+            shape = (len(layers), config.num_experts) if "{expert}" in row.published else (len(layers),)
+            table[f"{path}/{row.ours}"] = [
+                Chunk(f"model.layers.{layers[index[0]]}.{row.published}".format(expert=index[-1]), index, row, part)
                 for index in np.ndindex(shape)
             ]
-        first += count
     return table
 
 

@@ -81,16 +81,18 @@ def trained_axes(config: ModelConfig, trained: Params) -> Params:
 
 def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -> Params:
     """The subtree of a parameter-like tree that is adapted, with `change` applied to each leaf."""
-    return {
-        "runs": {
-            run: {
-                part: {name: change(leaf) for name, leaf in layer[part].items() if name in chosen}
-                for part, chosen in adapted_weights(lora).items()
-                if chosen
-            }
-            for run, layer in tree["runs"].items()
+
+    def of_stacks(stacks: Params) -> Params:
+        """The same of one stack of layers, or of several by their number."""
+        if "attention" not in stacks:
+            return {number: of_stacks(stack) for number, stack in stacks.items()}
+        return {
+            part: {name: change(leaf) for name, leaf in stacks[part].items() if name in chosen}
+            for part, chosen in adapted_weights(lora).items()
+            if chosen
         }
-    }
+
+    return {"runs": of_stacks(tree["runs"])}
 
 
 def _split(axes: tuple[str, ...], of: tuple[T, ...], rank: T) -> dict[str, tuple[T, ...]]:

@@ -1,21 +1,22 @@
 """The model as pure functions of parameters: `init`, `apply`, `logits`. `model.decoding` has the sampler's.
 
-Flax NNX modules inside; outside, parameters are a nested dict of arrays. Consecutive layers of one kind are stacked and
-run by `lax.scan` (`config.layer_runs`). A layer's weight may be a `LowRank`; it is made dense where the layer runs.
+Flax NNX modules inside; outside, parameters are a nested dict of arrays. Consecutive layers of one kind, or of a
+pattern of kinds that repeats, are stacked and run by one `lax.scan` (`config.layer_groups`). A layer's weight may be a
+`LowRank`; it is made dense where the layer runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from gspax.config import ModelConfig, layer_runs, layer_windows
+from gspax.config import LayerGroup, ModelConfig, layer_groups, layer_windows
 from gspax.model.layers import (
     Attend,
     Attention,
@@ -76,7 +77,7 @@ class Transformer(nnx.Module):
         V, D, scale = config.vocab_size, config.hidden_size, config.initializer_range
         self.config = config
         self.embedding = init_weight(rngs, scale, vocab=V, embed=D)
-        self.runs = nnx.List([_init_stacked(config, sparse, count, rngs) for sparse, count in layer_runs(config)])
+        self.runs = nnx.List([_init_group(config, group, rngs) for group in layer_groups(config)])
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else init_weight(rngs, scale, embed=D, vocab=V)
 
@@ -94,22 +95,11 @@ class Transformer(nnx.Module):
         shared = layer_inputs(config, segment_BT, mesh, prefix_BT)
         x_BTD = constrain_tokens(table_VD[tokens_BT].astype(config.dtype), mesh)
         routings, first, first_sparse = [], 0, 0
-        for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
-            graph, layers = nnx.split(run)
-
-            def body(x_BTD: Array, inputs: PyTree, graph: nnx.GraphDef[DecoderLayer] = graph) -> LayerOutput:
-                layer_params, layer, forced_BTA = inputs
-                x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-                module = nnx.merge(graph, dense(layer_params))
-                x_BTD, _, routing = module(x_BTD, shared, None, layer, forced_BTA)
-                return constrain_tokens(x_BTD, mesh), routing
-
-            forced = None
-            if sparse and forced_LBTA is not None:
-                forced = forced_LBTA[first_sparse : first_sparse + count]
-            body = _rematerialize(body, config)
-            x_BTD, routing = jax.lax.scan(body, x_BTD, (layers, first + jnp.arange(count), forced))
-            first, first_sparse = first + count, first_sparse + count * sparse
+        for group, run in zip(layer_groups(config), self.runs, strict=True):
+            sparse = sum(group.pattern) * group.repeats
+            forced = forced_LBTA[first_sparse : first_sparse + sparse] if sparse and forced_LBTA is not None else None
+            x_BTD, routing = _run_group(run, group, config, shared, x_BTD, first=first, forced_LBTA=forced)
+            first, first_sparse = first + len(group.pattern) * group.repeats, first_sparse + sparse
             if routing is not None:
                 routings.append(routing)
         return self.norm(x_BTD), _concatenate_routings(routings, tokens_BT.shape, config)
@@ -121,6 +111,61 @@ def layer_inputs(
     """The layers' inputs for whole rows of segments."""
     attend = attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT)
     return LayerInputs(rotary_angles(positions(segment_BT, prefix_BT), config), segment_BT > 0, attend, mesh)
+
+
+def _stacks(run: DecoderLayer | nnx.List[DecoderLayer]) -> list[DecoderLayer]:
+    """The stacks of a group, one for each layer of its pattern."""
+    return [run] if isinstance(run, DecoderLayer) else list(run)
+
+
+def _run_group(
+    run: DecoderLayer | nnx.List[DecoderLayer],
+    group: LayerGroup,
+    config: ModelConfig,
+    shared: LayerInputs,
+    x_BTD: Array,
+    *,
+    first: int,
+    forced_LBTA: Array | None,
+) -> LayerOutput:
+    """The residual stream after a group, whose first layer is number `first`, and the routing of its sparse layers.
+
+    `forced_LBTA` is of these alone.
+    """
+    graphs, layers = zip(*map(nnx.split, _stacks(run)), strict=True)
+    steps = [_rematerialize(_layer_step(graph, shared), config) for graph in graphs]
+    if len(steps) == 1:
+        inputs = layers[0], first + jnp.arange(group.repeats), forced_LBTA
+        return cast(LayerOutput, jax.lax.scan(steps[0], x_BTD, inputs))
+    number_R = first + len(steps) * jnp.arange(group.repeats)
+    sparse = sum(group.pattern)
+    forced = None if forced_LBTA is None else forced_LBTA.reshape(group.repeats, sparse, *forced_LBTA.shape[1:])
+
+    def repeat(x_BTD: Array, inputs: PyTree) -> LayerOutput:
+        """The layers of the pattern one after the other."""
+        layers, number, forced_SBTA = inputs
+        routings: list[Routing] = []
+        for place, (step, layer) in enumerate(zip(steps, layers, strict=True)):
+            forced_BTA = forced_SBTA[len(routings)] if forced_SBTA is not None and group.pattern[place] else None
+            x_BTD, routing = step(x_BTD, (layer, number + place, forced_BTA))
+            routings += [routing] if routing is not None else []
+        return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *routings) if routings else None
+
+    x_BTD, routing = jax.lax.scan(repeat, x_BTD, (layers, number_R, forced))
+    return x_BTD, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routing)
+
+
+def _layer_step(graph: nnx.GraphDef[DecoderLayer], shared: LayerInputs) -> Callable[[Array, PyTree], LayerOutput]:
+    """The body of a scan over the layers of one stack."""
+
+    def step(x_BTD: Array, inputs: PyTree) -> LayerOutput:
+        layer_params, layer, forced_BTA = inputs
+        x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+        module = nnx.merge(graph, dense(layer_params))
+        x_BTD, _, routing = module(x_BTD, shared, None, layer, forced_BTA)
+        return constrain_tokens(x_BTD, shared.mesh), routing
+
+    return step
 
 
 def _table(table_VD: Array, mesh: jax.sharding.Mesh) -> Array:
@@ -160,6 +205,12 @@ def _concatenate_routings(routings: list[Routing], shape: tuple[int, ...], confi
         jnp.zeros(0, jnp.int32),
     )
     return jax.tree.map(lambda *runs: jnp.concatenate(runs), none, *routings)
+
+
+def _init_group(config: ModelConfig, group: LayerGroup, rngs: nnx.Rngs) -> DecoderLayer | nnx.List[DecoderLayer]:
+    """The stacks of a group: one, or a list of them for a pattern of several layers."""
+    stacks = [_init_stacked(config, sparse, group.repeats, rngs) for sparse in group.pattern]
+    return stacks[0] if len(stacks) == 1 else nnx.List(stacks)
 
 
 def _init_stacked(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs) -> DecoderLayer:
@@ -266,20 +317,20 @@ def apply(
 def apply_layer(
     params: Params,
     config: ModelConfig,
-    run: int,
-    layer: Array,
+    stack: tuple[int, ...],
+    index: Array,
     x_BTD: Array,
     segment_BT: Array,
     *,
+    number: Array,
     mesh: jax.sharding.Mesh,
 ) -> Array:
     """The residual stream after one layer, given the one before it: one step of `apply`, to compare layers one by one.
 
-    The layer is number `layer` of run number `run` of `config.layer_runs`, both from 0.
+    The layer is number `number` of the model, from 0; its `config.LayerPlace` is (`stack`, `index`).
     """
-    graph, layers = nnx.split(_module(params, config).runs[run])
-    module = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[layer], layers))
-    number = sum(count for _, count in layer_runs(config)[:run]) + layer
+    graph, layers = nnx.split(_stacks(_module(params, config).runs[stack[0]])[sum(stack[1:])])
+    module = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[index], layers))
     return module(x_BTD, layer_inputs(config, segment_BT, mesh), None, number, None)[0]
 
 

@@ -7,12 +7,12 @@ quantized (`model.kernels.quantization`), an embedding only where it is the head
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from operator import itemgetter
+from functools import lru_cache, partial, reduce
+from operator import getitem, itemgetter
 
 import jax
 
-from gspax.config import ModelConfig, SamplerDtype, layer_runs
+from gspax.config import ModelConfig, SamplerDtype, layer_places
 from gspax.model import transformer
 from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, quantize
 from gspax.model.low_rank import dense
@@ -100,9 +100,8 @@ def _abstract(config: ModelConfig, weights_dtype: SamplerDtype) -> Params:
 
 def _unstack(params: Params, config: ModelConfig, *, axes: bool = False) -> Params:
     """The tree with the layers one by one; with `axes`, of tuples of names instead of arrays."""
-    layers = tuple(
-        params["runs"][run] if axes else jax.tree.map(itemgetter(number), params["runs"][run])
-        for run, (_, count) in enumerate(layer_runs(config))
-        for number in range(count)
-    )
-    return {**{name: leaf for name, leaf in params.items() if name != "runs"}, "layers": layers}
+    layers = []
+    for stack, index in layer_places(config):
+        layer = reduce(getitem, stack, params["runs"])
+        layers.append(layer if axes else jax.tree.map(itemgetter(index), layer))
+    return {**{name: leaf for name, leaf in params.items() if name != "runs"}, "layers": tuple(layers)}

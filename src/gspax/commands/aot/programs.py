@@ -31,7 +31,7 @@ from gspax.config import (
     Experiment,
     ModelConfig,
     Sampling,
-    layer_runs,
+    layer_groups,
     layer_windows,
     teacher_models,
     teacher_row_shape,
@@ -328,7 +328,9 @@ def summarize_error(message: str) -> str:
 
 def are_alike(model: ModelConfig) -> bool:
     """Whether the layers are many and all of one kind."""
-    return model.num_hidden_layers >= FEWEST and len(layer_runs(model)) == 1 and not layer_windows(model)
+    (group, *others) = layer_groups(model)
+    alike = len(group.pattern) == 1 and not others and not layer_windows(model)
+    return model.num_hidden_layers >= FEWEST and alike
 
 
 def compile_few(program: Program, few: Callable[[int], Program], layers: int) -> Compiled:
