@@ -216,6 +216,38 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(bucket, quick):
     assert (path / "x").read_text() == "1" and (path / "lock.json").read_text() == "another's"
 
 
+def test_a_renewal_whose_answers_were_all_lost_is_still_this_process(bucket, impatient):
+    """The object is newer than this process knows; it recognizes its own token."""
+    path, server = bucket
+    with lock.hold(path / "lock.json"):
+        server.faults = lambda request: gcs.RESET_AFTER if request.method == "PUT" else None
+        (held,) = lock._held
+        with pytest.raises(OSError, match="retry attempts failed"):
+            held.renew()
+        server.faults = lambda request: None
+        lock.require_held(fresh=True)
+        assert held.renew()
+    assert not (path / "lock.json").exists()
+
+
+@pytest.mark.parametrize("act", ["delete", "finish"])
+def test_a_process_that_lost_its_lock_a_moment_ago_deletes_and_finishes_no_step(act, bucket):
+    """Between two renewals, a write checks the lock only if it cannot be undone."""
+    path, _ = bucket
+    run = RunDir(path)
+    save_steps(run, 2)
+    with lock.hold(path / "lock.json"):
+        (path / "lock.json").write_text("another's")
+        lock._held[0]._renewed -= 2 * lock.FRESH
+        lock.require_held()
+        with pytest.raises(lock.LostError):
+            if act == "delete":
+                manifest.remove_steps(run.checkpoints, [2])
+            else:
+                manifest.write_manifest(path)
+    assert manifest.finished_steps(run.checkpoints) == [2]
+
+
 @pytest.mark.parametrize("code", [401, 403, 404, 429, 500, 503])
 def test_a_run_goes_on_while_its_bucket_does_not_answer(code, bucket, quick, impatient, capsys):
     """Its lock may be another's by then: saves fail with a warning until it could be renewed. 404: it is gone."""

@@ -29,6 +29,7 @@ from gspax.run import objects
 from gspax.run.buckets import is_bucket
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
+FRESH = 1.0  # seconds; Cloud Storage accepts one write of an object a second
 
 _held: list[_FileLock | _ObjectLock] = []  # the locks that this process holds, usually one
 
@@ -66,16 +67,19 @@ def hold(path: Path) -> Iterator[None]:
             lock.release()
 
 
-def require_held() -> None:
+def require_held(*, fresh: bool = False) -> None:
     """Raise `LostError` if another process has taken a lock of this one, or if it was deleted.
 
     A lock file that cannot be read counts as held.
+
+    Args:
+      fresh: renew a lock in a bucket now, before what cannot be undone, instead of every `HEARTBEAT` seconds.
 
     Raises:
       OSError: the lock is in a bucket that does not answer, so that another process may have taken it.
     """
     for lock in [*_held]:
-        if not lock.is_held():
+        if not lock.is_held(FRESH if fresh else HEARTBEAT):
             raise LostError(f"{lock.path} is no longer the lock of this run: another may write here, so this one ends")
 
 
@@ -110,7 +114,7 @@ class _FileLock:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def is_held(self) -> bool:
+    def is_held(self, _age: float = 0.0) -> bool:
         with contextlib.suppress(OSError):
             return _read(self.path) == self._content
         return True
@@ -130,7 +134,7 @@ class _FileLock:
 class _ObjectLock:
     """A lock in a bucket: each write of it names the generation that it replaces, so of several processes one succeeds.
 
-    It counts as held for `HEARTBEAT` seconds after it was renewed, of the `STALE` that another process waits for.
+    It counts as held for some of the `STALE` seconds after it was renewed, for which another process waits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,11 +150,14 @@ class _ObjectLock:
             if content is not None:
                 _require_stale(self.path, content.decode(errors="replace"))
             if self.renew():
+                if content is not None:
+                    warn(f"{self.path}: took the lock of a run that has ended")
                 return
         raise _just_taken(self.path)
 
-    def is_held(self) -> bool:
-        return self._generation is not None and (time.monotonic() < self._renewed + HEARTBEAT or self.renew())
+    def is_held(self, age: float = 0.0) -> bool:
+        """Whether the lock was renewed at most `age` seconds ago, or can be renewed."""
+        return self._generation is not None and (time.monotonic() < self._renewed + age or self.renew())
 
     def renew(self) -> bool:
         """Write the object again; False if it is not as this process has left it."""
@@ -158,8 +165,13 @@ class _ObjectLock:
             if self._generation is not None:
                 began, self._count = time.monotonic(), self._count + 1
                 content = json.dumps({**self._description, "renewed": self._count}).encode()
-                self._generation = objects.write_if(self.path, content, self._generation)
-                self._renewed = began
+                generation = objects.write_if(self.path, content, self._generation)
+                if generation is None:  # unless an earlier write arrived, and its answer did not
+                    found, now = objects.read_object(self.path)
+                    holder = _parse((found or b"").decode(errors="replace"))
+                    if holder.get("token") == self._description["token"]:
+                        generation = objects.write_if(self.path, content, now)
+                self._generation, self._renewed = generation, began
             return self._generation is not None
 
     def release(self) -> None:

@@ -65,7 +65,7 @@ def write_manifest(folder: Path) -> None:
 
 def _finish(path: Path, content: bytes) -> None:
     """Write a manifest to a bucket. OSError if another process has finished the step."""
-    lock.require_held()
+    lock.require_held(fresh=True)
     there, generation = objects.read_object(path)
     if there is not None or objects.write_if(path, content, generation) is None:
         raise FileExistsError(errno.EEXIST, "another process has finished this step", str(path))
@@ -198,7 +198,8 @@ def extra_file(directory: Path, step: int) -> Path:
 
 def remove_steps(directory: Path, steps: Sequence[int]) -> None:
     """Delete steps. Each one disappears at once; its space is freed file by file. LostError if the lock is lost."""
-    lock.require_held()
+    if steps:
+        lock.require_held(fresh=True)
     for step in steps:
         target = directory / str(step)
         if is_bucket(directory):

@@ -60,7 +60,7 @@ def write_if(path: Path, content: bytes | None, generation: bytes) -> bytes | No
     if written:
         return written
     found, now = read_object(path)
-    if found is None:
+    if found is None and content is not None:
         require_bucket(path.parent)
     return now if found == content else None
 
