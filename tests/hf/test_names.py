@@ -63,6 +63,13 @@ def test_to_ours_transposes_and_reshapes_for_the_layers(row):
     assert (view == (tensor if table else tensor.swapaxes(-1, -2)).reshape(shape)).all()
 
 
+@pytest.mark.parametrize(
+    ("axes", "axis"), [("(N H) D -> D N H", 1), ("V D -> V D", 0), ("1 E -> E", 0), ("(K H)+ 1 T -> K H T", 0)]
+)
+def test_the_axis_that_a_tensor_begins_with(axes, axis):
+    assert names.leading_axis(names.Row("ours", "tensor", axes)) == axis
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.published)
 def test_to_published_inverts_to_ours(row, dtype):

@@ -244,7 +244,7 @@ def to_published(row: Row, array: np.ndarray) -> np.ndarray:
 def leading_axis(row: Row) -> int:
     """Our axis that the first axis of the published tensor is, or begins with."""
     groups, ours, _ = _axes(row)
-    return ours.index(groups[0][0])
+    return ours.index("".join(groups).replace("1", "")[0])
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
