@@ -304,6 +304,19 @@ def leave_one_out(rewards):
     return out
 
 
+def kept_tokens(logits, top_k, top_p, min_p):
+    """The tokens kept by top-k, then top-p of the rest, then min-p, as a set of ids."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if top_k:
+        order = order[:top_k]
+    mass = np.exp([logits[i] for i in order])
+    mass = mass / mass.sum()
+    if top_p < 1:
+        count = next(n for n in range(1, len(order) + 1) if mass[:n].sum() >= top_p or n == len(order))
+        order = order[:count]
+    return {i for i in order if logits[i] >= logits[order[0]] + (np.log(min_p) if min_p else -np.inf)}
+
+
 def _sequences(mask):
     """(row, its response tokens) for every row that has any."""
     for i in range(mask.shape[0]):

@@ -1,8 +1,8 @@
 """The structs that pass between modules hold data only.
 
 Axes: B = P·G rows (prompts x samples, the rows of one prompt adjacent), L sparse layers, T tokens (prompt, completion,
-right padding), A active experts. `x_BT[b, t]` is always about `tokens_BT[b, t]`; column 0 is never masked in, because
-nothing predicts it.
+right padding), A active experts, K tokens of a sampling mask. `x_BT[b, t]` is always about `tokens_BT[b, t]`; column 0
+is never masked in, because nothing predicts it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Rollout:
     expert_BLTA: Array | None = None
     reply_B: Array | None = None  # int32    with an environment, the tokens of its replies
     version_BT: Array | None = None  # int32    on request, version of the weights that sampled the token; 0 elsewhere
+    # On request, the sampling mask: the ids of the tokens that the filters left the sampler to choose from, the most
+    # probable first, then the vocabulary's size. Log-probs are then over these tokens. Undefined where not masked in.
+    kept_BTK: Array | None = None  # uint8 or wider
+    cut_BT: Array | None = None  # bool    the filters left more than K tokens, and the sampler dropped the last ones
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +61,7 @@ class Batch:
     teacher_BT: Array | None = None  # float32  with several teachers whose logits are compared, the token's number
     expert_BLTA: Array | None = None  # uint8 or wider  of the old policy or the sampler; `num_experts` on padding
     router_logp_BLTA: Array | None = None  # float32  the old policy's router log-probs of `expert_BLTA`
+    kept_BTK: Array | None = None  # uint8 or wider  as in `Rollout`; all log-probs are over these tokens
 
 
 MEANING = {
@@ -68,6 +73,7 @@ MEANING = {
     "teacher_hidden_BTE": "the teacher's last hidden states",
     "expert_BLTA": "the experts of the old policy or of the sampler",
     "router_logp_BLTA": "the old policy's router log-probs",
+    "kept_BTK": "the tokens that the sampler chose from",
 }
 
 

@@ -119,6 +119,9 @@ ERRORS = {
     "sampling.top_p=0": "sampling.top_p: wanted above 0 and at most 1, got 0.0",
     "sampling.top_p=1.1": "sampling.top_p: wanted above 0 and at most 1, got 1.1",
     "sampling.min_p=1": "sampling.min_p: wanted at least 0 and below 1, got 1.0",
+    "sampling.mask_replay=-1": "sampling.mask_replay: wanted at least 0, got -1",
+    "sampling.mask_replay=8": "sampling.mask_replay: wanted 0 without a filter (sampling.top_k, top_p, or min_p), "
+    "whose tokens it replays, got 8",
     "sampling.temperature=1e-30": "sampling.temperature: wanted 0.001 to 1000, got 1e-30",
     "optimizer.learning_rate=0": "optimizer.learning_rate: wanted above 0 and at most 100, got 0.0",
     "optimizer.learning_rate=1e10": "optimizer.learning_rate: wanted above 0 and at most 100, got 1e10",
@@ -318,7 +321,10 @@ def test_the_mesh(assignments, devices, message):
 
 def test_warnings():
     (filtered,) = warnings(override(EXPERIMENT, ["sampling.top_p=0.9", "sampling.min_p=0.1"]))
-    assert filtered.startswith("sampling.top_p, sampling.min_p: ")
+    assert filtered.startswith("sampling.top_p, sampling.min_p: ") and "sampling.mask_replay=64" in filtered
+    (filtered,) = warnings(override(EXPERIMENT, ["sampling.top_k=20"]))
+    assert "sampling.mask_replay=20" in filtered
+    assert warnings(override(EXPERIMENT, ["sampling.top_k=20", "sampling.mask_replay=20"])) == []
     (inert,) = warnings(override(EXPERIMENT, ["loss=gspax.losses.gspo", "loss.clip_low=0.2"]))
     assert inert.startswith("loss.clip_low=0.2: GSPO's ratio")
     assert warnings(override(EXPERIMENT, ["loss=gspax.losses.grpo"])) == []  # its clip range is wide on purpose

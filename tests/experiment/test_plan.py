@@ -170,6 +170,10 @@ def test_optional_components_are_counted():
     experts = 64 * 16 * sparse * model.num_experts_per_tok  # a byte for each
     assert more.learner["routing of the rollout"] == experts
     assert more.learner["rollout"] == one.learner["rollout"]
+    for change, size in (("sampling.top_p=0.9", 6), ("sampling.top_k=4", 4)):
+        masked = override(EXPERIMENT, [change, "sampling.mask_replay=6"])
+        for part in (plan(masked, 1).learner, plan(masked, 1).sampler):
+            assert part["sampling masks of the rollout"] == 64 * 16 * (size + 1)  # a byte for each id, and for `cut`
 
 
 @pytest.mark.parametrize(

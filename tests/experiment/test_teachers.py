@@ -45,13 +45,14 @@ def one_number(logp, teacher_logp):
         taught(kept=8, kept_by="policy"),
         taught(divergence=JENSEN_SHANNON),
         taught(as_advantage=True),
+        replace(taught(divergence=JENSEN_SHANNON), sampling=replace(taught().sampling, top_p=0.9, mask_replay=8)),
         taught(model=None, refresh_every=4),
         taught(model=None, refresh_every=1, prompt=with_answer, max_prompt_tokens=64),
         taught(model=None, models={"one": LARGE, "other": LARGE}, offload=True),
         taught(losses.gspo_token, as_advantage=True),
         replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32)),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_every_form_is_valid(experiment):
     assert validate(experiment, 1) == []
@@ -60,6 +61,11 @@ def test_every_form_is_valid(experiment):
 @pytest.mark.parametrize(
     ("experiment", "sentence"),
     [
+        (
+            replace(taught(), sampling=replace(taught().sampling, top_p=0.9, mask_replay=8)),
+            "sampling.top_p: wanted no filter with a teacher without teacher.divergence, whose KL is estimated from "
+            "tokens of the whole distribution, got 0.9",
+        ),
         (
             taught(model=replace(LARGE, vocab_size=99)),
             f"teacher.model.vocab_size: wanted the policy's {MODEL.vocab_size}, got 99",

@@ -116,7 +116,7 @@ def test_scoring_gets_the_experts_of_the_rollout_and_the_reference_does_not():
     batches, _ = minibatches.split_minibatches(rollout(), 1, RowShape(N, T, N, False), mesh)
     given = []
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, kept_BTK):
         given.append((params, expert_BLTA))
         return train_step.Scores(jnp.zeros((N, T)), jnp.zeros((N, T)), router_logp_BLTA=jnp.ones(1))
 

@@ -112,14 +112,18 @@ def test_shapes_of_a_minibatch(schedule, shards, shape):
 
 
 @functools.cache
-def rollout(seed=0):
-    """Ragged responses, some truncated, in groups with one prompt; what stands behind them is noise."""
+def rollout(seed=0, sets=False):
+    """Ragged responses, some truncated, in groups with one prompt; what stands behind them is noise.
+
+    With `sets`, each token was chosen from itself and two other tokens, or itself and one.
+    """
     rng = np.random.default_rng(seed)
     prompt, length = np.repeat([4, 1, 3, 2], 3).astype(np.int32), rng.integers(1, C + 1, N).astype(np.int32)
     column = np.arange(S + C)[None]
     tokens = rng.integers(0, MODEL.vocab_size, (N, S + C), dtype=np.int32)
     tokens = np.where(column < prompt[:, None], np.repeat(tokens[::3], 3, axis=0), tokens)
     mask = (column >= prompt[:, None]) & (column < (prompt + length)[:, None])
+    sometimes = np.where(rng.random((N, S + C)) < 0.5, (tokens + 9) % 24, 24) if sets else None
     return Rollout(
         tokens_BT=tokens,
         mask_BT=mask,
@@ -127,6 +131,7 @@ def rollout(seed=0):
         prompt_length_B=prompt,
         length_B=length,
         finished_B=length < C,
+        kept_BTK=np.stack([(tokens + 7) % 24, tokens, sometimes], -1).astype(np.uint8) if sets else None,
     )
 
 
@@ -241,6 +246,12 @@ def test_responses_may_share_their_prompt():
     """Loss, gradient through the prompt, and all metrics; the experts to replay are those of the shared rows."""
     *_, batch = compare(schedule=SHARED)
     assert batch.prefix_BT.max() > 0
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, pytest.param(SHARED, marks=pytest.mark.slow)], ids=["packed", "shared"])
+def test_sampling_masks_stay_with_their_tokens(schedule):
+    objective = {"loss": losses.grpo, "regularizers": Regularizers(entropy=0.1)}
+    compare(schedule=schedule, objective=objective, replay=False, data=rollout(sets=True))
 
 
 ON_POLICY = {"objective": {"loss": losses.gspo}, "replay": False, "on_policy": True}

@@ -28,28 +28,30 @@ LORA = config.Lora(rank=2, alpha=2.0)
 ONCE = {"all-gather, whole": 1, "reduce-scatter": 1}  # collectives by their result
 
 
-def compiled_step(mesh, lora):
+def compiled_step(mesh, lora, sets=0):
     """The text of a train step that scores CHUNK positions of its rows at a time."""
     state, rows = abstract_state(MODEL, optax.sgd(1.0), mesh, lora), sharding.named_sharding(mesh, "batch")
     shapes = {"tokens_BT": jnp.int32, "segment_BT": jnp.int32, "mask_BT": jnp.bool_, "old_logp_BT": jnp.float32}
     columns = {name: jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for name, dtype in shapes.items()}
-    batch = Batch(**columns, advantage=jax.ShapeDtypeStruct((B,), jnp.float32, sharding=rows))
+    kept = jax.ShapeDtypeStruct((B, T, sets), jnp.uint16, sharding=rows) if sets else None
+    batch = Batch(**columns, advantage=jax.ShapeDtypeStruct((B,), jnp.float32, sharding=rows), kept_BTK=kept)
     step = train_step.make_train_step(tiny.settings(MODEL, mesh), objective.make_objective(losses.gspo), optax.sgd(1.0))
     return step.lower(state, batch).compile().as_text()
 
 
 @pytest.mark.parametrize(
-    ("axes", "lora", "wanted"),
+    ("axes", "lora", "sets", "wanted"),
     [
         # `context` shards no parameters: shards of the head's and the embedding's gradient are summed over it
-        (Mesh(fsdp=2, context=2, tensor=2), None, ONCE | {"all-reduce": 2}),
-        pytest.param(Mesh(), None, ONCE, marks=pytest.mark.slow),
-        pytest.param(Mesh(tensor=2), None, ONCE, marks=pytest.mark.slow),
-        pytest.param(Mesh(), LORA, {"all-gather, whole": 1}, marks=pytest.mark.slow),
+        (Mesh(fsdp=2, context=2, tensor=2), None, 0, ONCE | {"all-reduce": 2}),
+        pytest.param(Mesh(fsdp=2, context=2, tensor=2), None, 4, ONCE | {"all-reduce": 2}, marks=pytest.mark.slow),
+        pytest.param(Mesh(), None, 0, ONCE, marks=pytest.mark.slow),
+        pytest.param(Mesh(tensor=2), None, 0, ONCE, marks=pytest.mark.slow),
+        pytest.param(Mesh(), LORA, 0, {"all-gather, whole": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_the_head_is_gathered_once_and_its_gradient_reduced_once_for_all_chunks(monkeypatch, axes, lora, wanted):
+def test_the_head_is_gathered_once_and_its_gradient_reduced_once_for_all_chunks(monkeypatch, axes, lora, sets, wanted):
     mesh = sharding.make_mesh(axes)
     vocabulary = V // mesh.shape["tensor"]
     monkeypatch.setattr("gspax.learner.forward.logit_chunk", lambda config, mesh, tokens: CHUNK)
@@ -61,16 +63,24 @@ def test_the_head_is_gathered_once_and_its_gradient_reduced_once_for_all_chunks(
             return Counter()
         return Counter([kind + ", whole" * bool(re.search(rf"{D},{vocabulary}\]|{vocabulary},{D}\]", each.type))])
 
-    assert hlo.total(hlo.parse(compiled_step(mesh, lora)), count, unknown_trips=5) == wanted
+    assert hlo.total(hlo.parse(compiled_step(mesh, lora, sets)), count, unknown_trips=5) == wanted
 
 
-def scored(mesh, head, hidden, tokens, chunk, tied=False, masked=False):
+def scored(mesh, head, hidden, tokens, chunk, tied=False, masked=False, sets=False):
     """Gradients of a loss by head and hidden states, and the scores."""
+    kept = jnp.stack([tokens, (tokens + 3) % 40, jnp.where(tokens % 2, 40, (tokens + 5) % 40)], -1) if sets else None
 
     def total(head, hidden):
         params = {"embedding": head.T} if tied else {"head": head}
         logp, entropy, _ = head_logp(
-            params, hidden, tokens, temperature=0.7, chunk=chunk, mask_BT=MASK if masked else None, mesh=mesh
+            params,
+            hidden,
+            tokens,
+            temperature=0.7,
+            chunk=chunk,
+            mesh=mesh,
+            mask_BT=MASK if masked else None,
+            kept_BTK=kept,
         )
         return (WEIGHT * logp + WEIGHT[:, ::-1] * entropy).sum(), (logp, entropy)
 
@@ -90,8 +100,8 @@ def inputs(dtype=jnp.float32):
 
 
 @functools.cache
-def scored_alone(tied, masked):
-    return scored(tiny.one_device(), *inputs(), B * T, tied, masked)
+def scored_alone(tied, masked, sets=False):
+    return scored(tiny.one_device(), *inputs(), B * T, tied, masked, sets)
 
 
 AXES = (
@@ -117,6 +127,23 @@ def test_scores_and_gradients_equal_one_device(axes, how):
     got = scored(sharding.make_mesh(axes), *inputs(), chunk, tied, masked)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(scored_alone(tied, masked)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(Mesh(fsdp=2, context=2, tensor=2)),
+        *(pytest.param(axes, marks=pytest.mark.slow) for axes in (*AXES, Mesh(fsdp=1, tensor=4))),
+    ],
+    ids=str,
+)
+def test_scores_over_sets_equal_one_device(axes):
+    mesh = sharding.make_mesh(axes, jax.devices()[: 4 if axes == Mesh(fsdp=1, tensor=4) else 8])
+    got, wanted = scored(mesh, *inputs(), 2, False, True, True), scored_alone(False, True, True)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+    without = scored_alone(False, True)
+    assert np.abs(wanted[1][0] - without[1][0]).max() > 0.1
 
 
 def test_gradients_of_bfloat16_chunks_are_summed_in_float32():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import tiny
 
 from gspax import losses
@@ -204,19 +205,6 @@ def test_temperature_zero_is_greedy():
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits).max(axis=-1), atol=1e-6)
 
 
-def kept_by_hand(logits, top_k, top_p, min_p):
-    """Ids kept by top-k, then top-p of the rest, then min-p, in plain Python."""
-    order = sorted(range(len(logits)), key=lambda i: -logits[i])
-    if top_k:
-        order = order[:top_k]
-    mass = np.exp([logits[i] for i in order])
-    mass = mass / mass.sum()
-    if top_p < 1:
-        count = next(n for n in range(1, len(order) + 1) if mass[:n].sum() >= top_p or n == len(order))
-        order = order[:count]
-    return {i for i in order if logits[i] >= logits[order[0]] + (np.log(min_p) if min_p else -np.inf)}
-
-
 @pytest.mark.parametrize("top_k", [0, 1, 4, 50])
 @pytest.mark.parametrize("top_p", [1.0, 0.75, 0.2, 1e-6])
 @pytest.mark.parametrize("min_p", [0.0, 0.1, 0.9])
@@ -226,7 +214,9 @@ def test_filters_keep_the_tokens_computed_by_hand(top_k, top_p, min_p):
         token_sampling.filter_logits(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p, min_p=min_p))
     )
     for row in range(5):
-        assert set(np.flatnonzero(np.isfinite(filtered[row]))) == kept_by_hand(logits[row], top_k, top_p, min_p)
+        assert set(np.flatnonzero(np.isfinite(filtered[row]))) == reference.kept_tokens(
+            logits[row], top_k, top_p, min_p
+        )
         finite = np.isfinite(filtered[row])
         np.testing.assert_array_equal(filtered[row][finite], logits[row][finite])
 

@@ -631,9 +631,9 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, ru
             time.sleep(0.2)  # the wait for it ends first
         return experiment.reward(problem, completion)
 
-    def score(*args):
+    def score(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
-        return runtime.steps.score(*args)
+        return runtime.steps.score(*args, **options)
 
     def stop(latest, **changes):
         nonlocal calls
@@ -677,7 +677,7 @@ def test_a_step_of_the_loop(monkeypatch):
         rollout = a_rollout()
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA=None, prefix_BT=None):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA=None, prefix_BT=None, kept_BTK=None):
         return train_step.Scores(jnp.where(mask_BT, params + 0.25, 100.0), jnp.where(mask_BT, 2.0, 100.0))
 
     def route(params, tokens_BT, segment_BT, prefix_BT):

@@ -33,7 +33,9 @@ from gspax.config.experiment import (
     Turns,
     WarmStart,
     adapted_weights,
+    filters_in_use,
     row_shape,
+    sampling_mask_size,
     teacher_models,
     teacher_row_shape,
     trained_dtype,
@@ -57,6 +59,7 @@ from gspax.config.model import (
     layer_windows,
     rotary_dim,
     sparse_layers,
+    token_id_dtype,
 )
 
 __all__ = [
@@ -98,6 +101,7 @@ __all__ = [
     "Yarn",
     "adapted_weights",
     "expert_id_dtype",
+    "filters_in_use",
     "has_experts",
     "is_sparse",
     "layer_groups",
@@ -105,9 +109,11 @@ __all__ = [
     "layer_windows",
     "rotary_dim",
     "row_shape",
+    "sampling_mask_size",
     "sparse_layers",
     "teacher_models",
     "teacher_row_shape",
+    "token_id_dtype",
     "trained_dtype",
     "updates_per_step",
 ]

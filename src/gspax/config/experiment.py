@@ -79,9 +79,12 @@ class Sampling:
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0
-    top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
+    top_k: NonNegativeInt = 0  # 0: off
     top_p: Share = 1.0
     min_p: Below1 = 0.0
+    # The most tokens of the set that these filters keep, over which the learner then normalizes its log-probs too;
+    # the sampler drops others from the set. 0: log-probs are over the whole vocabulary, which the samples are not from
+    mask_replay: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,17 @@ def teacher_row_shape(teacher: Teacher, sampling: Sampling, schedule: Schedule, 
     own = replace(sampling, max_prompt_tokens=longest), replace(schedule, share_prompts=False)
     shape = row_shape(*own, shards)
     return shape._replace(length=max(shape.length, longest + sampling.max_tokens), packed=True)
+
+
+def sampling_mask_size(sampling: Sampling, vocab_size: int) -> int:
+    """The most tokens of a set that is kept for the learner (`Sampling.mask_replay`); 0: none is."""
+    return min(sampling.mask_replay, sampling.top_k or vocab_size, vocab_size)
+
+
+def filters_in_use(sampling: Sampling) -> list[str]:
+    """The names of the filters of `sampling` that are on."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return [name for name, value in off.items() if getattr(sampling, name) != value]
 
 
 def _round_up(count: int, multiple: int) -> int:

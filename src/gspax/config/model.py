@@ -163,6 +163,11 @@ def expert_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16"]:
     return "uint8" if config.num_experts < 2**8 else "uint16"
 
 
+def token_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16", "int32"]:
+    """The smallest dtype of token ids that holds `vocab_size` too, which stands where there is no token."""
+    return "uint8" if config.vocab_size < 2**8 else "uint16" if config.vocab_size < 2**16 else "int32"
+
+
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     """How many tokens are visible to a token in each layer, itself included; empty if no layer has a window."""
     sliding = config.sliding_layers if config.sliding_window else ()

@@ -8,7 +8,8 @@ On a mesh every device computes its own rows and positions, with the head gather
 over the vocabulary). The head is gathered once for all chunks; the chunks' contributions to its gradient are
 accumulated on each device and reduced over the devices once. Left to the partitioner, both happen for every chunk.
 
-Axes: as in docs/architecture.md; N tokens of a device, K chunks of C tokens, X devices.
+Axes: as in docs/architecture.md; N tokens of a device, K chunks of C tokens, S tokens of a sampling mask (elsewhere K),
+X devices.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from gspax.parallel.sharding import axis_sizes, batch_shards, mesh_axes, own_axe
 from gspax.types import Array, Params, PyTree
 
 Scored = tuple[Array, Array, PyTree]  # log-probs, entropies, and what a teacher is compared for, float32; else None
-Rows = TypeVar("Rows")  # a tree of arrays [B, T]
+Rows = TypeVar("Rows")  # a tree of arrays [B, T, ...]
+
+
+class Target(NamedTuple):
+    """The tokens that are scored, and what each of them was chosen from; of any leading axes."""
+
+    token: Array  # int32
+    kept: Array | None  # [..., S] as in `Batch`; None: the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +107,7 @@ def forward(
     expert_BLTA: Array | None = None,
     prefix_BT: Array | None = None,
     teacher: tuple[tuple[Params, ...], Array, Array | None] | None = None,
+    kept_BTK: Array | None = None,
 ) -> Outputs:
     """Log-probs, entropies, and routing of these tokens under the policy.
 
@@ -109,11 +118,13 @@ def forward(
       expert_BLTA: the experts that the tokens go to; None: those that the routers choose.
       prefix_BT: as for `transformer.apply`.
       teacher: for `settings.compare`, what `TeacherRows` has besides.
+      kept_BTK: as in `Batch`; log-probs and entropies are of the distribution over these tokens. None: over all.
     """
     config, mesh = settings.config, settings.mesh
     T, sizes = tokens_BT.shape[1], axis_sizes(mesh)
     mask_BT = None if settings.worst_case else mask_BT
-    tokens_BT, segment_BT, mask_BT, prefix_BT = pad_rows((tokens_BT, segment_BT, mask_BT, prefix_BT), mesh)
+    arrays = tokens_BT, segment_BT, mask_BT, prefix_BT, kept_BTK
+    tokens_BT, segment_BT, mask_BT, prefix_BT, kept_BTK = pad_rows(arrays, mesh)
     forced_LBTA = None
     if expert_BLTA is not None:
         fill = (0, tokens_BT.shape[1] - T)
@@ -133,8 +144,9 @@ def forward(
         tokens_BT,
         temperature=settings.temperature,
         chunk=chunk,
-        mask_BT=mask_BT,
         mesh=mesh,
+        mask_BT=mask_BT,
+        kept_BTK=kept_BTK,
         teacher=rows,
     )
     logp_BT, entropy_BT, compared = jax.tree.map(lambda x_BT: x_BT[:, :T], scored)
@@ -143,9 +155,9 @@ def forward(
 
 
 def pad_rows(arrays: Rows, mesh: jax.sharding.Mesh) -> Rows:
-    """The arrays `[B, T]` with padding at the end, so that the devices of a row have equal chunks of it."""
+    """The arrays `[B, T, ...]` with padding at T's end, so that the devices of a row have equal chunks of it."""
     size = mesh.shape["context"]
-    return jax.tree.map(lambda x_BT: jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % size))), arrays)
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2))), arrays)
 
 
 def head_logp(
@@ -157,6 +169,7 @@ def head_logp(
     chunk: int,
     mesh: jax.sharding.Mesh,
     mask_BT: Array | None = None,
+    kept_BTK: Array | None = None,
     teacher: TeacherRows | None = None,
 ) -> Scored:
     """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32, and what `teacher` compares.
@@ -164,11 +177,11 @@ def head_logp(
     Args:
       hidden_BTD: from `transformer.apply`, in the compute dtype.
       chunk: tokens at a time on each device.
-      mask_BT: as for `forward`.
+      mask_BT, kept_BTK: as for `forward`.
       mesh: rows and positions are sharded over it by `token_spec`, and must divide evenly.
       teacher: its rows and positions are those of `hidden_BTD`.
     """
-    target_BT = tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1)
+    target_BT = Target(tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1), kept_BTK)
     scoring = Scoring(temperature, None if teacher is None else teacher.compare, chunk, mask_BT is None)
     hidden_BT, dtype = Hidden(hidden_BTD, None, None), hidden_BTD.dtype
     if teacher is not None:
@@ -180,7 +193,7 @@ def head_logp(
         return shift(partial(_device_logp, scoring, heads, over=()), hidden_BT, target_BT)
     split = own_axes(mesh, "batch") + mesh_axes("time")
 
-    def on_mesh(heads_1: Heads, hidden_BT: Hidden, target_BT: Array) -> Scored:
+    def on_mesh(heads_1: Heads, hidden_BT: Hidden, target_BT: Target) -> Scored:
         return _device_logp(scoring, jax.tree.map(lambda x_1: x_1[0], heads_1), hidden_BT, target_BT, over=split)
 
     own, into = PartitionSpec(split), token_spec(mesh, *tokens_BT.shape)
@@ -203,24 +216,24 @@ def _heads(teacher: TeacherRows | None) -> tuple[Array, ...]:
 
 
 def _device_logp(
-    scoring: Scoring, heads: Heads, hidden_BT: Hidden, target_BT: Array, *, over: tuple[str, ...]
+    scoring: Scoring, heads: Heads, hidden_BT: Hidden, target_BT: Target, *, over: tuple[str, ...]
 ) -> Scored:
     """The scores of a device's targets, 0 where the target is -1.
 
     All devices of the mesh axes `over` compute the same number of chunks: the vocabulary may be sharded over others,
     and devices that exchange something in a chunk must all compute it.
     """
-    (B, T), N, chunk = target_BT.shape, target_BT.size, scoring.chunk
-    wanted_N = target_BT.reshape(N) >= 0
-    hidden_N = jax.tree.map(lambda x_BTD: x_BTD.reshape(N, x_BTD.shape[-1]), hidden_BT)
-    token_N = jnp.maximum(target_BT.reshape(N), 0)
+    (B, T), N, chunk = target_BT.token.shape, target_BT.token.size, scoring.chunk
+    wanted_N = target_BT.token.reshape(N) >= 0
+    hidden_N, target_N = jax.tree.map(lambda x_BT: x_BT.reshape(N, *x_BT.shape[2:]), (hidden_BT, target_BT))
+    target_N = target_N._replace(token=jnp.maximum(target_N.token, 0))
 
     def only_wanted(x_N: Array) -> Array:
         wanted = wanted_N.reshape(N, *[1] * (x_N.ndim - 1))
         return jnp.where(wanted, x_N, 0).reshape(B, T, *x_N.shape[1:])
 
     if chunk >= N:
-        return jax.tree.map(only_wanted, _chunk_logp(scoring, heads, hidden_N, token_N))
+        return jax.tree.map(only_wanted, _chunk_logp(scoring, heads, hidden_N, target_N))
     order_N = jnp.argsort(~wanted_N, stable=True)
     inverse_N = jnp.argsort(order_N)
     K, count = -(-N // chunk), None
@@ -232,7 +245,8 @@ def _device_logp(
         return jnp.pad(x, ((0, K * chunk - N), *[(0, 0)] * (x.ndim - 1))).reshape(K, chunk, *x.shape[1:])
 
     hidden_KC = jax.tree.map(lambda x_ND: split(_permute(x_ND, order_N, inverse_N)), hidden_N)
-    scored_KC = _chunks_logp(scoring, heads, hidden_KC, split(token_N[order_N]), count)
+    target_KC = jax.tree.map(lambda x_N: split(x_N[order_N]), target_N)
+    scored_KC = _chunks_logp(scoring, heads, hidden_KC, target_KC, count)
 
     def join(x_KC: Array) -> Array:
         x_N = x_KC.reshape(-1, *x_KC.shape[2:])[:N]
@@ -241,15 +255,15 @@ def _device_logp(
     return jax.tree.map(join, scored_KC)
 
 
-def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, token_C: Array) -> Scored:
+def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, target_C: Target) -> Scored:
     """Log-probs and entropies of one chunk, [C], and what the teacher's logits are compared for, [C, ...]."""
     logits_CV = _product(heads.policy_DV, heads.summed_DV, hidden_C.policy)
-    logp_C, entropy_C = logp_and_entropy(logits_CV, token_C, scoring.temperature)
+    logp_C, entropy_C = logp_and_entropy(logits_CV, target_C.token, scoring.temperature, target_C.kept)
     if scoring.compare is None or hidden_C.teacher is None:
         return logp_C, entropy_C, None
     teacher_CV = jax.lax.stop_gradient(_teacher_logits(heads.teachers, hidden_C.teacher, hidden_C.number))
-    compared = scoring.compare(logits_CV / scoring.temperature, teacher_CV / scoring.temperature, token_C)
-    return logp_C, entropy_C, compared
+    both_CV = logits_CV / scoring.temperature, teacher_CV / scoring.temperature
+    return logp_C, entropy_C, scoring.compare(*both_CV, target_C.token)
 
 
 def _teacher_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:
@@ -265,20 +279,20 @@ def _teacher_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunks_logp(scoring: Scoring, heads: Heads, hidden_KC: Hidden, token_KC: Array, count: Array | None) -> Scored:
+def _chunks_logp(scoring: Scoring, heads: Heads, hidden_KC: Hidden, target_KC: Target, count: Array | None) -> Scored:
     """`_chunk_logp` of the first `count` chunks, [K, C, ...], and 0 for the others. None: all."""
 
     def step(k: Array, scored_KC: Scored) -> Scored:
-        scored_C = _chunk_logp(scoring, heads, jax.tree.map(lambda x_KC: x_KC[k], hidden_KC), token_KC[k])
+        scored_C = _chunk_logp(scoring, heads, *jax.tree.map(lambda x_KC: x_KC[k], (hidden_KC, target_KC)))
         return jax.tree.map(lambda x_KC, x_C: x_KC.at[k].set(x_C), scored_KC, scored_C)
 
-    one = jax.tree.map(lambda x_KC: x_KC[0], (hidden_KC, token_KC))
+    one = jax.tree.map(lambda x_KC: x_KC[0], (hidden_KC, target_KC))
     shapes = jax.eval_shape(partial(_chunk_logp, scoring, heads), *one)
-    empty = jax.tree.map(lambda x_C: jnp.zeros((len(token_KC), *x_C.shape), x_C.dtype), shapes)
-    return jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, empty)
+    empty = jax.tree.map(lambda x_C: jnp.zeros((len(target_KC.token), *x_C.shape), x_C.dtype), shapes)
+    return jax.lax.fori_loop(0, len(target_KC.token) if count is None else count, step, empty)
 
 
-ChunkInputs = tuple[Heads, Hidden, Array, Array | None]  # the arrays that `_chunks_logp` takes
+ChunkInputs = tuple[Heads, Hidden, Target, Array | None]  # the arrays that `_chunks_logp` takes
 
 
 def _chunks_logp_forward(scoring: Scoring, *inputs: PyTree) -> tuple[Scored, tuple[PyTree, ...]]:
@@ -288,22 +302,22 @@ def _chunks_logp_forward(scoring: Scoring, *inputs: PyTree) -> tuple[Scored, tup
 def _chunks_logp_backward(
     scoring: Scoring, inputs: ChunkInputs, dscored_KC: Scored
 ) -> tuple[Heads, Hidden, None, None]:
-    heads, hidden_KC, token_KC, count = inputs
+    heads, hidden_KC, target_KC, count = inputs
 
     def step(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dsummed_DV, dhidden_KCD = carry
-        hidden_C = jax.tree.map(lambda x_KC: x_KC[k], hidden_KC)
+        hidden_C, target_C = jax.tree.map(lambda x_KC: x_KC[k], (hidden_KC, target_KC))
 
         def scored(summed_DV: Array, hidden_CD: Array) -> Scored:
             these = heads._replace(summed_DV=summed_DV), hidden_C._replace(policy=hidden_CD)
-            return _chunk_logp(scoring, *these, token_KC[k])
+            return _chunk_logp(scoring, *these, target_C)
 
         _, pull = jax.vjp(scored, heads.summed_DV, hidden_C.policy)
         more_DV, dhidden_CD = pull(jax.tree.map(lambda x_KC: x_KC[k], dscored_KC))
         return dsummed_DV + more_DV, dhidden_KCD.at[k].set(dhidden_CD)
 
     start = jnp.zeros(heads.summed_DV.shape, jnp.float32), jnp.zeros_like(hidden_KC.policy)
-    dsummed_DV, dhidden_KCD = jax.lax.fori_loop(0, len(token_KC) if count is None else count, step, start)
+    dsummed_DV, dhidden_KCD = jax.lax.fori_loop(0, len(target_KC.token) if count is None else count, step, start)
     nothing: Any = None
     return Heads(nothing, dsummed_DV, nothing), Hidden(dhidden_KCD, None, None), None, None
 

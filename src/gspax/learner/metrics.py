@@ -76,6 +76,20 @@ def _mean_and_max(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
     return masked.mean(value_BT, mask_BT), masked.max(value_BT, mask_BT)
 
 
+def sampling_mask_metrics(rollout: Rollout, vocab_size: int) -> dict[str, float]:
+    """The mean size of a token's sampling mask, and the share of tokens whose mask was cut; nothing without them."""
+    if rollout.kept_BTK is None or rollout.cut_BT is None:
+        return {}
+    means = multihost.to_host(_mask_means(rollout.kept_BTK < vocab_size, rollout.cut_BT, rollout.mask_BT))
+    return {name: float(mean) for name, mean in zip(("sampling/mask_size", "sampling/mask_cut"), means, strict=True)}
+
+
+@jax.jit
+def _mask_means(inside_BTK: Array, cut_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
+    size_BT = inside_BTK.sum(axis=-1).astype(jnp.float32)
+    return masked.mean(size_BT, mask_BT), masked.mean(cut_BT.astype(jnp.float32), mask_BT)
+
+
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The train step's metrics over a rollout: min of `_min`, max of `_max`, sums of counts, else the mean.
 

@@ -20,11 +20,14 @@ from gspax.config import (
     ModelConfig,
     Reference,
     RowShape,
+    Sampling,
     Teacher,
     expert_id_dtype,
     row_shape,
+    sampling_mask_size,
     sparse_layers,
     teacher_models,
+    token_id_dtype,
 )
 from gspax.config.protocols import Selection
 from gspax.learner.distillation import make_compare
@@ -107,6 +110,7 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
         sampler_logp_BT=rollout.logp_BT,
         version_BT=rollout.version_BT,
         expert_BLTA=rollout.expert_BLTA,
+        kept_BTK=rollout.kept_BTK,
     )
     size = responses // count
 
@@ -124,6 +128,9 @@ def _gather(
     def take(x_BT: Array) -> Array:
         return jnp.where(segment_BT > 0, x_BT.reshape(-1)[source_BT], jnp.zeros((), x_BT.dtype))
 
+    def take_sets(kept_BTK: Array) -> Array:  # on padding any
+        return kept_BTK.reshape(-1, kept_BTK.shape[2])[source_BT]
+
     def take_experts(expert_BLTA: Array) -> Array:  # on padding any: nothing is routed there
         expert_BTLA = expert_BLTA.swapaxes(1, 2)
         return expert_BTLA.reshape(-1, *expert_BTLA.shape[2:])[source_BT].swapaxes(1, 2)
@@ -136,6 +143,7 @@ def _gather(
         sampler_logp_BT=take(rollout.logp_BT),
         version_BT=None if rollout.version_BT is None else take(rollout.version_BT),
         expert_BLTA=None if rollout.expert_BLTA is None else take_experts(rollout.expert_BLTA),
+        kept_BTK=None if rollout.kept_BTK is None else take_sets(rollout.kept_BTK),
     )
 
 
@@ -164,6 +172,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         **_teacher_arrays(experiment.teacher, config, mesh, B, T),
         expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
         router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
+        kept_BTK=abstract_sets(config, experiment.sampling, mesh, (B, T)),
     )
 
 
@@ -181,6 +190,14 @@ def _teacher_arrays(
     hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(models[0].dtype), sharding=sharding)
     number_BT = abstract_rows(mesh, (rows, length), jnp.float32) if len(models) > 1 else None
     return {"teacher_hidden_BTE": cast(Array, hidden), "teacher_BT": number_BT}
+
+
+def abstract_sets(
+    model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, shape: tuple[int, int]
+) -> Array | None:
+    """The `ShapeDtypeStruct` of the sampling masks of tokens [B, T]; None without `Sampling.mask_replay`."""
+    K = sampling_mask_size(sampling, model.vocab_size)
+    return abstract_rows(mesh, (*shape, K), token_id_dtype(model)) if K else None
 
 
 def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -305,7 +322,8 @@ def score_minibatches(
     """
 
     def compute(params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
-        scores = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, expert_BLTA, batch.prefix_BT)
+        rows = batch.tokens_BT, batch.segment_BT, batch.mask_BT
+        scores = score(params, *rows, expert_BLTA, batch.prefix_BT, kept_BTK=batch.kept_BTK)
         jax.block_until_ready(scores)  # dispatched ahead, they would leave no moment to stop between minibatches
         interrupt.stop_point()
         return scores
@@ -319,7 +337,7 @@ def score_minibatches(
         filled[index] = replace(
             batch, old_logp_BT=scores.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=scores.router_logp_BLTA
         )
-    if reference is not None:  # it routes by itself
+    if reference is not None:  # it routes by itself, but chooses from the tokens that the sampler did
         filled = [replace(batch, ref_logp_BT=compute(reference, batch, None).logp_BT) for batch in filled]
     return filled, of_old
 

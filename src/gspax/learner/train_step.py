@@ -43,7 +43,7 @@ from gspax.types import Array, Batch, Params, PyTree, TrainState, known
 Scalars = dict[str, Array]  # float32 scalars by the name of their metric
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
 Update = Callable[..., tuple[TrainState, Scalars, Scores]]  # see `make_update`
-Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
+Score = Callable[..., Scores]  # see `make_score`
 
 # (state, batch, on_policy, teacher_heads) -> the gradient of the loss, the loss's terms of every row, the scores
 Gradient = Callable[..., tuple[Params, losses.Terms, Scores]]
@@ -195,6 +195,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
                 expert_BLTA=known(part, "expert_BLTA") if settings.routing_replay else None,
                 prefix_BT=part.prefix_BT,
                 teacher=_of_teacher(settings, part, constants),
+                kept_BTK=part.kept_BTK,
             )
             with jax.named_scope("loss"):
                 if part.version_BT is not None:
@@ -254,10 +255,11 @@ def _of_teacher(
 
 
 def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT) -> Scores`.
+    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
 
-    With `expert_BLTA`, not None, the tokens go to these experts. `keep_experts` and `keep_router_logp` return the
-    experts that they went to, and the router's log-probabilities of them.
+    With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs and entropies are over
+    these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the experts that they went to, and the
+    router's log-probabilities of them.
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
@@ -272,6 +274,8 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
         mask_BT: Array,
         expert_BLTA: Array | None = None,
         prefix_BT: Array | None = None,
+        *,
+        kept_BTK: Array | None = None,
     ) -> Scores:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
@@ -285,7 +289,7 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
             )
 
         arrays: dict[str, Array | None] = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}
-        arrays |= {"expert_BLTA": expert_BLTA, "prefix_BT": prefix_BT}
+        arrays |= {"expert_BLTA": expert_BLTA, "prefix_BT": prefix_BT, "kept_BTK": kept_BTK}
         return run_microbatches(of_microbatch, arrays, settings.microbatch_rows, count_held(settings, segment_BT))[1]
 
     return score

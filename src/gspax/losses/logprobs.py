@@ -3,7 +3,12 @@
 `logp_BT[b, t]` is the log-probability of `tokens_BT[b, t]`. A model's output at position t predicts token t + 1;
 `shift` is the only place that shifts. Nothing predicts column 0: it holds 0 and is never masked in.
 
-Axes: B rows, T tokens, K chunks, C positions of a chunk, V vocabulary, D model.
+A token that was sampled through a filter (top-k, top-p, min-p at a temperature τ) is distributed over a smaller
+vocabulary: with S the tokens that the filter kept and z the logits, log π(y) = z_y/τ - log Σ_{v∈S} exp(z_v/τ).
+`kept_BTK` is S for each token ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3). It is data: S does
+not move with the policy that is trained, and no logit outside of S gets a gradient.
+
+Axes: B rows, T tokens, N chunks, C positions of a chunk, K tokens of a kept set, V vocabulary, D model.
 """
 
 from __future__ import annotations
@@ -22,10 +27,13 @@ Array = jax.Array
 Scored = TypeVar("Scored")  # a tree of arrays [B, T]
 Output = TypeVar("Output")  # a tree of arrays [B, T, ...]
 
+_LEAST = -1e3  # a log-probability: its exponential is 0 in float32, and no cotangent makes a product of it overflow
 _FINER = " (log-probabilities need float32: cast the logits, or better, let the last matrix product accumulate in it)"
 
 
-def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0) -> Array:
+def token_logp(
+    logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0, kept_BTK: Array | None = None
+) -> Array:
     """log π(tokens_BT[b, t] | the tokens before it), float32 [B, T], column 0 being 0.
 
     >>> logits = jnp.log(jnp.array([[[0.25, 0.75], [0.5, 0.5]]]))
@@ -36,15 +44,23 @@ def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0)
       logits_BTV: float32 [B, T, V], the model's outputs; those at t predict token t + 1, the last ones nothing.
       tokens_BT: int32 [B, T], each in [0, V).
       temperature: the logits are divided by it. For a policy ratio use the one that the tokens were sampled with.
+      kept_BTK: None, or the set of tokens that each token was chosen from, which includes it: ids [B, T, K] of an
+        integer dtype, no token twice, and V or above in the places that are left. A set about a token that is in no
+        mask may hold anything.
 
     Raises:
-      TypeError: logits that are not float32, tokens that are not int32, a temperature that is not a Python number.
+      TypeError: logits that are not float32, tokens that are not int32, ids that are no integers, a temperature that
+        is not a Python number.
       ValueError: shapes do not fit; temperature not above 0.
     """
     logits_BTV = checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
     tokens_BT = _tokens(tokens_BT, "logits_BTV", logits_BTV)
     temperature = checks.positive("temperature", temperature)
-    return shift(lambda logits, tokens: logp_and_entropy(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
+
+    def score(logits_BTV: Array, tokens_BT: Array, kept_BTK: Array | None) -> Array:
+        return logp_and_entropy(logits_BTV, tokens_BT, temperature, kept_BTK)[0]
+
+    return shift(score, logits_BTV, tokens_BT, _sets(kept_BTK, tokens_BT))
 
 
 def chunked_token_logp(
@@ -53,6 +69,7 @@ def chunked_token_logp(
     tokens_BT: Array,
     *,
     temperature: float = 1.0,
+    kept_BTK: Array | None = None,
     chunk: int,
 ) -> tuple[Array, Array]:
     """`token_logp(project(hidden_BTD), tokens_BT)` and the entropy, without the logits of all positions at once.
@@ -65,7 +82,7 @@ def chunked_token_logp(
       project: [B, C, D] -> float32 logits [B, C, V], position by position. Parameters it closes over get gradients.
       hidden_BTD: [B, T, D], any float dtype.
       tokens_BT: int32 [B, T], each in [0, V).
-      temperature: the logits are divided by it.
+      temperature, kept_BTK: as for `token_logp`.
       chunk: positions at a time, at least 1; need not divide T.
 
     Returns:
@@ -73,16 +90,17 @@ def chunked_token_logp(
       `tokens_BT[b, t]` was sampled from; column 0 of both is 0. Both can be differentiated.
 
     Raises:
-      TypeError: logits that are not float32, tokens that are not int32, a number of the wrong type.
+      TypeError: logits that are not float32, tokens that are not int32, ids that are no integers, a number of the
+        wrong type.
       ValueError: shapes do not fit; temperature not above 0; chunk below 1.
     """
     hidden_BTD, tokens_BT = _hidden_and_tokens(hidden_BTD, tokens_BT)
     temperature, chunk = checks.positive("temperature", temperature), checks.count("chunk", chunk)
 
-    def scores(hidden_BCD: Array, tokens_BC: Array) -> tuple[Array, Array]:
-        return logp_and_entropy(checked_logits(project, hidden_BCD), tokens_BC, temperature)
+    def scores(hidden_BCD: Array, tokens_BC: Array, kept_BCK: Array | None) -> tuple[Array, Array]:
+        return logp_and_entropy(checked_logits(project, hidden_BCD), tokens_BC, temperature, kept_BCK)
 
-    return shift(partial(in_chunks, scores, chunk), hidden_BTD, tokens_BT)
+    return shift(partial(in_chunks, scores, chunk), hidden_BTD, tokens_BT, _sets(kept_BTK, tokens_BT))
 
 
 def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Array:
@@ -92,58 +110,74 @@ def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Arra
     return logits_BCV
 
 
-def shift(
-    score: Callable[[Output, Array], Scored], output: Output, tokens_BT: Array, *, keep_length: bool = False
-) -> Scored:
+def shift(score: Callable[..., Scored], output: Output, *targets: object, keep_length: bool = False) -> Scored:
     """Score token t + 1 with the model's output at t, and put the result in column t + 1. The only shift in gspax.
 
     With `keep_length`, for a time axis that is sharded over devices, all T outputs are scored, the last one with the
     first token, and that result is dropped.
 
     Args:
-      score: (output [B, T', ...], tokens_BT') -> arrays [B, T', ...], position by position; T' is T - 1 or, kept, T.
+      score: (output [B, T', ...], *targets') -> arrays [B, T', ...], position by position; T' is T - 1 or, kept, T.
       output: arrays [B, T, ...].
+      targets: the tokens, int32 [B, T], and what else there is about each of them: trees of arrays [B, T, ...].
     """
     if keep_length:
-        scored = jax.tree.map(lambda x: x[:, :-1], score(output, jnp.roll(tokens_BT, -1, axis=1)))
+        next_ones = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), targets)
+        scored = jax.tree.map(lambda x: x[:, :-1], score(output, *next_ones))
     else:
-        scored = score(jax.tree.map(lambda x: x[:, :-1], output), tokens_BT[:, 1:])
+        before_last = jax.tree.map(lambda x: x[:, :-1], output)
+        scored = score(before_last, *jax.tree.map(lambda x: x[:, 1:], targets))
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2))), scored)
 
 
-def logp_and_entropy(logits_XV: Array, tokens_X: Array, temperature: float) -> tuple[Array, Array]:
+def logp_and_entropy(
+    logits_XV: Array, tokens_X: Array, temperature: float, kept_XK: Array | None = None
+) -> tuple[Array, Array]:
     """The log-probability of each token and the entropy of the distribution that its logits give; X is any axes.
 
-    The entropy is -Σ p·log p, where log p = logit - logsumexp is kept finite: 0·log 0 is 0. In this form XLA computes
+    The distribution is over the vocabulary or, with `kept_XK`, over these tokens (`token_logp`). The entropy is
+    -Σ p·log p, where log p = logit - logsumexp is kept above `_LEAST`: 0·log 0 is 0. In this form XLA computes
     exponential, product, and sum in one pass: on CPU a fifth of the time of logsumexp - Σ p·logit.
     """
     logits_XV = logits_XV / temperature
-    lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
+    summed_XV = logits_XV if kept_XK is None else _take_sets(logits_XV, kept_XK)
+    lse_X = jax.nn.logsumexp(summed_XV, axis=-1)
     logit_X = jnp.take_along_axis(logits_XV, tokens_X[..., None], axis=-1)[..., 0]
-    logp_XV = jnp.maximum(logits_XV - lse_X[..., None], jnp.finfo(jnp.float32).min)
+    logp_XV = jnp.maximum(summed_XV - lse_X[..., None], _LEAST)
     return logit_X - lse_X, -jnp.sum(jnp.exp(logp_XV) * logp_XV, axis=-1)
 
 
-def in_chunks(scores: Callable[..., Scored], chunk: int, *arrays: Array) -> Scored:
-    """`scores(*arrays)` of arrays [B, T, ...], `chunk` positions at a time and recomputed in the backward pass.
+def _take_sets(logits_XV: Array, kept_XK: Array) -> Array:
+    """The logits of the tokens of each set, [X, K], and -inf in the places that are left.
+
+    K of them are gathered: their exponentials cost less than those of V masked logits, and no mask [X, V] is made.
+    """
+    V, kept_XK = logits_XV.shape[-1], kept_XK.astype(jnp.int32)
+    taken_XK = jnp.take_along_axis(logits_XV, jnp.minimum(kept_XK, V - 1), axis=-1)
+    return jnp.where(kept_XK < V, taken_XK, -jnp.inf)
+
+
+def in_chunks(scores: Callable[..., Scored], chunk: int, hidden_BTD: Array, *arrays: Array | None) -> Scored:
+    """`scores(hidden_BTD, *arrays)`, `chunk` positions at a time and recomputed in the backward pass.
 
     Args:
       scores: arrays [B, C, ...] -> a tree of arrays [B, C], position by position.
+      arrays: [B, T, ...] as `hidden_BTD`, or None.
     """
-    B, T = arrays[0].shape[:2]
+    B, T = hidden_BTD.shape[:2]
     if chunk >= T:
-        return scores(*arrays)
-    K = -(-T // chunk)
+        return scores(hidden_BTD, *arrays)
+    N = -(-T // chunk)
 
     def split(x: Array) -> Array:
         # Padded with the last position, not with zeros: there the projection and its derivative are finite.
-        x = jnp.pad(x, ((0, 0), (0, K * chunk - T), *[(0, 0)] * (x.ndim - 2)), mode="edge")
-        return x.reshape(B, K, chunk, *x.shape[2:]).swapaxes(0, 1)
+        x = jnp.pad(x, ((0, 0), (0, N * chunk - T), *[(0, 0)] * (x.ndim - 2)), mode="edge")
+        return x.reshape(B, N, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     # prevent_cse only matters outside a loop; inside one it hinders the compiler.
     body = jax.checkpoint(scores, prevent_cse=False)
-    _, scores_KBC = jax.lax.scan(lambda carry, x: (carry, body(*x)), None, tuple(map(split, arrays)))
-    return jax.tree.map(lambda x_KBC: x_KBC.swapaxes(0, 1).reshape(B, K * chunk)[:, :T], scores_KBC)
+    _, scores_NBC = jax.lax.scan(lambda carry, x: (carry, body(*x)), None, jax.tree.map(split, (hidden_BTD, *arrays)))
+    return jax.tree.map(lambda x_NBC: x_NBC.swapaxes(0, 1).reshape(B, N * chunk)[:, :T], scores_NBC)
 
 
 def _hidden_and_tokens(hidden_BTD: Array, tokens_BT: ArrayLike) -> tuple[Array, Array]:
@@ -156,3 +190,13 @@ def _tokens(tokens_BT: ArrayLike, name: str, output: Array) -> Array:
     array_BT = checks.array("tokens_BT", tokens_BT, jnp.int32, "BT")
     checks.same_shape("tokens_BT", array_BT, f"{name} in [B, T]", output.shape[:2])
     return array_BT
+
+
+def _sets(kept_BTK: ArrayLike | None, tokens_BT: Array) -> Array | None:
+    if kept_BTK is None:
+        return None
+    array_BTK = jnp.asarray(checks.numbers("kept_BTK", kept_BTK, "token ids", [jnp.integer], "BTK"))
+    if array_BTK.shape[:2] != tokens_BT.shape or not array_BTK.shape[2]:
+        wanted = f"kept_BTK must have the rows and tokens {list(tokens_BT.shape)} of tokens_BT, and room for a token"
+        raise ValueError(f"{wanted}; got {list(array_BTK.shape)}")
+    return array_BTK

@@ -39,8 +39,10 @@ from gspax.config import (
     expert_id_dtype,
     optimizers,
     row_shape,
+    sampling_mask_size,
     sparse_layers,
     teacher_models,
+    token_id_dtype,
     trained_dtype,
 )
 from gspax.config.functions import unwrap
@@ -263,7 +265,8 @@ def _rollout_bytes(
 ) -> dict[str, int]:
     """Tokens, segments, three kinds of log-probs (4 bytes each), a mask, and what updates read of a token's routing.
 
-    That is its experts' ids in all layers, and their log-probs for a shift.
+    That is its experts' ids in all layers, and their log-probs for a shift. For mask replay there are the ids that a
+    token was chosen from, and whether they are all.
     """
     rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
     positions = rows * (sampling.max_prompt_tokens + sampling.max_tokens)
@@ -271,6 +274,8 @@ def _rollout_bytes(
     if reads_experts(regularizers, replay, shift):
         expert = size_of(expert_id_dtype(config)) + (FLOAT32 if shift is not None else 0)
         parts["routing of the rollout"] = positions * sparse_layers(config) * config.num_experts_per_tok * expert
+    if kept := sampling_mask_size(sampling, config.vocab_size):
+        parts["sampling masks of the rollout"] = positions * (kept * size_of(token_id_dtype(config)) + 1)
     return parts
 
 

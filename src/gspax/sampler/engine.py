@@ -14,7 +14,7 @@ where groups are admitted, and with turns, each slot has a position of its own.
 
 Axes: P prompts, G samples per prompt, B = P·G samples, W slots, Q devices that have rows of their own, S prompt
 positions, C positions after the prompt (with turns: those of turns and replies), X tokens of the longest reply, Y =
-X + 1 with the stop token before it, V vocabulary, T = S + C.
+X + 1 with the stop token before it, V vocabulary, K tokens of a sampling mask, T = S + C.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gspax.config import ModelConfig, Sampling, expert_id_dtype, layer_windows
+from gspax.config import ModelConfig, Sampling, expert_id_dtype, layer_windows, token_id_dtype
 from gspax.model import decoding
 from gspax.model.decoding import Cache, Slots
 from gspax.model.sizes import sampler_sizes
 from gspax.parallel.sharding import batch_shards, constrain, named_sharding, sample_axis, spec
-from gspax.sampler.token_sampling import is_stop, sample_at
+from gspax.sampler.token_sampling import Draw, is_stop, sample_at
 from gspax.types import Array, Params, PyTree, Rollout
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class SampleOptions:
     greedy: int = 0  # how many of each prompt's samples, the last ones, are greedy, with log-probs at temperature 1
     keep_experts: bool = False  # record the chosen experts
     keep_versions: bool = False  # record the version of the weights that each token was sampled with
+    mask_size: int = 0  # K: record the tokens that each token was chosen from, at most so many; 0: do not
     admits: bool = False  # groups are put in the places of others (`admit`)
     turns: bool = False  # a sample is a conversation, which waits for a reply after a stop token
 
@@ -80,6 +81,8 @@ class Rows:
     finished_B: Array  # bool     complete: ended with a stop token
     expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
     version_BC: Array | None  # int32
+    kept_BCK: Array | None  # uint8 or wider    as in `Rollout`
+    cut_BC: Array | None  # bool
     order_B: Array  # int32    queued samples, which have no slot; only the first `queued_Q` count
     queued_Q: Array  # int32
     taken_Q: Array  # int32    of those, the samples that have got a slot since
@@ -105,8 +108,7 @@ class Sampled(NamedTuple):
     """New tokens of some slots."""
 
     gets_W: Array  # bool     the slot gets one
-    token_W: Array
-    logp_W: Array
+    draw: Draw
     expert_WLA: Array | None  # of the token before
     step: Array  # int32 []  decoding passes before
     version: Array  # int32 []  of the parameters
@@ -193,33 +195,33 @@ def _sample_first(
     greedy_B = number_B >= G - options.greedy if options.greedy else None
     prompt_length_B = jnp.repeat(prompts.length_P, G)
     logits_BV = jnp.repeat(decoding.logits(params, last_PD), G, axis=0)
-    token_B, logp_B = sample_at(logits_BV, key, id_B, prompt_length_B, sampling, greedy_B)
-    stops_B = is_stop(token_B, options.stop_ids)
+    draw = _sample_next(logits_BV, key, id_B, prompt_length_B, greedy_B, options)
+    stops_B = is_stop(draw.token_B, options.stop_ids)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
     zeros_Q, zeros_W = jnp.zeros(_row_shards(mesh, B, W), jnp.int32), jnp.zeros(W, jnp.int32)
 
     def first(x_B: Array) -> Array:
-        return jnp.zeros((B, C), x_B.dtype).at[:, 0].set(x_B)
+        return jnp.zeros((B, C, *x_B.shape[1:]), x_B.dtype).at[:, 0].set(x_B)
 
     rows = Rows(
         prompt_B=jnp.arange(B, dtype=jnp.int32) // G % (P // batch_shards(mesh)),
         prompt_length_B=prompt_length_B,
         id_B=id_B,
         greedy_B=greedy_B,
-        tokens_BC=first(token_B),
-        logp_BC=first(logp_B),
+        tokens_BC=first(draw.token_B),
+        logp_BC=first(draw.logp_B),
         sampled_BC=first(jnp.ones(B, bool)) if options.turns else None,
         length_B=jnp.ones(B, jnp.int32),
         finished_B=jnp.zeros(B, bool) if options.turns else stops_B,
-        expert_BCLA=None
-        if kept_PSLA is None
-        else jnp.full((B, C, *kept_PSLA.shape[2:]), model.num_experts, kept_PSLA.dtype),
+        expert_BCLA=jax.tree.map(lambda x: jnp.full((B, C, *x.shape[2:]), model.num_experts, x.dtype), kept_PSLA),
         version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
+        kept_BCK=jax.tree.map(first, draw.kept_BK),
+        cut_BC=jax.tree.map(first, draw.cut_B),
         order_B=jnp.zeros(B, jnp.int32),
         queued_Q=zeros_Q,
         taken_Q=zeros_Q,
         sample_W=zeros_W,
-        token_W=token_B[:W],
+        token_W=draw.token_B[:W],
         length_W=zeros_W + 1,
         active_W=jnp.zeros(W, bool),
         waiting_W=jnp.zeros(W, bool),
@@ -229,6 +231,15 @@ def _sample_first(
     rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, row_axis(mesh, B, W)), rows)
     cache = decoding.new_cache(cached, model, W, C, kv_cache_dtype=sampling.kv_cache_dtype, mesh=mesh)
     return State(rows=rows, step=jnp.int32(0), cache=cache, prompt_expert_PSLA=kept_PSLA)
+
+
+def _sample_next(
+    logits_BV: Array, key: Array, id_B: Array, position_B: Array, greedy_B: Array | None, options: SampleOptions
+) -> Draw:
+    """`sample_at` with the options, and the ids of sampling masks in the dtype that they are kept in."""
+    draw = sample_at(logits_BV, key, id_B, position_B, options.sampling, greedy_B, kept=options.mask_size)
+    dtype = token_id_dtype(options.model)
+    return draw._replace(kept_BK=jax.tree.map(lambda kept_BK: kept_BK.astype(dtype), draw.kept_BK))
 
 
 def has_queue(rows: Rows, options: SampleOptions) -> bool:
@@ -261,9 +272,9 @@ def advance(
             )
         logits_WV = decoding.logits(params, hidden_WD)
         position_W = slots.prompt_length_W + rows.length_W
-        token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
+        draw = _sample_next(logits_WV, key, id_W, position_W, greedy_W, options)
         kept_WLA, at_version = expert_WLA if options.keep_experts else None, jnp.asarray(version, jnp.int32)
-        sampled = Sampled(rows.active_W, token_W, logp_W, kept_WLA, state.step, at_version)
+        sampled = Sampled(rows.active_W, draw, kept_WLA, state.step, at_version)
         rows = on_devices(partial(_write_back, options=options), options, rows, sampled)
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
@@ -332,8 +343,8 @@ def _refill(rows: Rows, options: SampleOptions) -> Rows:
 
 def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows:
     """Record the slots' new tokens. Samples that finish leave their slots to others; with turns, a stop token waits."""
-    C, gets_W = rows.tokens_BC.shape[1], sampled.gets_W
-    stops_W = is_stop(sampled.token_W, options.stop_ids) & gets_W
+    C, gets_W, draw = rows.tokens_BC.shape[1], sampled.gets_W, sampled.draw
+    stops_W = is_stop(draw.token_B, options.stop_ids) & gets_W
     sample_W = None
     if has_queue(rows, options):
         sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # of the other slots: dropped
@@ -351,14 +362,16 @@ def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows
 
     rows = replace(
         rows,
-        tokens_BC=record(rows.tokens_BC, sampled.token_W),
-        logp_BC=record(rows.logp_BC, sampled.logp_W),
+        tokens_BC=record(rows.tokens_BC, draw.token_B),
+        logp_BC=record(rows.logp_BC, draw.logp_B),
         sampled_BC=record(rows.sampled_BC, gets_W),
         expert_BCLA=record(rows.expert_BCLA, sampled.expert_WLA, back=1),
         version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, stops_W.shape)),
+        kept_BCK=record(rows.kept_BCK, draw.kept_BK),
+        cut_BC=record(rows.cut_BC, draw.cut_B),
         length_B=of_sample(rows.length_B, rows.length_W + 1),
         finished_B=rows.finished_B if options.turns else of_sample(rows.finished_B, stops_W),
-        token_W=jnp.where(gets_W, sampled.token_W, rows.token_W),
+        token_W=jnp.where(gets_W, draw.token_B, rows.token_W),
         length_W=rows.length_W + gets_W,
         active_W=jnp.where(gets_W, ~stops_W & (rows.length_W + 1 < C), rows.active_W),
         waiting_W=rows.waiting_W | stops_W if options.turns else rows.waiting_W,
@@ -412,8 +425,8 @@ def resume(
     )
     position_W = slots.prompt_length_W + rows.length_W + count_W
     logits_WV = decoding.logits(params, hidden_WD)
-    token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
-    sampled = Sampled(resumed_W, token_W, logp_W, None, state.step, jnp.asarray(version, jnp.int32))
+    draw = _sample_next(logits_WV, key, id_W, position_W, greedy_W, options)
+    sampled = Sampled(resumed_W, draw, None, state.step, jnp.asarray(version, jnp.int32))
     write = partial(_write_replies, options=options)
     rows = on_devices(write, options, rows, (reply_WX, count_W, expert_WYLA), sampled)
     return replace(state, rows=rows, cache=cache)
@@ -481,6 +494,8 @@ def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:
         reply_B=reply_B,
         expert_BLTA=expert_BLTA,
         version_BT=None if rows.version_BC is None else place(rows.version_BC),
+        kept_BTK=None if rows.kept_BCK is None else place(rows.kept_BCK),
+        cut_BT=None if rows.cut_BC is None else place(rows.cut_BC),
     )
     return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
 

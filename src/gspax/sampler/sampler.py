@@ -1,8 +1,8 @@
 """Prompts and parameters in, a `Rollout` out: one prefill per prompt, then a jitted decoding loop (`sampler.engine`).
 
 The randomness of a token is a function of (key, sample id, position) alone, so a sample does not depend on its batch.
-Log-probs are of the temperature-scaled distribution before any filter, in the sampler and in the learner; top-k, top-p
-and min-p therefore bias the ratio.
+Log-probs are of the temperature-scaled distribution before any filter, in the sampler and in the learner. Tokens that
+top-k, top-p, or min-p let through are from another one; with `Sampling.mask_replay` log-probs are of that one.
 
 With `sampling.chunk` the loop runs in chunks, and the host gets the samples that have finished while others continue.
 Tokens and log-probs are those of the whole loop, unless newer weights decode the next chunk (`rollout.pool`).

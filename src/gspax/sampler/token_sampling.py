@@ -1,12 +1,13 @@
 """One token of each row from its logits: temperature, top-k, top-p and min-p.
 
-Axes: B rows, V vocabulary = K entries x M blocks.
+Axes: B rows, V vocabulary = N entries x M blocks, K tokens of a sampling mask.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,37 @@ from gspax.config import Sampling
 from gspax.types import Array
 
 
+class Draw(NamedTuple):
+    """One token of each row."""
+
+    token_B: Array  # int32
+    logp_B: Array  # float32
+    kept_BK: Array | None = None  # as in `Rollout`
+    cut_B: Array | None = None
+
+
 def sample_at(
-    logits_BV: Array, key: Array, id_B: Array, position_B: Array, sampling: Sampling, greedy_B: Array | None
-) -> tuple[Array, Array]:
-    """The token at a position of each sample, and its log-prob: a function of (key, sample id, position)."""
+    logits_BV: Array,
+    key: Array,
+    id_B: Array,
+    position_B: Array,
+    sampling: Sampling,
+    greedy_B: Array | None,
+    *,
+    kept: int = 0,
+) -> Draw:
+    """The token at a position of each sample, and its log-prob: a function of (key, sample id, position).
+
+    With `kept`, the log-prob is over the tokens that it was chosen from, at most so many (`sample_from_sets`).
+    """
     with jax.named_scope("sample"):
         key_B = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(
             id_B, position_B
         )
-        return sample_tokens(logits_BV, key_B, sampling, greedy_B)
+        if kept:
+            assert greedy_B is None, "greedy tokens are chosen from the whole vocabulary"
+            return sample_from_sets(logits_BV, key_B, sampling, kept)
+        return Draw(*sample_tokens(logits_BV, key_B, sampling, greedy_B))
 
 
 def is_stop(token_B: Array, stop_ids: tuple[int, ...]) -> Array:
@@ -52,22 +75,45 @@ def sample_tokens(
     return token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
 
 
+def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: int) -> Draw:
+    """`sample_tokens` with the set that each token is chosen from, and its log-prob over this set.
+
+    A set has at most `size` tokens: of more the most probable ones are left, so that it is always the whole support of
+    its token. Where all fit, the token is that of `sample_tokens`. Of tokens with equal logits those with smaller ids
+    come first, so that a set has no more than `top_k` of them.
+    """
+    V = logits_BV.shape[-1]
+    filtered_BV = filter_logits(logits_BV / sampling.temperature, sampling)
+    best_BK, id_BK = jax.lax.top_k(filtered_BV, size)
+    index_BV = jax.lax.broadcasted_iota(jnp.int32, filtered_BV.shape, 1)
+    last_B1, last_id_B1 = best_BK[:, -1:], id_BK[:, -1:]
+    fits_BV = (filtered_BV > last_B1) | ((filtered_BV == last_B1) & (index_BV <= last_id_B1))
+    token_B = _sample(jnp.where(fits_BV, filtered_BV, -jnp.inf), key_B)
+    chosen_B = jnp.take_along_axis(filtered_BV, token_B[:, None], axis=-1)[:, 0]
+    return Draw(
+        token_B,
+        chosen_B - jax.nn.logsumexp(best_BK, axis=-1),
+        jnp.where(best_BK > -jnp.inf, id_BK, V),
+        (filtered_BV > -jnp.inf).sum(axis=-1) > size,
+    )
+
+
 def _sample(logits_BV: Array, key_B: Array) -> Array:
     """An index of each row with probability softmax(logits), int32.
 
-    Gumbel-max twice: one of M blocks by its mass, then one of the block's K entries. The distribution is the same as
+    Gumbel-max twice: one of M blocks by its mass, then one of the block's N entries. The distribution is the same as
     with one noise for each of V logits, whose hashes would take ten times as long as the rest at V = 151,936. Block m
-    has the entries m, M + m, 2M + m, …: K is a power of two, which a vocabulary sharded over a mesh divides by.
+    has the entries m, M + m, 2M + m, …: N is a power of two, which a vocabulary sharded over a mesh divides by.
     """
     B, V = logits_BV.shape
-    K = math.gcd(V, 2 ** round(math.log2(V) / 2))
-    M = V // K
-    noise_BN = jax.vmap(partial(jax.random.gumbel, shape=(M + K,)))(key_B)
-    logits_BKM = logits_BV.reshape(B, K, M)
-    mass_BM = jnp.exp(logits_BKM - logits_BKM.max(axis=(1, 2), keepdims=True)).sum(axis=1)
-    block_B = _argmax(jnp.log(mass_BM) + noise_BN[:, :M])
-    logits_BK = jnp.take_along_axis(logits_BKM, block_B[:, None, None], axis=2)[:, :, 0]
-    return _argmax(logits_BK + noise_BN[:, M:]) * M + block_B
+    N = math.gcd(V, 2 ** round(math.log2(V) / 2))
+    M = V // N
+    noise_BH = jax.vmap(partial(jax.random.gumbel, shape=(M + N,)))(key_B)
+    logits_BNM = logits_BV.reshape(B, N, M)
+    mass_BM = jnp.exp(logits_BNM - logits_BNM.max(axis=(1, 2), keepdims=True)).sum(axis=1)
+    block_B = _argmax(jnp.log(mass_BM) + noise_BH[:, :M])
+    logits_BN = jnp.take_along_axis(logits_BNM, block_B[:, None, None], axis=2)[:, :, 0]
+    return _argmax(logits_BN + noise_BH[:, M:]) * M + block_B
 
 
 def _argmax(score_BV: Array) -> Array:

@@ -17,6 +17,7 @@ from functools import partial
 import jax
 import numpy as np
 
+from gspax.config import sampling_mask_size
 from gspax.data.problem import Problem
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
@@ -135,6 +136,7 @@ def sample_options(runtime: Runtime) -> SampleOptions:
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
         keep_experts=experiment.routing_replay == "sampler",
+        mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )
     placement = experiment.placement
     if placement is None or placement.partial is None:

@@ -20,6 +20,7 @@ from gspax.learner.metrics import (
     Clock,
     response_metrics,
     routing_metrics,
+    sampling_mask_metrics,
     score_metrics,
     staleness_metrics,
     update_metrics,
@@ -115,7 +116,7 @@ def run_step(
     clock.lap("train")
 
     metrics = {
-        **rollout_metrics(graded, experiment.sampling.group),
+        **rollout_metrics(graded, experiment.sampling.group, experiment.model.vocab_size),
         **(staleness_metrics(graded.rollout, trained, graded.policy) if experiment.placement else {}),
         **shaping_metrics,
         **learner_metrics(updated, layouts, experiment.model),
@@ -244,13 +245,14 @@ def assign_advantages(
     return batches, Samples(completions, value_B, turns), metrics | more
 
 
-def rollout_metrics(graded: GradedBatch, group: int) -> dict[str, float]:
+def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[str, float]:
     """The metrics of the rewards and the responses of a rollout."""
     return {
         **reward_metrics(graded.completions, group),
         **graded.metrics,
         "data/skipped": float(graded.skipped),
         **response_metrics(count_sampled(graded.rollout), graded.rollout.finished_B),
+        **sampling_mask_metrics(graded.rollout, vocab_size),
     }
 
 

@@ -27,6 +27,7 @@ EXPERIMENTS = {
     "with the sampler's routing": replace(SMALL, routing_replay="sampler"),
     "with router-shift weights": replace(SMALL, router_shift=config.RouterShift()),
     "with shared prompts": replace(SMALL, schedule=replace(SMALL.schedule, microbatch_tokens=64, share_prompts=True)),
+    "with mask replay": replace(SMALL, sampling=replace(SMALL.sampling, top_p=0.9, mask_replay=5)),
     "with a load-balance loss": replace(SMALL, regularizers=config.Regularizers(load_balance=0.01)),
 }
 
@@ -48,9 +49,10 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
         length_B=np.ones(B, np.int32),
         finished_B=np.ones(B, bool),
         expert_BLTA=np.zeros(routed(B, T), np.uint8) if experiment.routing_replay == "sampler" else None,
+        kept_BTK=np.zeros((B, T, 5), np.uint8) if sampling.mask_replay else None,
     )
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, kept_BTK):
         rows = tokens_BT.shape
         expert = jnp.zeros(routed(*rows), jnp.uint8) if keep_experts else None
         logp = jnp.zeros(routed(*rows)) if experiment.router_shift is not None else None
@@ -151,7 +153,7 @@ def test_every_program_can_be_lowered_for_present_devices():
     }
     assert list(shapes) == [programs.TRAIN, programs.SCORE, programs.COPY, programs.ROLLOUT]
     assert shapes[programs.SCORE][0].shape == (rows // SMALL.schedule.minibatches, length)
-    shape_of = programs.abstract_rollout(SMALL.sampling, mesh)
+    shape_of = programs.abstract_rollout(SMALL.model, SMALL.sampling, mesh)
     wanted = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shape_of)]
     assert [(leaf.shape, leaf.dtype) for leaf in shapes[programs.ROLLOUT]] == wanted
 

@@ -33,12 +33,13 @@ from gspax.config import (
     Sampling,
     layer_groups,
     layer_windows,
+    sampling_mask_size,
     teacher_models,
     teacher_row_shape,
     trained_dtype,
     updates_per_step,
 )
-from gspax.learner.minibatches import abstract_batch, abstract_rows
+from gspax.learner.minibatches import abstract_batch, abstract_rows, abstract_sets
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.teacher import own_teacher
@@ -85,14 +86,13 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
       mesh: the learner's.
       sampler_mesh: the sampler's.
     """
-    model, weights_dtype = experiment.model, experiment.sampling.weights_dtype
+    model, teacher, weights_dtype = experiment.model, experiment.teacher, experiment.sampling.weights_dtype
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
     state = abstract_state(model, optimizer, mesh, experiment.lora, experiment.teacher)
     batch = abstract_batch(experiment, mesh)
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
     reference = 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
-    teacher = experiment.teacher
     teachers = tuple(abstract_params(taught, mesh) for taught in teacher_models(teacher))
     heads, offloaded = tuple(map(head_params, teachers)), teacher is not None and teacher.offload
     held = reference + device_bytes(heads if offloaded else teachers)
@@ -104,6 +104,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         scoring += device_bytes(abstract_inference_weights(model, mesh, weights_dtype))
     replayed = batch.expert_BLTA if experiment.routing_replay == "sampler" else None
     scored = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
+    score = _lower(steps.score, state.params, *scored, kept_BTK=batch.kept_BTK)
     scores = len(steps.scored) + (experiment.reference is not None) * experiment.schedule.minibatches
     copy = Program(
         name=COPY,
@@ -129,7 +130,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
             resident=held - device_bytes(heads) + other_batches,
             runs=updates_per_step(experiment.schedule),
         ),
-        Program(name=SCORE, lower=_lower(steps.score, state.params, *scored), resident=scoring, runs=scores),
+        Program(name=SCORE, lower=score, resident=scoring, runs=scores),
         *teaching,
         *([] if experiment.placement is not None else [copy]),
         *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
@@ -154,7 +155,8 @@ def _make_sampler(
     resident = learner_bytes
     if placement is not None:
         rollouts = placement.staleness if placement.partial is None else 1
-        resident = rollouts * (device_bytes(params) + device_bytes(abstract_rollout(experiment.sampling, mesh)))
+        rollout_bytes = device_bytes(abstract_rollout(model, experiment.sampling, mesh))
+        resident = rollouts * (device_bytes(params) + rollout_bytes)
     sampling = sampler.split_groups(with_carried(experiment.sampling, placement), mesh)
     P, rows = sampling.prompts, partial(abstract_rows, mesh)
     prompts = Prompts(rows((P, sampling.max_prompt_tokens), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.uint32))
@@ -165,6 +167,7 @@ def _make_sampler(
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
         keep_versions=admits,
+        mask_size=sampling_mask_size(sampling, model.vocab_size),
         admits=admits,
         turns=experiment.environment is not None,
     )
@@ -224,7 +227,7 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
     return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
 
 
-def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
+def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
     """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
     rows = partial(abstract_rows, mesh)
@@ -235,6 +238,8 @@ def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
         prompt_length_B=rows((B,), jnp.int32),
         length_B=rows((B,), jnp.int32),
         finished_B=rows((B,), jnp.bool_),
+        kept_BTK=abstract_sets(model, sampling, mesh, (B, T)),
+        cut_BT=rows((B, T), jnp.bool_) if sampling.mask_replay else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from gspax.config import Engine, Mesh, ModelConfig, Placement, Sampling
+from gspax.config import Engine, Mesh, ModelConfig, Placement, Sampling, filters_in_use
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30.0 on a CPU
 IN_PROCESS = ("chunk", "slots", "cache_gib", "prefill_prompts", "kv_cache_dtype", "weights_dtype")
@@ -24,8 +24,7 @@ def engine_problems(
         yield f"engine.folder: wanted a folder of a file system, which servers read too, got {engine.folder!r}"
     if len(set(engine.addresses)) < len(engine.addresses):
         yield f"engine.addresses: wanted each address once, got {', '.join(engine.addresses)}"
-    filters = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(sampling, name) != off]
-    for name in filters:
+    for name in filters_in_use(sampling):
         yield (
             f"sampling.{name}: wanted {'1' if name == 'top_p' else '0'} with an engine, whose log-probs are of the "
             f"filtered distribution while the learner's are not, got {getattr(sampling, name):g}"

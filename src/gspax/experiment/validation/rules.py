@@ -24,6 +24,7 @@ from gspax.config import (
     Schedule,
     Teacher,
     Turns,
+    filters_in_use,
     layer_windows,
     updates_per_step,
 )
@@ -106,7 +107,7 @@ def validate(
         lambda: _packed_rows(e.sampling, e.schedule, 1),
         lambda: _shared_prompts(e.schedule, e.model),
         lambda: _where_sampled(e.sampling, e.placement, e.engine, e.sampler_mesh),
-        lambda: _tokens(e.sampling),
+        lambda: [*_tokens(e.sampling), *_filters(e.sampling, e.teacher)],
         lambda: _updates(e.schedule),
         lambda: _adapters(e.lora),
         lambda: clip_range_problems(e.loss),
@@ -153,11 +154,12 @@ def warnings(experiment: Experiment) -> list[str]:
     """Settings of a valid experiment that are probably not intended, one sentence each."""
     notes = opening_notes(experiment.data)
     sampling = experiment.sampling
-    filters = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(sampling, name) != off]
-    if filters:
+    if (filters := filters_in_use(sampling)) and not sampling.mask_replay:
         notes.append(
             f"{', '.join('sampling.' + name for name in filters)}: log-probabilities are of the unfiltered, "
-            "temperature-scaled distribution, so sampling through a filter biases the policy ratio"
+            "temperature-scaled distribution, so sampling through a filter biases the gradient; set "
+            f"sampling.mask_replay={sampling.top_k or 64} to train on the distribution that was sampled, for up to so "
+            "many tokens that a filter keeps"
         )
     placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
     unexplained = uncorrected and not takes_sampler_logp(experiment.loss, experiment.old_logp)
@@ -248,6 +250,21 @@ def _tokens(sampling: Sampling) -> Iterator[str]:
         yield (
             f"sampling: wanted at most {INT32:,} tokens in a rollout batch, got {sampling.prompts} prompts x "
             f"{sampling.group} samples x {sampling.max_prompt_tokens + sampling.max_tokens} tokens = {tokens:,}"
+        )
+
+
+def _filters(sampling: Sampling, teacher: Teacher | None) -> Iterator[str]:
+    """There are sampling masks to replay, and what is estimated from sampled tokens is estimated without bias."""
+    filters = filters_in_use(sampling)
+    if sampling.mask_replay and not filters:
+        yield (
+            "sampling.mask_replay: wanted 0 without a filter (sampling.top_k, top_p, or min_p), whose tokens it "
+            f"replays, got {sampling.mask_replay}"
+        )
+    if filters and teacher is not None and teacher.divergence is None:
+        yield (
+            f"sampling.{filters[0]}: wanted no filter with a teacher without teacher.divergence, whose KL is estimated "
+            f"from tokens of the whole distribution, got {getattr(sampling, filters[0]):g}"
         )
 
 
