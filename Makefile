@@ -13,6 +13,7 @@ TESTS := $(VENV)/tests
 TORCH := $(VENV)/torch
 TPU := $(VENV)/tpu
 DOCS := $(VENV)/docs
+VLLM := $(VENV)/vllm
 
 # pip's output goes to a log, which is shown if pip fails.
 LOG := $(VENV)/pip.log
@@ -27,7 +28,7 @@ MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test unit release costs test-python study study-page faults soak docs clean
+.PHONY: train test unit release costs test-python study study-page faults soak vllm-test docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -74,6 +75,10 @@ faults: $(TESTS)
 soak: $(TESTS)
 	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED) --table experiments/benchmarks/soak.md
 
+# The small experiment with a vLLM server on this machine, which is killed and started again in the middle: some minutes.
+vllm-test: $(TESTS) $(VLLM)/installed
+	VLLM=$(abspath $(VLLM)) $(BIN)/python -m pytest -q -m release tests/release/test_vllm.py
+
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "site/index.html"
@@ -94,6 +99,14 @@ $(TORCH): $(INSTALLED) requirements-torch.txt
 # Optional: without libtpu (Linux on x86-64 only, 213 MB), the tests that compile for a TPU are skipped.
 $(TPU): $(INSTALLED) requirements-tpu.txt
 	@$(PIP) --no-deps --requirement requirements-tpu.txt || echo "pip found no libtpu (see requirements-tpu.txt): the tests that compile for a TPU are skipped."
+	@touch $@
+
+# torchvision, torchaudio and torchcodec come with it, are not needed, and may not fit its torch.
+$(VLLM)/installed: $(INSTALLED) requirements-vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	@echo "installing requirements-vllm.txt into $(VLLM): 3.5 GB"
+	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --requirement requirements-vllm.txt >> $(LOG) 2>&1 || $(SHOW_LOG)
+	@$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec >> $(LOG) 2>&1
 	@touch $@
 
 $(DOCS): $(INSTALLED) requirements-docs.txt

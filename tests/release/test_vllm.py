@@ -1,0 +1,93 @@
+"""The small experiment with a real vLLM server, as docs/howto/sample_with_vllm.md says: `make vllm-test`.
+
+VLLM names the virtual environment of vLLM; without it the test is skipped.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gspax.run import record
+from gspax.run.directory import RunDir
+
+VLLM = os.environ.get("VLLM", "")
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "sort_gspo.py"
+START = 600  # seconds that a server may take to start on a busy machine
+STEPS = 12
+
+pytestmark = pytest.mark.skipif(not VLLM, reason="make vllm-test: VLLM names the environment of vLLM")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def gspax(*arguments, **options):
+    return subprocess.Popen([sys.executable, "-m", "gspax", *map(str, arguments)], text=True, **options)
+
+
+@contextmanager
+def server(command, log):
+    """A vLLM server in a process group of its own, which is killed at the end."""
+    environment = {**os.environ, "PATH": f"{VLLM}/bin:{os.environ['PATH']}"}
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            command, shell=True, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(done, limit, what):
+    end = time.monotonic() + limit
+    while not done():
+        assert time.monotonic() < end, what
+        time.sleep(0.5)
+
+
+@pytest.mark.timeout(3600)
+def test_the_small_experiment_trains_with_vllm_though_its_server_is_killed(tmp_path):
+    address, workdir, log = f"http://127.0.0.1:{free_port()}", tmp_path / "run", tmp_path / "vllm.log"
+    settings = [
+        "model.head_dim=32",
+        "routing_replay=sampler",
+        "optimizer.learning_rate=1e-3",
+        f"schedule.steps={STEPS}",
+        "engine=gspax.config.Engine",
+        f"engine.addresses={address}",
+        f"engine.timeout={START}",
+    ]
+    printed = gspax("serve-command", EXPERIMENT, "--cpu", *settings, cwd=tmp_path, stdout=subprocess.PIPE)
+    command, _ = printed.communicate(timeout=60)
+    assert printed.returncode == 0
+    metrics = RunDir(workdir).metrics
+
+    def steps():
+        return [row for row in record.read_metrics(metrics) if "reward/mean" in row] if metrics.exists() else []
+
+    run = gspax("train", EXPERIMENT, "--workdir", workdir, *settings, cwd=tmp_path, stderr=subprocess.PIPE)
+    with server(command, log):
+        wait_for(lambda: run.poll() is not None or len(steps()) >= 3, 2 * START, "three steps")
+    with server(command, log):
+        _, errors = run.communicate(timeout=START)
+    assert run.returncode == 0, errors
+    assert "its requests are sent again" in errors and "is back, with the newest weights" in errors
+    rows = steps()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert row["engine/probe_abs_diff"] < 1e-5 and row["engine/probe_sampled_abs_diff"] < 1e-5
+        assert row["mismatch/abs_diff"] < 1e-5 and row["routing/changed"] >= 0
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"]
+    assert [path.name for path in (tmp_path / "engine_weights").glob("weights_v*")] == [f"weights_v{STEPS:06d}"]
