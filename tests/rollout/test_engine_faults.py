@@ -26,7 +26,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.run.manifest import finished_steps
 from gspax.training import loop
-from gspax.training.in_flight import start_rollout
+from gspax.training.in_flight import receive, start_rollout
 
 CLOCKS = ("time/", "cpu/", "perf/", "engine/write_seconds", "engine/load_seconds")
 
@@ -37,14 +37,14 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def served(*fakes, timeout=5.0, **changes):
+def served(*fakes, timeout=30.0, **changes):
     """The small experiment with these servers."""
     settings = Engine(folder="weights", addresses=tuple(fake.address for fake in fakes), timeout=timeout, probes=2)
     return replace(experiment, warm_start=None, engine=settings, **changes)
 
 
 def sample(runtime, state, weights):
-    return jax.device_get(start_rollout(runtime, weights, state, 0, Skipped()).sampled)
+    return jax.device_get(receive(runtime, start_rollout(runtime, weights, state, 0, Skipped())).rollout)
 
 
 def fresh(runtime):
@@ -215,7 +215,7 @@ def test_conversations_are_token_ids_that_only_grow(here):
     with fake_vllm.serve(model, max_tokens=64) as fake:
         runtime = make_runtime(served(fake, model=model, routing_replay="sampler", **talking))
         state = fresh(runtime)
-        batch = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, Skipped())
+        batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, Skipped()))
         rollout = jax.device_get(batch.sampled)
         assert len(batch.started) == 32 and rollout.reply_B.sum() > 0
         asked = [body["prompt"] for path, body in fake.seen if body and body.get("stop_token_ids")]
@@ -246,16 +246,38 @@ def final(run, settings):
 def test_a_run_whose_server_died_resumes_bit_for_bit(here):
     """With dynamic sampling and evaluations; the server dies in the third step and is started again for the resume."""
     with fake_vllm.serve(experiment.model) as fake:
-        settings = served(fake, timeout=1.0, sampling=replace(experiment.sampling, max_refills=1))
+        settings = served(fake, sampling=replace(experiment.sampling, max_refills=1))
         loop.train(settings, here / "whole")
         asked = fake.completions
     with fake_vllm.serve(experiment.model, port=fake.port) as again:
         again.faults.dies_after = asked * 3 // 5
-        with pytest.raises(FailureError, match="engine: no server for 1 seconds"):
-            loop.train(settings, here / "cut")
+        impatient = replace(settings, engine=replace(settings.engine, timeout=2.0))
+        with pytest.raises(FailureError, match="engine: no server for 2 seconds"):
+            loop.train(impatient, here / "cut")
         assert finished_steps(RunDir(here / "cut").checkpoints) == [2]
     with fake_vllm.serve(experiment.model, port=fake.port):
         loop.train(settings, here / "cut")
     (state, rows), (other, others) = (final(RunDir(here / name), settings) for name in ("whole", "cut"))
     jax.tree.map(np.testing.assert_array_equal, state, other)
     assert rows == others and len(rows) == 7
+
+
+def test_staleness_1_samples_while_the_learner_updates(here):
+    """The second rollout is of the first parameters; none is asked for past a checkpoint, and evaluations wait."""
+    with fake_vllm.serve(experiment.model) as fake:
+        settings = served(fake, schedule=replace(experiment.schedule, checkpoint_every=3, eval_every=1))
+        settings = replace(settings, engine=replace(settings.engine, staleness=1))
+        loop.train(settings, here / "whole")
+        _, rows = final(RunDir(here / "whole"), settings)
+        ages = [row["rollout/staleness"] for row in rows if "rollout/staleness" in row]
+        assert ages == [0.0, 1.0, 1.0, 0.0], "a checkpoint after the third step"
+        assert all(row["mismatch/abs_diff"] < 2e-6 for row in rows if row.get("rollout/staleness") == 0.0)
+        assert all(row["mismatch/abs_diff"] > 1e-5 for row in rows if row.get("rollout/staleness") == 1.0)
+        fake.faults.dies_after = fake.completions * 7 // 4
+        with pytest.raises(FailureError, match="engine: no server for 2 seconds"):
+            loop.train(replace(settings, engine=replace(settings.engine, timeout=2.0)), here / "cut")
+        fake.faults.dies_after = 0
+        loop.train(settings, here / "cut")
+        (state, _), (other, others) = (final(RunDir(here / name), settings) for name in ("whole", "cut"))
+        jax.tree.map(np.testing.assert_array_equal, state, other)
+        assert rows == others

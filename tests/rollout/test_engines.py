@@ -13,7 +13,7 @@ from gspax.errors import FailureError
 from gspax.learner.state import init_state
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
-from gspax.training.in_flight import InFlight, start_rollout
+from gspax.training.in_flight import InFlight, receive, start_rollout
 from gspax.training.step import run_step
 
 FOLDER = "weights"
@@ -28,7 +28,7 @@ def fake(tmp_path, monkeypatch):
 
 def served(fake, **changes):
     """The small experiment with this server."""
-    settings = Engine(folder=FOLDER, addresses=(fake.address,), timeout=5.0, probes=2)
+    settings = Engine(folder=FOLDER, addresses=(fake.address,), timeout=30.0, probes=2)
     return replace(experiment, warm_start=None, engine=settings, **changes)
 
 
@@ -64,7 +64,7 @@ def test_a_step_trains_on_what_a_server_has_sampled(fake):
 def test_a_rollout_is_what_the_server_answered(fake):
     runtime = make_runtime(served(fake, routing_replay="sampler"))
     state = fresh(runtime)
-    batch = start_rollout(runtime, runtime.engine.push(state.params, 3), state, 0, Skipped())
+    batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 3), state, 0, Skipped()))
     rollout = jax.device_get(batch.sampled)
     assert batch.policy == 3
     for row in range(32):
@@ -88,7 +88,7 @@ def test_equal_keys_give_equal_samples(fake):
     state = fresh(runtime)
     weights = runtime.engine.push(state.params, 0)
     first, again, other = (
-        jax.device_get(start_rollout(runtime, weights, state, start, Skipped()).sampled.tokens_BT)
+        jax.device_get(receive(runtime, start_rollout(runtime, weights, state, start, Skipped())).rollout.tokens_BT)
         for start in (0, 0, 8)
     )
     np.testing.assert_array_equal(first, again)

@@ -32,6 +32,7 @@ from gspax.rollout.engines.contract import Engine, Request, Weights
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare
+from gspax.run import interrupt
 from gspax.run.progress import Bar
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.sampler import lengths_to_host
@@ -134,7 +135,10 @@ def complete(
     mesh, interaction = policy.engine.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
     options = SampleOptions(model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=mesh, greedy=greedy)
     request = Request(ready=ready, prompt_ids=placed, key=key, options=options, interaction=interaction)
-    rollout, started = policy.engine.sample(policy.weights, request)
+    sampled = policy.engine.sample(policy.weights, request)
+    if not sampled.done():
+        interrupt.wait([sampled])
+    rollout, started = sampled.result()
     completions = reward(lengths_to_host(rollout), started=started)
     group = sampling.group
     return {(ids[place], n): completions[place * group + n] for place in usable for n in range(group)}

@@ -80,7 +80,7 @@ def resumable(description: Mapping[str, object]) -> tuple[str, ...]:
 
     With staleness, not how often it saves: nothing is sampled ahead past a checkpoint.
     """
-    is_ahead = flatten(description).get("placement.staleness", 0) != 0
+    is_ahead = any(flatten(description).get(key, 0) != 0 for key in ("placement.staleness", "engine.staleness"))
     return tuple(key for key in RESUMABLE if not (is_ahead and key == "schedule.checkpoint_every"))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -54,8 +55,9 @@ class SampledBatch:
     policy: int  # number of rollouts that the inference weights were trained on
     taken: int  # problems, including skipped ones
     problems: list[Problem | None]  # None where this process has no row of it
-    sampled: Rollout  # on the sampler's mesh, where each process has the rows of its own problems
+    sampled: Rollout | None  # on the sampler's mesh, where each process has the rows of its own problems
     started: Started  # rewards
+    pending: Future[tuple[Rollout, Started]] | None = None  # instead of `sampled`, while servers work on it
     rollout: Rollout | None = None  # `sampled` on the learner's mesh; None until it has arrived (`receive`)
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts
 
@@ -82,7 +84,7 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
         ahead.append(start_rollout(runtime, runtime.engine.push(state.params, done), state, first, in_flight.skipped))
     batch = receive(runtime, ahead.popleft())
     first += batch.taken + sum(pending.taken for pending in ahead)
-    last = find_last_ahead(placement.staleness if placement else 0, done, partial(is_saved, runtime))
+    last = find_last_ahead(staleness_of(runtime), done, partial(is_saved, runtime))
     missing = range(last - done - len(ahead))
     weights = runtime.engine.push(state.params, done) if missing else None
     for _ in missing:
@@ -90,6 +92,12 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
         ahead.append(start_rollout(runtime, weights, state, first, in_flight.skipped))
         first += ahead[-1].taken
     return batch
+
+
+def staleness_of(runtime: Runtime) -> int:
+    """Rollout batches that may be sampled ahead."""
+    placement, engine = runtime.experiment.placement, runtime.experiment.engine
+    return placement.staleness if placement else engine.staleness if engine else 0
 
 
 def is_saved(runtime: Runtime, done: int) -> bool:
@@ -101,8 +109,8 @@ def is_saved(runtime: Runtime, done: int) -> bool:
 def start_rollout(runtime: Runtime, weights: Weights, state: TrainState, first: int, skipped: Skipped) -> SampledBatch:
     """Start sampling the usable problems from `first` on.
 
-    It waits for the samples with `sampling.chunk`, with an environment, whose replies the sampler needs, and with
-    servers.
+    In this process it waits for the samples with `sampling.chunk`, and with an environment, whose replies the sampler
+    needs.
     """
     places = range(runtime.experiment.sampling.prompts)
     ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), skipped)
@@ -116,15 +124,24 @@ def start_rollout(runtime: Runtime, weights: Weights, state: TrainState, first: 
         interaction=runtime.interaction,
         ended=rewarder(runtime, problems, started) if runtime.interaction is None else None,
     )
-    sampled, of_conversations = runtime.engine.sample(weights, request)
-    return SampledBatch(
+    batch = SampledBatch(
         policy=weights.version,
         taken=taken,
         problems=problems,
-        sampled=sampled,
-        started=started | of_conversations,
+        sampled=None,
+        started=started,
+        pending=runtime.engine.sample(weights, request),
         metrics=weights.metrics,
     )
+    return take_sampled(batch) if batch.pending is not None and batch.pending.done() else batch
+
+
+def take_sampled(batch: SampledBatch) -> SampledBatch:
+    """The batch with what is pending, which must be done; with it come the rewards of conversations."""
+    if batch.pending is None:
+        return batch
+    rollout, started = batch.pending.result()
+    return replace(batch, sampled=rollout, started=batch.started | started, pending=None)
 
 
 def sample_options(runtime: Runtime) -> SampleOptions:
@@ -187,6 +204,10 @@ def sampling_key(state: TrainState) -> Array:
 
 def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:
     """Wait for a rollout, and fetch it to the learner's mesh."""
+    if batch.pending is not None:
+        interrupt.wait([batch.pending])
+        batch = take_sampled(batch)
+    assert batch.sampled is not None
     sampled = lengths_to_host(batch.sampled)
     return replace(batch, sampled=sampled, rollout=runtime.engine.fetch(sampled))
 

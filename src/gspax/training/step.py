@@ -117,7 +117,7 @@ def run_step(
 
     metrics = {
         **rollout_metrics(graded, experiment.sampling.group, experiment.model.vocab_size),
-        **(staleness_metrics(graded.rollout, trained, graded.policy) if experiment.placement else {}),
+        **age_metrics(runtime, graded, trained),
         **shaping_metrics,
         **learner_metrics(updated, layouts, experiment.model),
         "optim/learning_rate": float(rate(max(applied_updates(state) - 1, 0))),
@@ -136,7 +136,7 @@ def after_step(teacher: Teacher | None, state: TrainState, done: int) -> TrainSt
 
 def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
     """Compute the rewards of a rollout that has arrived. FailedRewardsError if too many of them have failed."""
-    assert batch.rollout is not None, "see `receive`"
+    assert batch.rollout is not None and batch.sampled is not None, "see `receive`"
     completions = reward_completions(
         batch.problems,
         batch.sampled,
@@ -254,6 +254,13 @@ def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[st
         **response_metrics(count_sampled(graded.rollout), graded.rollout.finished_B),
         **sampling_mask_metrics(graded.rollout, vocab_size),
     }
+
+
+def age_metrics(runtime: Runtime, graded: GradedBatch, trained: int) -> dict[str, float]:
+    """The staleness of a rollout, where it may be of older weights."""
+    if runtime.experiment.placement is None and runtime.experiment.engine is None:
+        return {}
+    return staleness_metrics(graded.rollout, trained, graded.policy)
 
 
 def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelConfig) -> dict[str, float]:

@@ -29,6 +29,8 @@ def engine_problems(
             f"sampling.{name}: wanted {'1' if name == 'top_p' else '0'} with an engine, whose log-probs are of the "
             f"filtered distribution while the learner's are not, got {getattr(sampling, name):g}"
         )
+    if engine.staleness and sampling.max_refills:
+        yield f"sampling.max_refills: wanted 0 with engine.staleness={engine.staleness}, got {sampling.max_refills}"
     if placement is not None:
         yield "placement: wanted null with an engine, which has its own devices, got a Placement"
     if sampler_mesh is not None:

@@ -163,9 +163,10 @@ def warnings(experiment: Experiment) -> list[str]:
         )
     placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
     unexplained = uncorrected and not takes_sampler_logp(experiment.loss, experiment.old_logp)
-    if placement and placement.staleness and unexplained:
+    key, ahead = ("placement", placement) if placement else ("engine", experiment.engine)
+    if ahead is not None and ahead.staleness and unexplained:
         notes.append(
-            f"placement.staleness={placement.staleness}: completions are sampled by older parameters than the ratio's "
+            f"{key}.staleness={ahead.staleness}: completions are sampled by older parameters than the ratio's "
             "denominator, and nothing corrects for that; set a correction or a rejection (gspax.losses.correction)"
         )
     return [

@@ -7,6 +7,7 @@ field, `Experiment.engine`; nothing above this package knows which it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -77,12 +78,14 @@ class Engine(Protocol):
           FailureError: an engine does not take them, or computes other log-probs with them than the learner.
         """
 
-    def sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
+    def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
         """Sample with the weights of the newest push: tokens in, tokens out, nothing is tokenized again.
 
+        A later push waits for it.
+
         Returns:
-          The tokens with the log-probs of the distribution that they were sampled from, and on request the chosen
-          experts and the version of each token; and this process's rewards of conversations, by row.
+          The tokens, when they are there, with the log-probs of the distribution that they were sampled from, and on
+          request the chosen experts and the version of each token; and this process's rewards of conversations, by row.
 
         Raises:
           FailureError: no engine answers in time, or its answer is not what was asked for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import jax
@@ -33,13 +34,17 @@ class InProcess:
         """Make inference weights on the sampler's mesh."""
         return Weights(self.sampler.push(params), version, {})
 
-    def sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
-        """Sample with any weights that were pushed, older ones too."""
+    def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
+        """Sample with any weights that were pushed, older ones too. The result is there, its arrays may be to come."""
         ready, ids, key, options = request.ready, request.prompt_ids, request.key, request.options
+        sampled = Future[tuple[Rollout, Started]]()
         if request.interaction is not None:
-            return sample_conversations(request.interaction, weights.params, ready, ids, key, options)
-        prompts = [one and one.prompt for one in ready]
-        return sample(weights.params, prompts, ids, key, options, ended=request.ended), Started()
+            sampled.set_result(sample_conversations(request.interaction, weights.params, ready, ids, key, options))
+        else:
+            prompts = [one and one.prompt for one in ready]
+            rollout = sample(weights.params, prompts, ids, key, options, ended=request.ended)
+            sampled.set_result((rollout, Started()))
+        return sampled
 
     def score(self, weights: Weights, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """One pass over the rows, without a cache."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import jax
@@ -37,6 +37,8 @@ class Remote:
 
     def __init__(self, pusher: Pusher) -> None:
         self._pusher = pusher
+        self._line = ThreadPoolExecutor(1, thread_name_prefix="gspax_rollout")  # one rollout after the other
+        self._asked: list[Future[tuple[Rollout, Started]]] = []
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -45,14 +47,27 @@ class Remote:
 
     def push(self, params: Params, version: int) -> Weights:
         """Write the weights, have every server load them, probe each, and delete older versions."""
+        interrupt.wait(self._asked)  # they are sampled with the weights before
         return self._pusher.push(params, version)
 
     def fetch(self, rollout: Rollout) -> Rollout:
         """It is there."""
         return rollout
 
-    def sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
-        """Sample each completion by a request of its own, with an environment each turn."""
+    def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
+        """Sample each completion by a request of its own, with an environment each turn, in another thread.
+
+        With several processes it is done when this returns, because a thread of its own cannot exchange values.
+        """
+        if jax.process_count() > 1:
+            sampled = Future[tuple[Rollout, Started]]()
+            sampled.set_result(self._sample(weights, request))
+        else:
+            sampled = self._line.submit(self._sample, weights, request)
+        self._asked = [asked for asked in [*self._asked, sampled] if not asked.done()]
+        return sampled
+
+    def _sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
         pushed, servers = self._pusher.pushed, self._pusher.servers
         assert pushed is not None and weights.version == pushed.weights.version, "wanted the newest weights"
         request = replace(request, options=replace(request.options, mesh=self.mesh, turns=bool(request.interaction)))
