@@ -26,8 +26,8 @@ def engine_problems(
         yield f"engine.addresses: wanted each address once, got {', '.join(engine.addresses)}"
     for name in filters_in_use(sampling):
         yield (
-            f"sampling.{name}: wanted {'1' if name == 'top_p' else '0'} with an engine, whose log-probs are of the "
-            f"filtered distribution while the learner's are not, got {getattr(sampling, name):g}"
+            f"sampling.{name}: wanted {'1' if name == 'top_p' else '0'} with an engine, whose log-probs are over "
+            f"the tokens that a filter leaves, which servers do not tell, got {getattr(sampling, name):g}"
         )
     if engine.staleness and sampling.max_refills:
         yield f"sampling.max_refills: wanted 0 with engine.staleness={engine.staleness}, got {sampling.max_refills}"
