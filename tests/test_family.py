@@ -15,7 +15,7 @@ from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
 from gspax.learner.diagnostics import make_route
-from gspax.learner.minibatches import make_select
+from gspax.learner.minibatches import make_select, selections
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_update
@@ -70,7 +70,7 @@ def route(model):
 
 
 READ_BY_UPDATES = (
-    *("model", "loss", "correction", "rejection"),
+    *("model", "loss", "correction", "rejection", "selection"),
     *("reference", "regularizers", "calibration", "routing_replay", "router_shift"),
 )
 
@@ -99,7 +99,8 @@ def train(changes, rollouts=2, seed=0):
     keep = read and variant.routing_replay != "sampler"
     shift = variant.router_shift is not None
     scored = make_steps(variant, OPTIMIZER, MESH).scored
-    select = None if variant.selection is None else make_select(variant.selection, MESH)
+    selected = selections(variant.selection, variant.regularizers)
+    select = make_select(selected, MESH) if selected else None
     steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = make_sampler(variant.model, MESH, MESH)
@@ -245,6 +246,13 @@ def test_an_adaptive_entropy_bonus_trains():
     (falling, _), _, _ = train({"regularizers": Regularizers(entropy=0.005, adaptive_entropy=config.AdaptiveEntropy())})
     assert falling["policy/entropy_coefficient"] == pytest.approx(0.0025), "0 after the first update"
     assert fixed["policy/entropy"] == falling["policy/entropy"] and fixed["policy/loss"] != falling["policy/loss"]
+
+
+def test_a_penalty_on_covariant_tokens_trains():
+    """Of half of the tokens, far more than the default."""
+    penalty = config.CovarianceKL(share=0.5, coefficient=2.0)
+    (_, second), _, _ = train({"loss": losses.dapo, "regularizers": Regularizers(kl_cov=penalty)})
+    assert second["policy/kl_cov"] > 0
 
 
 def test_a_selection_trains():

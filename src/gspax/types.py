@@ -55,6 +55,7 @@ class Batch:
     ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
     age_BT: Array | None = None  # int32    on request, rollouts trained on since the weights that sampled the token
     version_BT: Array | None = None  # int32    as in `Rollout`, where the update interpolates old log-probs
+    penalized_BT: Array | None = None  # float32  weights of `Regularizers.kl_cov`
     selected_BT: Array | None = None  # float32  weights of `Experiment.selection`
     teacher_logp_BT: Array | None = None  # float32  log-prob under the teacher
     teacher_hidden_BTE: Array | None = None  # the teacher's last hidden states, in its compute dtype
@@ -72,6 +73,7 @@ MEANING = {
     "teacher_logp_BT": "log-probs of the teacher",
     "teacher_hidden_BTE": "the teacher's last hidden states",
     "expert_BLTA": "the experts of the old policy or of the sampler",
+    "penalized_BT": "weights of regularizers.kl_cov",
     "router_logp_BLTA": "the old policy's router log-probs",
     "kept_BTK": "the tokens that the sampler chose from",
 }

@@ -7,7 +7,7 @@ import pytest
 from small_experiment import experiment
 
 from gspax import advantages, losses
-from gspax.config import AdaptiveEntropy, Calibration, Placement, Reference, Regularizers, RouterShift
+from gspax.config import AdaptiveEntropy, Calibration, CovarianceKL, Placement, Reference, Regularizers, RouterShift
 from gspax.experiment import override, validate, warnings
 from gspax.losses import correction, kl, selection
 
@@ -89,6 +89,11 @@ WRONG = [
         {"loss": losses.ipo, "schedule": replace(experiment.schedule, epochs=2)},
         "schedule.epochs: wanted 1 with gspax.losses.ipo, which has no old policy that would bound a second pass",
     ),
+    (UNSCORED | {"regularizers": Regularizers(kl_cov=CovarianceKL())}, "regularizers.kl_cov: wanted old_logp=learner"),
+    (
+        {"regularizers": Regularizers(kl_cov=CovarianceKL(share=0.0))},
+        "regularizers.kl_cov.share: wanted above 0 and at most 1, got 0",
+    ),
     (UNSCORED | TOP, "selection: wanted old_logp=learner, got sampler, with which no log-probs are computed"),
     ({"loss": own_loss, "selection": TOP["selection"]}, "selection: wanted a loss that takes a `correction`"),
     (
@@ -126,6 +131,7 @@ WRONG = [
     ({"loss": partial(losses.gspo, clip_high=-1.0)}, "loss.clip_high: wanted a number at least 0, got -1.0"),
 ]
 RIGHT = [
+    {"loss": losses.importance_sampling, "regularizers": Regularizers(kl_cov=CovarianceKL()), "schedule": PACKED},
     TOP | {"correction": correction.truncate_tokens, "schedule": PACKED},
     {"old_logp": "interpolated", "placement": STALE, "correction": correction.truncate_geometric},
     {"correction": partial(correction.product, factors=(correction.truncate_geometric, KEEP)), "schedule": PACKED},

@@ -11,7 +11,7 @@ import pytest
 from small_experiment import experiment, objective_of
 
 from gspax import losses
-from gspax.config import Calibration, Reference, Regularizers
+from gspax.config import AdaptiveEntropy, Calibration, CovarianceKL, Reference, Regularizers
 from gspax.learner import objective
 from gspax.losses import correction, kl, regularizers
 from gspax.model.moe import Routing
@@ -35,6 +35,7 @@ BATCH = Batch(
     advantage=draw(5, B),
     sampler_logp_BT=LOGP + 0.3 * draw(6, B, T),
     ref_logp_BT=LOGP + 0.3 * draw(7, B, T),
+    penalized_BT=jnp.asarray(draw(9, B, T) > 0, jnp.float32),
 )
 CONSTANTS = objective.UpdateConstants(jnp.array([0.01, 0.02]), jnp.abs(draw(8, L, E)))
 GIVEN = (BATCH.old_logp_BT, BATCH.advantage, MASK)
@@ -102,6 +103,28 @@ CASES = {
     "entropy": (
         {"loss": TOKENS, "regularizers": Regularizers(entropy=0.2)},
         lambda o: penalised(TOKENS(o.logp_BT, *GIVEN), entropy(o, aggregate=losses.by_token), 0.2),
+    ),
+    "kl_cov": (
+        {"loss": TOKENS, "regularizers": Regularizers(kl_cov=CovarianceKL(coefficient=0.2))},
+        lambda o: penalised(
+            TOKENS(o.logp_BT, *GIVEN),
+            regularizers.log_ratio_size(
+                o.logp_BT, BATCH.old_logp_BT, BATCH.penalized_BT, MASK, aggregate=losses.by_token
+            ),
+            0.2,
+        ),
+    ),
+    "the squared log-ratio to the sampler": (
+        {"loss": TOKENS, "regularizers": Regularizers(log_ratio_square=0.2)},
+        lambda o: penalised(
+            TOKENS(o.logp_BT, *GIVEN),
+            regularizers.log_ratio_square(o.logp_BT, BATCH.sampler_logp_BT, MASK, aggregate=losses.by_token),
+            0.2,
+        ),
+    ),
+    "an adaptive entropy coefficient": (
+        {"loss": TOKENS, "regularizers": Regularizers(entropy=0.9, adaptive_entropy=AdaptiveEntropy())},
+        lambda o: penalised(TOKENS(o.logp_BT, *GIVEN), entropy(o, aggregate=losses.by_token), 0.01),
     ),
     "routers": (
         {"regularizers": Regularizers(load_balance=0.2, router_z=0.1)},

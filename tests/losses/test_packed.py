@@ -51,6 +51,9 @@ PENALTIES = {
     "grpo_kl": functools.partial(kl.grpo_kl, aggregate=losses.by_constant),
     "entropy_bonus": lambda x, _, mask, **options: regularizers.entropy_bonus(x, mask, **options),
     "log_ratio_square": regularizers.log_ratio_square,
+    "log_ratio_size": lambda x, other, mask, **options: regularizers.log_ratio_size(
+        x, other, jnp.ones(x.shape), mask, **options
+    ),
     "router_z": lambda x, _, mask, **options: regularizers.router_z(routers(x), mask, **options),
     "load_balance": lambda x, _, mask, **options: regularizers.load_balance(
         routers(x), jnp.array([[1.0, 0.5, 1.5]]), mask, **options

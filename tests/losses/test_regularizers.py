@@ -110,6 +110,22 @@ def test_log_ratio_square_equals_a_loop(mask, scale):
 
 
 @over_masks
+@pytest.mark.parametrize("scale", (0.3, 30.0))
+def test_log_ratio_size_equals_a_loop(mask, scale):
+    """Weighted, held within ±25; what stands outside the mask never matters."""
+    x, weight = pair(mask, scale), (np.arange(B * T).reshape(B, T) % 3).astype(np.float32)
+    value, slope = np.zeros(B), np.zeros((B, T))
+    for b, tokens, log_ratios in x.sequences():
+        value[b] = math.fsum(weight[b, t] * abs(held(r)) for t, r in zip(tokens, log_ratios, strict=True))
+        slope[b, tokens] = [weight[b, t] * np.sign(r) for t, r in zip(tokens, log_ratios, strict=True)]
+    for y, w in ((x, weight), (x.fill(np.nan), np.where(mask, weight, np.float32(np.nan)))):
+        gradient, terms = gradient_and_terms(regularizers.log_ratio_size, y.logp, y.other, w, mask, aggregate=by_token)
+        np.testing.assert_allclose(terms.value, value, rtol=1e-5)
+        np.testing.assert_allclose(gradient, slope, rtol=1e-6)
+    assert losses.reduce(terms)[1]["kl_cov"] == pytest.approx(value.sum() / max(mask.sum(), 1), rel=1e-5)
+
+
+@over_masks
 @pytest.mark.parametrize("scale", (1.0, 25.0))
 def test_router_z_equals_the_papers_formula(mask, scale):
     logits, _, _ = routers(scale=scale)

@@ -56,7 +56,13 @@ def covariances(x):
     return {at: (x.advantage_BT[at] - means[0]) * (x.old_logp_BT[at] - means[1]) for at in tokens}
 
 
+def loop_top_cov(x, share):
+    cov = covariances(x)
+    return kept(x, sorted(cov, key=lambda at: -cov[at])[: max(1, round(share * len(cov)))])
+
+
 LOOPS = {
+    "top_cov": (selection.top_cov, {"share": 0.2}, loop_top_cov),
     "top_entropy": (selection.top_entropy, {"share": 0.3}, loop_top_entropy),
     "second_moment": (selection.second_moment, {"threshold": 0.04}, loop_second_moment),
 }

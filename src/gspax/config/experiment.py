@@ -343,11 +343,20 @@ class AdaptiveEntropy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CovarianceKL:
+    """A penalty on the tokens whose advantage and log-prob covary most (KL-Cov, `losses.regularizers`)."""
+
+    share: Share = 2e-4  # of a minibatch's tokens
+    coefficient: NonNegative = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Regularizers:
     """Coefficients of the terms added to the policy loss (`losses.regularizers`); 0: off."""
 
     entropy: Finite = 0.0  # above 0 rewards entropy; with `adaptive_entropy` the coefficient that it starts from
     adaptive_entropy: AdaptiveEntropy | None = None
+    kl_cov: CovarianceKL | None = None
     log_ratio_square: NonNegative = 0.0  # of the policy to the one that sampled the tokens
     load_balance: NonNegative = 0.0
     router_z: NonNegative = 0.0

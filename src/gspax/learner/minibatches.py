@@ -5,7 +5,7 @@ Packed rows hold several responses, each with its prompt or after a shared one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -19,6 +19,7 @@ from gspax.config import (
     Experiment,
     ModelConfig,
     Reference,
+    Regularizers,
     RowShape,
     Sampling,
     Teacher,
@@ -33,7 +34,7 @@ from gspax.config.protocols import Selection
 from gspax.learner.distillation import make_compare
 from gspax.learner.objective import Scores
 from gspax.learner.train_step import Score
-from gspax.losses.selection import Minibatch
+from gspax.losses.selection import Minibatch, top_cov
 from gspax.losses.shaping import filter_overlong
 from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
@@ -168,7 +169,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         sampler_logp_BT=rows((B, T), jnp.float32),
         ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
         version_BT=rows((B, T), jnp.int32) if experiment.old_logp == "interpolated" else None,
-        selected_BT=None if experiment.selection is None else rows((B, T), jnp.float32),
+        **dict.fromkeys(selections(experiment.selection, experiment.regularizers), rows((B, T), jnp.float32)),
         **_teacher_arrays(experiment.teacher, config, mesh, B, T),
         expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
         router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
@@ -342,18 +343,28 @@ def score_minibatches(
     return filled, of_old
 
 
-Select = Callable[[Batch, Array, Array], Array]  # (batch, entropy_BT of the old policy, key) -> weights [B, T]
+# (batch, entropy_BT of the old policy, key) -> weights [B, T] by the field of `Batch` that they belong to
+Select = Callable[[Batch, Array, Array], dict[str, Array]]
 
 
-def make_select(selection: Selection, mesh: jax.sharding.Mesh) -> Select:
-    """The selection of tokens, jitted, for a batch with old log-probs and advantages."""
+def selections(selection: Selection | None, regularizers: Regularizers) -> dict[str, Selection]:
+    """The selections of an experiment, by the field of `Batch` that their weights belong to."""
+    found: dict[str, Selection] = {} if selection is None else {"selected_BT": selection}
+    if regularizers.kl_cov is not None:
+        found["penalized_BT"] = partial(top_cov, share=regularizers.kl_cov.share)
+    return found
+
+
+def make_select(functions: Mapping[str, Selection], mesh: jax.sharding.Mesh) -> Select:
+    """The selections of tokens, jitted, for a batch with old log-probs and advantages."""
 
     @partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
-    def select(batch: Batch, entropy_BT: Array, key: Array) -> Array:
+    def select(batch: Batch, entropy_BT: Array, key: Array) -> dict[str, Array]:
         advantage, mask_BT = known(batch, "advantage"), batch.mask_BT
         advantage_BT = jnp.broadcast_to(advantage if advantage.ndim == 2 else advantage[:, None], mask_BT.shape)
         policies = known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT")
-        return selection(Minibatch(*policies, entropy_BT, advantage_BT, mask_BT, key)).astype(jnp.float32)
+        minibatch = Minibatch(*policies, entropy_BT, advantage_BT, mask_BT, key)
+        return {field: function(minibatch).astype(jnp.float32) for field, function in functions.items()}
 
     return select
 
@@ -361,7 +372,7 @@ def make_select(selection: Selection, mesh: jax.sharding.Mesh) -> Select:
 def select_tokens(
     select: Select | None, batches: Sequence[Batch], scores: Sequence[Scores | None], key: Array
 ) -> list[Batch]:
-    """The minibatches with the weights of a selection, if there is one, of each as a whole.
+    """The minibatches with the weights of selections, if there are any, of each as a whole.
 
     Args:
       scores: the old policy's, of each minibatch.
@@ -371,7 +382,7 @@ def select_tokens(
         return list(batches)
     entropies = [of_old.entropy_BT for of_old in scores if of_old is not None]
     return [
-        replace(batch, selected_BT=select(batch, entropy_BT, jax.random.fold_in(key, index)))
+        replace(batch, **select(batch, entropy_BT, jax.random.fold_in(key, index)))
         for index, (batch, entropy_BT) in enumerate(zip(batches, entropies, strict=True))
     ]
 

@@ -21,7 +21,7 @@ from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import multiplied, weight_metrics
 from gspax.losses.kl import add_penalty
 from gspax.losses.ratio_spread import ratio_metrics
-from gspax.losses.regularizers import entropy_bonus, load_balance, log_ratio_square, router_z
+from gspax.losses.regularizers import entropy_bonus, load_balance, log_ratio_size, log_ratio_square, router_z
 from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
@@ -190,6 +190,9 @@ def penalties(
             yield regularizers.entropy, bonus
         else:
             yield 1.0, bonus._replace(value=constants.clip_range[0] * bonus.value)
+    if regularizers.kl_cov is not None:
+        given = outputs.logp_BT, known(batch, "old_logp_BT"), known(batch, "penalized_BT"), mask_BT
+        yield regularizers.kl_cov.coefficient, log_ratio_size(*given, aggregate=aggregate, segment_ids=ids)
     if regularizers.log_ratio_square:
         sampler_logp_BT = known(batch, "sampler_logp_BT")
         penalty = log_ratio_square(outputs.logp_BT, sampler_logp_BT, mask_BT, aggregate=aggregate, segment_ids=ids)

@@ -23,7 +23,7 @@ from gspax.config import Calibration, Experiment, Regularizers, has_experts, row
 from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
 from gspax.learner.distillation import make_compare
-from gspax.learner.minibatches import Select, make_select
+from gspax.learner.minibatches import Select, make_select, selections
 from gspax.learner.objective import NO_REGULARIZERS, Scores, make_objective
 from gspax.learner.state import applied_updates
 from gspax.learner.teacher import Teach, Teachers, make_passes
@@ -58,7 +58,7 @@ class Steps(NamedTuple):
     gradient: Gradient  # of the update, not compiled
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
     measure: Measure | None = None  # with `Experiment.diagnostics`
-    select: Select | None = None  # with `Experiment.selection`
+    select: Select | None = None  # with `Experiment.selection` or `Regularizers.kl_cov`
     teach: tuple[Teach, ...] = ()  # of each teacher
 
 
@@ -102,7 +102,8 @@ def make_steps(
     # to know how differently the two passes round.
     rewarded = reference is not None and reference.reward is not None
     before = rewarded or keep or shift is not None or experiment.calibration is not None
-    first = 0 if before or experiment.selection is not None else 1
+    selected = selections(experiment.selection, experiment.regularizers)
+    first = 0 if before or selected else 1
     scored = range(first, schedule.minibatches) if is_scored(experiment.loss, experiment.old_logp) else range(0)
     objective = make_objective(
         experiment.loss,
@@ -123,7 +124,7 @@ def make_steps(
         make_gradient(settings, objective),
         scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
-        None if experiment.selection is None else make_select(experiment.selection, mesh),
+        make_select(selected, mesh) if selected else None,
         make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),
     )
 

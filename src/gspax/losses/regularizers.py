@@ -16,7 +16,7 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, sequences
-from gspax.losses.surrogate import compare_logp, squared
+from gspax.losses.surrogate import compare_logp, squared, with_gradient
 from gspax.losses.terms import Aggregate, Terms, by_sequence, mean_over
 
 Array = jax.Array
@@ -98,6 +98,38 @@ def log_ratio_square(
     """
     logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, sampler_logp, mask, segment_ids, other_name="sampler_logp")
     return _terms("log_ratio_square", squared(x_BT, logp_BT), mask_BT, aggregate, segment_BT)
+
+
+def log_ratio_size(
+    logp: Array,
+    old_logp: Array,
+    weight: Array,
+    mask: Array,
+    *,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+) -> Terms:
+    """w |log π - log π_old| of each token: KL-Cov's penalty (arXiv 2505.22617), with w = 1 for `selection.top_cov`.
+
+    verl's `kl_cov` is this with the coefficient 1 beside `importance_sampling`, whose ratio nothing bounds: it leaves
+    the few tokens that cost most entropy where they are, and no other. The gradient is w times the sign of the
+    log-ratio times ∇log π, however small that is: in a rollout's first update rounding chooses the sign.
+
+    Args:
+      logp: float32 [B, T], of the policy that is trained.
+      old_logp: float32 [B, T], of the policy before the updates; a constant.
+      weight: float32 [B, T], a constant.
+      mask: bool [B, T], True on response tokens.
+
+    Returns:
+      Terms with float32 [B] leaves and the metric `kl_cov`, the mean over all response tokens.
+    """
+    logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, old_logp, mask, segment_ids, other_name="old_logp")
+    weight_BT = checks.array("weight", weight, jnp.float32, "BT")
+    checks.same_shape("weight", weight_BT, "logp", x_BT.shape)
+    weight_BT = stop_gradient(jnp.where(mask_BT, weight_BT, 0))
+    value_BT = with_gradient(weight_BT * jnp.abs(x_BT), weight_BT * jnp.sign(x_BT), logp_BT)
+    return _terms("kl_cov", value_BT, mask_BT, aggregate, segment_BT)
 
 
 def load_balance(

@@ -87,12 +87,28 @@ def clip_cov(minibatch: Minibatch, *, share: float = 2e-4, low: float = 1.0, hig
     """
     if not checks.number("low", low) < checks.number("high", high):
         raise ValueError(f"low must be below high; got {low} and {high}")
-    mask_BT, count = minibatch.mask_BT, _count(share, minibatch.mask_BT)
-    away_BT, by_BT = (x - masked.mean(x, mask_BT) for x in (minibatch.advantage_BT, minibatch.old_logp_BT))
-    cov_BT = away_BT * by_BT
+    mask_BT, count, cov_BT = minibatch.mask_BT, _count(share, minibatch.mask_BT), _covariance(minibatch)
     between_BT = mask_BT & (cov_BT > low) & (cov_BT < high)
     drawn_BT = _largest(jax.random.uniform(minibatch.key, mask_BT.shape), between_BT, count)
     return (mask_BT & ~drawn_BT).astype(jnp.float32)
+
+
+@at_level("token")
+def top_cov(minibatch: Minibatch, *, share: float = 2e-4) -> Array:
+    """1 for the share of tokens with the largest cov, else 0: those that KL-Cov penalizes (arXiv 2505.22617).
+
+    cov is as in `clip_cov`. A run adds `regularizers.log_ratio_size` of them to the loss (`config.CovarianceKL`).
+
+    Leaves the paper: π_old takes the place of the policy that is trained.
+    """
+    return _largest(_covariance(minibatch), minibatch.mask_BT, _count(share, minibatch.mask_BT)).astype(jnp.float32)
+
+
+def _covariance(minibatch: Minibatch) -> Array:
+    """(A - mean A) (log π_old - mean log π_old) of each token, with the means over the mask."""
+    arrays = minibatch.advantage_BT, minibatch.old_logp_BT
+    advantage_BT, logp_BT = (x_BT - masked.mean(x_BT, minibatch.mask_BT) for x_BT in arrays)
+    return advantage_BT * logp_BT
 
 
 def _count(share: float, mask_BT: Array) -> Array:

@@ -149,9 +149,10 @@ def sampler_logp_problems(
 def sampler_routing_problems(
     loss: Loss, old_logp: OldLogp, routing_replay: RoutingReplay, regularizers: Regularizers
 ) -> Iterator[str]:
-    """The routing of the old policy is found by the pass that computes its log-probs."""
+    """The routing of the old policy, and what is selected by it, are found by the pass that computes its log-probs."""
     needs_computed = {
         "routing_replay": routing_replay == "old",
+        "regularizers.kl_cov": regularizers.kl_cov is not None,
         "regularizers.load_balance": regularizers.load_balance > 0 and routing_replay != "sampler",
     }
     return _unscored(loss, old_logp, needs_computed)
