@@ -149,8 +149,10 @@ def test_rewards_between_0_and_1_have_no_pass_at_k_and_one_problem_no_interval()
     }
 
 
-def test_the_files_of_a_task_hold_every_completion(policy, tmp_path):
-    folder, task = tmp_path / "step_000001", benchmark.apply_defaults(replace(TASK, name="parity.v2"), policy)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_the_files_of_a_task_hold_every_completion(is_local, policy, bucket, tmp_path):
+    folder = (tmp_path if is_local else bucket[0]) / "step_000001"
+    task = benchmark.apply_defaults(replace(TASK, name="parity.v2"), policy)
     arguments = task, policy, jax.random.key(0), folder
     summary = evaluate_task(*arguments)
     assert sorted(each.name for each in folder.iterdir()) == [f"parity.v2.{end}" for end in ("html", "json", "jsonl")]
