@@ -76,6 +76,7 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     assert abstract.advantage.sharding == batches[0].advantage.sharding
 
 
+WIDE = replace(SMALL.model, hidden_size=64, num_experts=0, intermediate_size=16)
 HALF = replace(SMALL.model, param_dtype="bfloat16")
 
 
@@ -156,6 +157,30 @@ def test_every_program_can_be_lowered_for_present_devices():
     shape_of = programs.abstract_rollout(SMALL.model, SMALL.sampling, mesh)
     wanted = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shape_of)]
     assert [(leaf.shape, leaf.dtype) for leaf in shapes[programs.ROLLOUT]] == wanted
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"models": {"one": SMALL.model, "wide": WIDE}, "offload": True},
+        pytest.param({"model": WIDE}, marks=pytest.mark.slow),
+        pytest.param({"refresh_every": 1, "prompt": lambda *_: "", "max_prompt_tokens": 9}, marks=pytest.mark.slow),
+    ],
+    ids=["several", "one", "the policy"],
+)
+def test_an_update_with_teachers_is_lowered_with_their_heads(form):
+    mesh, teacher = make_mesh(SMALL.mesh, jax.devices()[:4]), config.Teacher(**form, kept=2)
+    found = programs.make_programs(replace(SMALL, teacher=teacher), mesh, mesh)
+    passes = [program for program in found if program.name.startswith(programs.TEACHER)]
+    models = config.teacher_models(teacher) or (SMALL.model,)
+    assert [program.model for program in passes] == list(models)
+    assert [program.name for program in passes] == (
+        ["teacher"] if len(models) == 1 else [f"teacher {number + 1}" for number in range(len(models))]
+    )
+    widths = [jax.tree.leaves(program.lower().out_info)[0].shape[2] for program in passes]
+    assert widths == [model.hidden_size for model in models]
+    (update,) = (program for program in found if program.name == programs.TRAIN)
+    assert update.lower().out_info[0].step.shape == ()
 
 
 def test_conversations_are_sampled_by_three_programs_of_the_same_state():

@@ -17,7 +17,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast
@@ -30,6 +30,7 @@ from gspax.commands.aot.chips import Topology
 from gspax.config import (
     Experiment,
     ModelConfig,
+    RowShape,
     Sampling,
     layer_groups,
     layer_windows,
@@ -42,7 +43,7 @@ from gspax.config import (
 from gspax.learner.minibatches import abstract_batch, abstract_rows, abstract_sets
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.teacher import own_teacher
+from gspax.learner.teacher import Teach, own_teacher
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
@@ -73,6 +74,7 @@ class Program:
     lower: Callable[[], jax.stages.Lowered]
     resident: int  # bytes that the run keeps on each device and does not pass to the program
     runs: int = 1  # in a step
+    model: ModelConfig | None = None  # of a teacher's; None: the policy's
 
 
 def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh: jax.sharding.Mesh) -> list[Program]:
@@ -111,18 +113,13 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
         resident=learner_bytes - params,
     )
-    teaching: list[Program] = []
+    teaching: Iterable[Program] = ()
     if teacher is not None:
+        models, params_of = teacher_models(teacher) or (model,), teachers or (own_teacher(state),)
+        passes = list(zip(models, steps.teach, params_of, strict=True))
         shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
-        read = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
-        if shape is not None:
-            rows = partial(abstract_rows, mesh, (shape.rows, shape.length))
-            read = [rows(jnp.int32), rows(jnp.int32), rows(jnp.bool_), None]
-        for number, params_of in enumerate(teachers or (own_teacher(state),)):
-            lower, own = _lower(steps.teach[number], params_of, *read), device_bytes(params_of)
-            held_then = learner_bytes + other_batches - (0 if offloaded else own)
-            runs = experiment.schedule.minibatches
-            teaching.append(Program(name=TEACHER, lower=lower, resident=held_then, runs=runs))
+        held_then = learner_bytes + other_batches + (max(map(device_bytes, teachers)) if offloaded else 0)
+        teaching = _make_teaching(passes, batch, shape, mesh, held_then, experiment.schedule.minibatches)
     return [
         Program(
             name=TRAIN,
@@ -135,6 +132,34 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         *([] if experiment.placement is not None else [copy]),
         *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
     ]
+
+
+def _make_teaching(
+    passes: Sequence[tuple[ModelConfig, Teach, Params]],
+    batch: Batch,
+    shape: RowShape | None,
+    mesh: jax.sharding.Mesh,
+    held: int,
+    runs: int,
+) -> Iterator[Program]:
+    """Each teacher's pass over a minibatch, on devices that hold so many bytes, its parameters included.
+
+    Args:
+      passes: its model, its pass, and its parameters.
+      shape: of rows of its own; None: those of the minibatch.
+    """
+    read: list[Array | None] = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
+    if shape is not None:
+        rows = partial(abstract_rows, mesh, (shape.rows, shape.length))
+        read = [rows(jnp.int32), rows(jnp.int32), rows(jnp.bool_), None]
+    for number, (model, teach, params) in enumerate(passes, 1):
+        yield Program(
+            name=TEACHER if len(passes) == 1 else f"{TEACHER} {number}",
+            lower=_lower(teach, params, *read),
+            resident=held - device_bytes(params),
+            runs=runs,
+            model=model,
+        )
 
 
 def _lower(function: Callable[..., object], *arguments: object, **settings: object) -> Callable[[], jax.stages.Lowered]:

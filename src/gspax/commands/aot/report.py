@@ -219,7 +219,7 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
     if compiled.name == COPY:
         return [phase(COPY, 0)]
     if compiled.name not in SAMPLER:
-        forward = rows / work.minibatches * (S + C) * forward_flops(model, S + C)
+        forward = rows / work.minibatches * (S + C) * forward_flops(compiled.program.model or model, S + C)
         passes, recomputed = (3, model.remat in ("full", "offload")) if compiled.name == TRAIN else (1, 0)
         return [phase(compiled.name, passes * forward, (passes + recomputed) * forward)]
     in_turn = 1  # conversations of a slot
