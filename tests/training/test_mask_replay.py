@@ -22,7 +22,7 @@ BASE = replace(
     loss=losses.grpo,
     warm_start=None,
     old_logp="sampler",
-    optimizer=Optimizer(learning_rate=0.02),
+    optimizer=Optimizer(learning_rate=3e-3),
     sampling=Sampling(prompts=4, group=4, max_prompt_tokens=4, max_tokens=6),
     schedule=replace(experiment.schedule, steps=2, minibatches=1, eval_every=0, checkpoint_every=0),
     evaluation=config.Evaluation(problems=1),
@@ -47,7 +47,7 @@ def random_filters(count=20):
             "min_p": float(rng.uniform(0.01, 0.5)),
         }
         chosen = {name: value for (name, value), is_on in zip(drawn.items(), on, strict=True) if is_on}
-        yield chosen | {"temperature": float(rng.uniform(0.5, 1.5)), "mask_replay": int(rng.integers(2, 12))}
+        yield chosen | {"temperature": float(rng.uniform(0.7, 1.5)), "mask_replay": int(rng.integers(2, 12))}
 
 
 @pytest.mark.parametrize("filters", [*random_filters()], ids=lambda filters: "-".join(filters))
