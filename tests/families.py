@@ -54,6 +54,7 @@ SMALL = {  # keys of config.json, by model_type
     "ernie4_5_moe": SIZES
     | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 2},
     "hunyuan_v1_moe": SIZES | {"head_dim": 8, "num_experts": 6, "moe_topk": 2, "rope_scaling": ALPHA},
+    "olmo2": SIZES | {"tie_word_embeddings": True},
     "olmoe": SIZES | {"num_experts": 6, "num_experts_per_tok": 2},
 }
 
@@ -165,6 +166,14 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 10000.0},
             **{"num_experts": 64, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32},
             **{"num_shared_expert": [1] * 32, "rope_scaling": ALPHA, "use_qk_norm": True, "tie_word_embeddings": True},
+        },
+    ),
+    "olmo2": (
+        "allenai/OLMo-2-1124-7B",
+        {
+            **{"vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 500000},
+            **{"max_position_embeddings": 4096, "attention_bias": False},
         },
     ),
     "olmoe": (

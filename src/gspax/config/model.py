@@ -101,6 +101,7 @@ class ModelConfig:
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
     rms_norm_eps: Positive = 1e-6
+    norm_place: Literal["before", "after"] = "before"  # of attention and MLP: their inputs or outputs are normalized
     rope_theta: Positive = 1e6
     rope_scaling: Yarn | Llama3Rope | AlphaRope | None = None
     rope_fraction: Share = 1.0  # of a head's dimensions, the first of which are rotated
@@ -132,7 +133,7 @@ class ModelConfig:
 
 ADDED = (
     *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
-    *("qk_norm_projection", "qk_norm_after_rope"),
+    *("qk_norm_projection", "qk_norm_after_rope", "norm_place"),
 )  # fields that the first runs of 0.2.0 do not record; without them these still resume
 
 

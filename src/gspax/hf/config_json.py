@@ -74,7 +74,7 @@ ALPHA = typing.get_type_hints(AlphaRope, include_extras=True)["alpha"]
 # What distinguishes families: a field that a family neither copies nor implies has its default in all of its models.
 PARTS = (
     *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
-    *("rope_fraction", "rope_interleaved"),
+    *("rope_fraction", "rope_interleaved", "norm_place"),
 )
 PARTS_OF_EXPERTS = ("norm_topk_prob", *(f"router.{field.name}" for field in dataclasses.fields(Router)))
 DEFAULT = ModelConfig(

@@ -226,6 +226,13 @@ FAMILIES = {
         by_layer=("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"),
         alpha=True,
     ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        COPIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False},
+        QWEN3 | {"qk_norm_projection": True, "norm_place": "after"},
+        has_head_dim=False,
+        window="none",
+    ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         ALL_SPARSE
@@ -248,7 +255,8 @@ MISSING = {  # what a model needs that gspax does not have, by model_type
     "gpt_oss": "attention with sinks",
     "gemma2": "a cap on attention scores",
     **dict.fromkeys(("gemma3", "gemma3_text"), "a norm after attention (and its scale, 1 + w)"),
-    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), "a norm after attention instead of before"),
+    "olmo3": "RoPE by kind of layer",
+    "exaone4": "layers without RoPE",
     **dict.fromkeys(("phi3", "phi4"), "fused projections (qkv_proj, gate_up_proj)"),
     "llama4_text": "attention in chunks",
     **dict.fromkeys(("nemotron_h", "mamba2", "granitemoehybrid"), "a state space layer (Mamba-2)"),

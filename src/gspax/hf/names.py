@@ -110,7 +110,11 @@ SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROU
     ),
 }
 FUSED_NAMES = (("block_sparse_moe.", "mlp."), ("mlp.moe_statics.", "mlp.gate.moe_statics."))  # in the fused layout
-QK_NORMS = {  # by model_type, where they are not q_norm and k_norm
+NORMS = {  # by model_type, where they have other names than in `LAYER`
+    "olmo2": (
+        Row("attention_norm/scale", "post_attention_layernorm.weight", "D -> D"),
+        Row("mlp_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
+    ),
     "hunyuan_v1_moe": (
         Row("attention/query_norm/scale", "self_attn.query_layernorm.weight", "H -> H"),
         Row("attention/key_norm/scale", "self_attn.key_layernorm.weight", "H -> H"),
@@ -174,7 +178,7 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
 
 def _layer_rows(family: str) -> tuple[Row, ...]:
     """The rows of a layer without its MLP."""
-    own = {row.ours: row for row in QK_NORMS.get(family, ())}
+    own = {row.ours: row for row in NORMS.get(family, ())}
     return tuple(own.get(row.ours, row) for row in LAYER)
 
 

@@ -46,7 +46,7 @@ class LayerInputs(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward network, each added to the residual stream."""
+    """Attention and feed-forward network, each added to the residual stream; their inputs or outputs are normalized."""
 
     def __init__(self, config: ModelConfig, sparse: bool, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -54,20 +54,24 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         width = config.intermediate_size
         self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, width=width, rngs=rngs)
+        self.norm_after = config.norm_place == "after"
 
     def __call__(
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
     ) -> tuple[Array, PyTree, Routing | None]:
         """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
         with jax.named_scope("attention"):
-            attended, cache = self.attention(self.attention_norm(x_BTD), shared.angles, shared.attend, cache, layer)
+            normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
+            attended, cache = self.attention(normed_BTD, shared.angles, shared.attend, cache, layer)
+            attended = self.attention_norm(attended) if self.norm_after else attended
         x_BTD += attended
-        normed_BTD = self.mlp_norm(x_BTD)
+        normed_BTD = x_BTD if self.norm_after else self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
             y_BTD, routing = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
-            return x_BTD + y_BTD, cache, routing
+            return x_BTD + (self.mlp_norm(y_BTD) if self.norm_after else y_BTD), cache, routing
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(normed_BTD, shared.mesh), cache, None
+            y_BTD = self.mlp(normed_BTD, shared.mesh)
+            return x_BTD + (self.mlp_norm(y_BTD) if self.norm_after else y_BTD), cache, None
 
 
 class Transformer(nnx.Module):
