@@ -4,10 +4,10 @@ A policy loss returns `Terms`, one value per row, and `reduce` turns them into t
 `gspo_loss` does both for GSPO. A loss takes `by_sequence`, `by_token`, or `by_constant` as its `aggregate`.
 `token_logp` computes log-probabilities from logits. Names that are not listed here may change.
 
-Eight more modules are imported by name (`from gspax.losses import kl`): `kl` (a KL to a reference policy), `distill` (a
+Nine more modules are imported by name (`from gspax.losses import kl`): `kl` (a KL to a reference policy), `distill` (a
 teacher), `correction` (a sampler that differs from the learner), `selection` (tokens chosen from a whole minibatch),
-`proximal` (old log-probs without a pass), `regularizers` (entropy, routers), `calibration` (a measured clip range), and
-`ratio_spread` (statistics of ratios by response length).
+`proximal` (old log-probs without a pass), `sequences` (sums over a sequence's tokens), `regularizers` (entropy,
+routers), `calibration` (a measured clip range), and `ratio_spread` (statistics of ratios by response length).
 """
 
 from gspax.losses.grpo_family import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, grpo, importance_sampling, sapo

@@ -37,8 +37,8 @@ class Minibatch(NamedTuple):
 def top_entropy(minibatch: Minibatch, *, share: float = 0.2) -> Array:
     """1 for the share of tokens with the largest entropy, else 0 (arXiv 2506.01939; TRL's `top_entropy_quantile`).
 
-    A fifth of the tokens, those at which a response could have gone another way, gave the paper's models all of the
-    gain. At least one token has the weight 1, and tokens of equal entropy have equal weights.
+    Such tokens are those at which a response could have gone another way; the paper trains on a fifth of the tokens. At
+    least one token has the weight 1, and tokens of equal entropy have equal weights.
 
     >>> x = jnp.zeros((1, 5))
     >>> entropy, mask = jnp.array([[9.0, 0.1, 0.4, 0.3, 0.2]]), jnp.array([[False, True, True, True, True]])
@@ -62,7 +62,7 @@ def second_moment(minibatch: Minibatch, *, threshold: float = 0.04) -> Array:
     [[0.0, 1.0, 1.0, 0.0]]
 
     Args:
-      threshold: τ, finite and above 0. The default is the paper's.
+      threshold: τ, finite and above 0. The default is that of AReaL's recipe.
     """
     threshold, mask_BT = checks.positive("threshold", threshold), minibatch.mask_BT
     square_BT = jnp.where(mask_BT, jnp.subtract(minibatch.old_logp_BT, minibatch.sampler_logp_BT) ** 2, jnp.inf)
@@ -74,7 +74,7 @@ def second_moment(minibatch: Minibatch, *, threshold: float = 0.04) -> Array:
 
 @at_level("token")
 def clip_cov(minibatch: Minibatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Array:
-    """0 for a random share of all tokens among those with low < cov < high, else 1 (Clip-Cov, arXiv 2505.22617, eq. 9).
+    """0 for a random share of all tokens among those with low < cov < high, else 1 (Clip-Cov, arXiv 2505.22617).
 
     cov = (A - mean A) (log π_old - mean log π_old), means over the minibatch. Entropy falls with the sum of this
     covariance: a likely token with a high advantage becomes likelier still. A few tokens carry most of it.
