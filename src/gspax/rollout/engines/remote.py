@@ -208,7 +208,7 @@ def find_restarted(servers: Servers, pushed: Pushed) -> dict[str, str]:
             raise FailureError(f"engine: {problem}") from None
         if served.version is None:
             servers.lose(server, f"{server.address} was started again")
-        elif served.digest != pushed.written.digest:
+        elif served.digest != pushed.written.digest or served.instance != servers.instance(server.address):
             raise FailureError(
                 f"engine: {server.address}: wanted version {pushed.weights.version} of this run, it has other weights, "
                 f"version {served.version}: does another run push to it?"

@@ -57,6 +57,11 @@ class Servers:
         with self._changed:
             self._instance[address] = instance
 
+    def instance(self, address: str) -> str:
+        """The load of the weights that a server had when it was last confirmed."""
+        with self._changed:
+            return self._instance.get(address, "")
+
     def ask(self, group: int, ask: Ask, stop: threading.Event) -> Given:
         """Send a request to one server after the other until one answers.
 

@@ -1,0 +1,74 @@
+"""What an experiment with servers may not have is said before it starts, and what it costs is in the dry run."""
+
+from dataclasses import replace
+
+import pytest
+from small_experiment import experiment
+
+from gspax.config import Engine, Mesh, Placement
+from gspax.experiment import plan, validate, warnings
+from gspax.experiment.description import describe, difference, resumable
+from gspax.experiment.plan import render
+
+SERVED = replace(experiment, engine=Engine(addresses=("http://10.0.0.1:8000", "http://10.0.0.2:8000")))
+
+
+def test_a_run_with_servers_is_valid():
+    assert validate(SERVED) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"engine": Engine(addresses=("10.0.0.1:8000",))},
+            "engine.addresses: wanted http://HOST:PORT, got '10.0.0.1:8000'",
+        ),
+        (
+            {"engine": Engine(addresses=("http://host",))},
+            "engine.addresses: wanted http://HOST:PORT, got 'http://host'",
+        ),
+        (
+            {"engine": Engine(addresses=("http://host:x",))},
+            "engine.addresses: wanted http://HOST:PORT, got 'http://host:x'",
+        ),
+        ({"engine": Engine(addresses=("http://a:1", "http://a:1"))}, "engine.addresses: wanted each address once"),
+        ({"engine": Engine(addresses=())}, "engine.addresses: wanted at least one"),
+        ({"engine": Engine(folder="gs://bucket/weights")}, "engine.folder: wanted a folder of a file system"),
+        ({"sampling": replace(experiment.sampling, top_p=0.9)}, "sampling.top_p: wanted 1 with an engine"),
+        ({"sampling": replace(experiment.sampling, top_k=5)}, "sampling.top_k: wanted 0 with an engine"),
+        ({"placement": Placement(devices=1)}, "placement: wanted null with an engine"),
+        ({"sampler_mesh": Mesh()}, "sampler_mesh: wanted null with an engine"),
+        (
+            {"engine": Engine(staleness=1), "sampling": replace(experiment.sampling, max_refills=2)},
+            "sampling.max_refills: wanted 0 with engine.staleness=1, got 2",
+        ),
+    ],
+)
+def test_what_servers_cannot_do_is_one_sentence(changes, sentence):
+    problems = validate(replace(SERVED, **changes))
+    assert len(problems) == 1 and problems[0].startswith(sentence), problems
+
+
+def test_settings_of_the_own_sampler_are_said_to_have_no_effect():
+    notes = warnings(replace(SERVED, sampling=replace(experiment.sampling, slots=8), engine=Engine(staleness=1)))
+    assert "sampling.slots=8: without effect, because servers sample (engine)" in notes
+    assert any(note.startswith("engine.staleness=1: completions are sampled by older parameters") for note in notes)
+    assert any(note.startswith("model.head_dim=16: vLLM on a CPU wants one of 32, 64") for note in notes)
+
+
+def test_the_dry_run_names_the_servers_and_the_bytes_of_a_push():
+    found = plan.plan(SERVED)
+    assert found.sampler == {} and found.push == 4 * found.checkpoint // 12  # float32; two moments are stored with it
+    text = render(found)
+    assert "vLLM at http://10.0.0.1:8000, http://10.0.0.2:8000" in text and "float32 weights in engine_weights" in text
+    assert "Memory per device, sampler" not in text
+
+
+def test_a_resumed_run_may_move_its_servers_but_not_sample_further_ahead():
+    moved = replace(SERVED, engine=Engine(addresses=("http://other:1",), folder="other", requests=3, timeout=9.0))
+    keys = resumable(describe(SERVED))
+    assert difference(describe(SERVED), describe(moved), ignore=keys) == []
+    ahead = replace(SERVED, engine=replace(SERVED.engine, staleness=1))
+    assert difference(describe(SERVED), describe(ahead), ignore=keys) == ["engine.staleness: 0 -> 1"]
+    assert "schedule.checkpoint_every" in keys and "schedule.checkpoint_every" not in resumable(describe(ahead))
