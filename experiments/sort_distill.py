@@ -3,7 +3,8 @@
 After the warm start of sort_gspo.py the student samples one completion of each prompt, and its updates reduce the KL of
 its next-token distributions to the teacher's: exactly for the teacher's 4 most probable tokens, and estimated from the
 sampled token for the others (docs/distillation.md). The policy loss itself is 0, because a group of one completion has
-the advantage 0; it decides how tokens are averaged.
+the advantage 0; it decides how tokens are averaged. Held-out reward, sampled, one seed: 0.13 before, 0.52 after 150
+updates; the teacher's is 0.87.
 
 Run: gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
      gspax train experiments/sort_distill.py --workdir runs/sort_distill
