@@ -120,6 +120,33 @@ NORMS = {  # by model_type, where they have other names than in `LAYER`
         Row("attention/key_norm/scale", "self_attn.key_layernorm.weight", "H -> H"),
     ),
 }
+DELTA_NET = (  # a gated delta net, with R value heads for each of K key heads
+    Row("mixer/decay_rate", "linear_attn.A_log", "(K R) -> K R"),
+    Row("mixer/decay_bias", "linear_attn.dt_bias", "(K R) -> K R"),
+    Row("mixer/query_taps", "linear_attn.conv1d.weight", "(K H)+ 1 J -> K H J"),
+    Row("mixer/key_taps", "linear_attn.conv1d.weight", "(K H)+ 1 J -> K H J"),
+    Row("mixer/value_taps", "linear_attn.conv1d.weight", "(K R U)+ 1 J -> K R U J"),
+    Row("mixer/norm", "linear_attn.norm.weight", "U -> U"),
+    Row("mixer/out", "linear_attn.out_proj.weight", "D (K R U) -> K R U D"),
+)
+DELTA_PROJECTIONS = {  # by model_type, those of its inputs
+    "qwen3_5": (
+        Row("mixer/query", "linear_attn.in_proj_qkv.weight", "(K H)+ D -> D K H"),
+        Row("mixer/key", "linear_attn.in_proj_qkv.weight", "(K H)+ D -> D K H"),
+        Row("mixer/value", "linear_attn.in_proj_qkv.weight", "(K R U)+ D -> D K R U"),
+        Row("mixer/gate", "linear_attn.in_proj_z.weight", "(K R U) D -> D K R U"),
+        Row("mixer/beta", "linear_attn.in_proj_b.weight", "(K R) D -> D K R"),
+        Row("mixer/decay", "linear_attn.in_proj_a.weight", "(K R) D -> D K R"),
+    ),
+    "qwen3_next": (  # by key head
+        Row("mixer/query", "linear_attn.in_proj_qkvz.weight", "(K H+) D -> D K H"),
+        Row("mixer/key", "linear_attn.in_proj_qkvz.weight", "(K H+) D -> D K H"),
+        Row("mixer/value", "linear_attn.in_proj_qkvz.weight", "(K (R U)+) D -> D K R U"),
+        Row("mixer/gate", "linear_attn.in_proj_qkvz.weight", "(K (R U)+) D -> D K R U"),
+        Row("mixer/beta", "linear_attn.in_proj_ba.weight", "(K R+) D -> D K R"),
+        Row("mixer/decay", "linear_attn.in_proj_ba.weight", "(K R+) D -> D K R"),
+    ),
+}
 LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), ".mtp_"
 WITH_MTP = ("glm4_moe", "ernie4_5_moe", "minimax_m2")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta

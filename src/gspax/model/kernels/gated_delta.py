@@ -13,8 +13,8 @@ whose last state is returned, and blocks of new tokens after a state.
 Around the rule are a short causal convolution of queries, keys, and values (`convolve`), the gates (`decay_and_beta`),
 and a norm of the output (`gated_rms_norm`). All are per head or per channel, so that heads may be sharded.
 
-Axes: B rows, T tokens, t and s tokens of a chunk, K key heads, R value heads of each, N = K·R value heads, H dimension
-of a key, U of a value, C channels, J inputs before a token that the convolution reads.
+Axes: B rows, T tokens, t and s tokens of a chunk, K key heads, R value heads of each, H dimension of a key, U of a
+value, J inputs before a token that the convolution reads.
 """
 
 from __future__ import annotations
@@ -37,79 +37,78 @@ class Tokens(NamedTuple):
 
     q_BTKH: Array
     k_BTKH: Array
-    v_BTNU: Array
-    decay_BTN: Array  # float32, the logarithm g of the factor on the state, at most 0
-    beta_BTN: Array  # float32, from 0 to 1
+    v_BTKRU: Array
+    decay_BTKR: Array  # float32, the logarithm g of the factor on the state, at most 0
+    beta_BTKR: Array  # float32, from 0 to 1
 
 
-def decay_and_beta(a_BTN: Array, b_BTN: Array, a_log_N: Array, dt_bias_N: Array) -> tuple[Array, Array]:
-    """The gates of `Tokens` in float32: -exp(a_log) softplus(a + dt_bias), and sigmoid(b)."""
-    a_BTN, b_BTN = a_BTN.astype(jnp.float32), b_BTN.astype(jnp.float32)
-    rate_N, bias_N = (x.astype(jnp.float32).reshape((1,) * (a_BTN.ndim - 1) + (-1,)) for x in (a_log_N, dt_bias_N))
-    return -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + bias_N), jax.nn.sigmoid(b_BTN)
+def decay_and_beta(a_BTKR: Array, b_BTKR: Array, rate_KR: Array, bias_KR: Array) -> tuple[Array, Array]:
+    """The gates of `Tokens` in float32: -exp(rate) softplus(a + bias), and sigmoid(b)."""
+    a_BTKR, b_BTKR = a_BTKR.astype(jnp.float32), b_BTKR.astype(jnp.float32)
+    rate, bias = (x.astype(jnp.float32).reshape((1,) * (a_BTKR.ndim - x.ndim) + x.shape) for x in (rate_KR, bias_KR))
+    return -jnp.exp(rate) * jax.nn.softplus(a_BTKR + bias), jax.nn.sigmoid(b_BTKR)
 
 
-def gated_rms_norm(x_BTNU: Array, z_BTNU: Array, scale_U: Array, eps: float) -> Array:
+def gated_rms_norm(x_BTKRU: Array, z_BTKRU: Array, scale_U: Array, eps: float) -> Array:
     """x / rms(x) * scale * silu(z) over the last axis, computed in float32 and returned in the dtype of z."""
-    x32, z32 = x_BTNU.astype(jnp.float32), z_BTNU.astype(jnp.float32)
+    x32, z32 = x_BTKRU.astype(jnp.float32), z_BTKRU.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     scale = scale_U.astype(jnp.float32).reshape((1,) * (x32.ndim - 1) + (-1,))
-    return (x32 * inverse * scale * jax.nn.silu(z32)).astype(z_BTNU.dtype)
+    return (x32 * inverse * scale * jax.nn.silu(z32)).astype(z_BTKRU.dtype)
 
 
-def convolve(x_BTC: Array, weight_CJ: Array, segment_BT: Array, before_BJC: Array | None = None) -> tuple[Array, Array]:
+def convolve(x_BT: Array, weight: Array, segment_BT: Array, before_BJ: Array | None = None) -> tuple[Array, Array]:
     """A causal convolution of each channel, within segments, then silu.
 
     Args:
-      x_BTC: the inputs.
-      weight_CJ: the weights of the J inputs before a token and of its own, the oldest first: [C, J + 1].
+      x_BT: the inputs [B, T, ...]; the axes after T are those of the channels.
+      weight: [..., J + 1], of the J inputs before a token and of its own, the oldest first.
       segment_BT: int32; 0 is padding, and only after a row's tokens.
-      before_BJC: the inputs before the row, which its first segment continues; None: zeros.
+      before_BJ: the inputs before the row [B, J, ...], which its first segment continues; None: zeros.
 
     Returns:
       The outputs in x's dtype, and of rows with one segment the last J inputs, `before` of what follows: those of a row
       without tokens are its own `before`, bit for bit.
     """
-    (B, T, C), J = x_BTC.shape, weight_CJ.shape[1] - 1
-    before_BJC = jnp.zeros((B, J, C), x_BTC.dtype) if before_BJC is None else before_BJC.astype(x_BTC.dtype)
-    inputs = jnp.concatenate([before_BJC, x_BTC], axis=1)
+    (B, T), J = x_BT.shape[:2], weight.shape[-1] - 1
+    channels = (1,) * (x_BT.ndim - 2)
+    before_BJ = jnp.zeros((B, J, *x_BT.shape[2:]), x_BT.dtype) if before_BJ is None else before_BJ.astype(x_BT.dtype)
+    inputs = jnp.concatenate([before_BJ, x_BT], axis=1)
     segments = jnp.concatenate([jnp.broadcast_to(segment_BT[:, :1], (B, J)), segment_BT], axis=1)
-    y_BTC = jnp.zeros(x_BTC.shape, jnp.float32)
+    y_BT = jnp.zeros(x_BT.shape, jnp.float32)
     for tap in range(J + 1):
         same_BT = segments[:, tap : tap + T] == segment_BT
-        weighted = inputs[:, tap : tap + T].astype(jnp.float32) * weight_CJ[None, None, :, tap].astype(jnp.float32)
-        y_BTC += jnp.where(same_BT[..., None], weighted, 0.0)
-    count_B = (segment_BT > 0).sum(axis=1)
-    last_BJ = count_B[:, None] + jnp.arange(J)[None]
-    return jax.nn.silu(y_BTC).astype(x_BTC.dtype), jnp.take_along_axis(inputs, last_BJ[..., None], axis=1)
+        weighted = inputs[:, tap : tap + T].astype(jnp.float32) * weight[None, None, ..., tap].astype(jnp.float32)
+        y_BT += jnp.where(same_BT.reshape(B, T, *channels), weighted, 0.0)
+    last_BJ = (segment_BT > 0).sum(axis=1)[:, None] + jnp.arange(J)[None]
+    after_BJ = jnp.take_along_axis(inputs, last_BJ.reshape(B, J, *channels), axis=1)
+    return jax.nn.silu(y_BT).astype(x_BT.dtype), after_BJ
 
 
-def recurrent_step(tokens: Tokens, state_BNHU: Array, live_B: Array | None = None) -> tuple[Array, Array]:
+def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array | None = None) -> tuple[Array, Array]:
     """The rule for one token of each row.
 
     Args:
       tokens: without the axis T.
-      state_BNHU: float32.
+      state_BKRHU: float32.
       live_B: bool, the rows that have a token; the states of the others stay as they are, bit for bit. None: all.
 
     Returns:
-      The outputs float32 `[B, N, U]`, and the states after the token.
+      The outputs float32 `[B, K, R, U]`, and the states after the token.
     """
-    (B, N, H, U), K = state_BNHU.shape, tokens.k_BTKH.shape[1]
-    q_BKH, k_BKH = _normalize(tokens.q_BTKH) * H**-0.5, _normalize(tokens.k_BTKH)
-    state_BKRHU = state_BNHU.reshape(B, K, N // K, H, U)
-    v_BKRU = tokens.v_BTNU.reshape(B, K, N // K, U).astype(jnp.float32)
-    decay_BKR11, beta_BKR1 = jnp.exp(tokens.decay_BTN).reshape(B, K, -1, 1, 1), tokens.beta_BTN.reshape(B, K, -1, 1)
-    decayed = state_BKRHU * decay_BKR11
-    wrong_BKRU = beta_BKR1 * (v_BKRU - (decayed * k_BKH[:, :, None, :, None]).sum(axis=3))
-    after = decayed + k_BKH[:, :, None, :, None] * wrong_BKRU[:, :, :, None]
-    out_BNU = (after * q_BKH[:, :, None, :, None]).sum(axis=3).reshape(B, N, U)
-    after_BNHU = after.reshape(B, N, H, U)
-    return out_BNU, after_BNHU if live_B is None else jnp.where(live_B[:, None, None, None], after_BNHU, state_BNHU)
+    q_BKH, k_BKH = _normalize(tokens.q_BTKH) * tokens.q_BTKH.shape[-1] ** -0.5, _normalize(tokens.k_BTKH)
+    q_BK1H1, k_BK1H1 = q_BKH[:, :, None, :, None], k_BKH[:, :, None, :, None]
+    decayed_BKRHU = state_BKRHU * jnp.exp(tokens.decay_BTKR)[..., None, None]
+    wrong_BKRU = tokens.v_BTKRU.astype(jnp.float32) - (decayed_BKRHU * k_BK1H1).sum(axis=3)
+    after_BKRHU = decayed_BKRHU + k_BK1H1 * (tokens.beta_BTKR[..., None] * wrong_BKRU)[:, :, :, None]
+    out_BKRU = (after_BKRHU * q_BK1H1).sum(axis=3)
+    if live_B is None:
+        return out_BKRU, after_BKRHU
+    return out_BKRU, jnp.where(live_B[:, None, None, None, None], after_BKRHU, state_BKRHU)
 
 
 def chunked_rule(
-    tokens: Tokens, segment_BT: Array, state_BNHU: Array | None = None, *, chunk: int = CHUNK
+    tokens: Tokens, segment_BT: Array, state_BKRHU: Array | None = None, *, chunk: int = CHUNK
 ) -> tuple[Array, Array]:
     """The rule for whole rows.
 
@@ -117,23 +116,22 @@ def chunked_rule(
       tokens: of the rows.
       segment_BT: int32; a segment starts from an empty state, a row's first one from `state`; 0 is padding, which
         leaves the state as it is, bit for bit.
-      state_BNHU: float32; None: empty.
+      state_BKRHU: float32; None: empty.
       chunk: tokens between two states.
 
     Returns:
-      The outputs float32 `[B, T, N, U]`, 0 for padding, and the state float32 after the last token of each row.
+      The outputs float32 `[B, T, K, R, U]`, 0 for padding, and the state float32 after the last token of each row.
     """
-    B, T, K, H = tokens.k_BTKH.shape
-    N, U = tokens.v_BTNU.shape[2:]
+    (B, T, K, R, U), H = tokens.v_BTKRU.shape, tokens.k_BTKH.shape[-1]
     chunk = min(chunk, T)
-    if state_BNHU is None:
-        state_BNHU = jnp.zeros((B, N, H, U), jnp.float32)
+    before_BKRHU = jnp.zeros((B, K, R, H, U), jnp.float32) if state_BKRHU is None else state_BKRHU
+    live_BT11 = segment_BT[..., None, None] > 0
     rows = _Chunk(
         _normalize(tokens.q_BTKH) * H**-0.5,
         _normalize(tokens.k_BTKH),
-        tokens.v_BTNU.reshape(B, T, K, N // K, U).astype(jnp.float32),
-        jnp.where(segment_BT[..., None] > 0, tokens.decay_BTN, 0.0).reshape(B, T, K, N // K),
-        jnp.where(segment_BT[..., None] > 0, tokens.beta_BTN, 0.0).reshape(B, T, K, N // K),
+        tokens.v_BTKRU.astype(jnp.float32),
+        jnp.where(live_BT11, tokens.decay_BTKR, 0.0),
+        jnp.where(live_BT11, tokens.beta_BTKR, 0.0),
         segment_BT,
     )
     first_B = jnp.take_along_axis(segment_BT, jnp.argmax(segment_BT > 0, axis=1)[:, None], axis=1)[:, 0]
@@ -144,11 +142,9 @@ def chunked_rule(
         x_BT = jnp.pad(x_BT, ((0, 0), (0, count * chunk - T)) + ((0, 0),) * (x_BT.ndim - 2))
         return x_BT.reshape(B, count, chunk, *x_BT.shape[2:]).swapaxes(0, 1)
 
-    carry = (state_BNHU.reshape(B, K, N // K, H, U), first_B)
-    # saves the states between chunks only
-    (state, _), out = jax.lax.scan(jax.checkpoint(_run_chunk, prevent_cse=False), carry, jax.tree.map(split, rows))
-    out_BTNU = out.swapaxes(0, 1).reshape(B, count * chunk, N, U)[:, :T]
-    return out_BTNU, state.reshape(B, N, H, U)
+    run = jax.checkpoint(_run_chunk, prevent_cse=False)  # saves the states between chunks only
+    (after_BKRHU, _), out = jax.lax.scan(run, (before_BKRHU, first_B), jax.tree.map(split, rows))
+    return out.swapaxes(0, 1).reshape(B, count * chunk, K, R, U)[:, :T], after_BKRHU
 
 
 class _Chunk(NamedTuple):

@@ -1,0 +1,133 @@
+"""The gated delta net as a layer's mixer: projections, convolution, rule, gated norm, and the projection back.
+
+Whole rows (the learner's, and prompts) run in chunks, one new token of each slot in one step, and several new tokens of
+a slot in chunks that continue its state (`model.kernels.gated_delta`).
+
+Axes: as in `model.kernels.gated_delta`; X rows of a state, D model. All parameters but the norm's have the key heads as
+an axis of their own, with the value heads of each beside it, so that sharding over it needs no communication before the
+last projection.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gspax.model.kernels.gated_delta import (
+    Tokens,
+    chunked_rule,
+    convolve,
+    decay_and_beta,
+    gated_rms_norm,
+    recurrent_step,
+)
+from gspax.model.kernels.quantization import contract
+from gspax.model.layers import init_weight
+from gspax.types import Array
+
+RATES = 0.01, 16.0  # of decay, at the start: uniform between these, as in transformers
+
+
+class DeltaSizes(NamedTuple):
+    """The sizes of a gated delta net."""
+
+    embed: int
+    key_heads: int
+    value_heads: int  # a multiple of `key_heads`
+    key_dim: int
+    value_dim: int
+    taps: int = 4  # inputs that the convolution reads, a token's own included
+
+
+class DeltaState(NamedTuple):
+    """What a row keeps of its tokens, where attention keeps keys and values: always as much, whatever their number.
+
+    The axis of heads is the second one, as in a cache of keys and values.
+    """
+
+    memory_XKRHU: Array  # float32
+    query_XKJH: Array  # the convolution's last inputs, in the compute dtype
+    key_XKJH: Array
+    value_XKJRU: Array
+
+
+class GatedDeltaNet(nnx.Module):
+    """The mixer of Qwen3-Next and Qwen3.5 (`Qwen3_5GatedDeltaNet` in transformers).
+
+    Args:
+      sizes: of its heads.
+      eps: of the norm.
+      scale: standard deviation of the random weights.
+    """
+
+    def __init__(self, sizes: DeltaSizes, eps: float, scale: float, *, rngs: nnx.Rngs):
+        D, K, N, H, U, taps = sizes
+        R = N // K
+        self.query = init_weight(rngs, scale, embed=D, heads=K, head=H)
+        self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
+        self.value = init_weight(rngs, scale, embed=D, heads=K, group=R, head=U)
+        self.gate = init_weight(rngs, scale, embed=D, heads=K, group=R, head=U)
+        self.decay = init_weight(rngs, scale, embed=D, heads=K, group=R)
+        self.beta = init_weight(rngs, scale, embed=D, heads=K, group=R)
+        self.query_taps = init_weight(rngs, scale, heads=K, head=H, tap=taps)
+        self.key_taps = init_weight(rngs, scale, heads=K, head=H, tap=taps)
+        self.value_taps = init_weight(rngs, scale, heads=K, group=R, head=U, tap=taps)
+        rates_KR = jax.random.uniform(rngs.params(), (K, R), minval=RATES[0], maxval=RATES[1])
+        self.decay_rate = nnx.Param(jnp.log(rates_KR), axes=("heads", "group"))
+        self.decay_bias = nnx.Param(jnp.ones((K, R)), axes=("heads", "group"))
+        self.norm = nnx.Param(jnp.ones(U), axes=("norm",))
+        self.out = init_weight(rngs, scale, heads=K, group=R, head=U, embed=D)
+        self.eps = eps
+
+    def __call__(self, x_BTD: Array, segment_BT: Array, state: DeltaState | None = None) -> tuple[Array, DeltaState]:
+        """The outputs, and the state after the last token of each row.
+
+        Args:
+          x_BTD: inputs.
+          segment_BT: int32; segments do not see one another, 0 is padding, after a row's tokens.
+          state: before the row, which its first segment continues; None: empty. The states of rows without tokens are
+            returned bit for bit.
+        """
+        q_BTKH, query = self._convolve(x_BTD, self.query, self.query_taps, segment_BT, state and state.query_XKJH)
+        k_BTKH, key = self._convolve(x_BTD, self.key, self.key_taps, segment_BT, state and state.key_XKJH)
+        v_BTKRU, value = self._convolve(x_BTD, self.value, self.value_taps, segment_BT, state and state.value_XKJRU)
+        a_BTKR = contract("btd,dkr->btkr", x_BTD, self.decay.get_value())
+        b_BTKR = contract("btd,dkr->btkr", x_BTD, self.beta.get_value())
+        gates = decay_and_beta(a_BTKR, b_BTKR, self.decay_rate[...], self.decay_bias[...])
+        tokens = Tokens(q_BTKH, k_BTKH, v_BTKRU, *gates)
+        with jax.named_scope("delta_rule"):
+            if x_BTD.shape[1] == 1 and state is not None:
+                one = Tokens(*(x_BT[:, 0] for x_BT in tokens))
+                out_BKRU, memory = recurrent_step(one, state.memory_XKRHU, segment_BT[:, 0] > 0)
+                out_BTKRU = out_BKRU[:, None]
+            else:
+                out_BTKRU, memory = chunked_rule(tokens, segment_BT, state and state.memory_XKRHU)
+        z_BTKRU = contract("btd,dkru->btkru", x_BTD, self.gate.get_value())
+        y_BTKRU = gated_rms_norm(out_BTKRU, z_BTKRU, self.norm[...], self.eps)
+        return contract("btkru,krud->btd", y_BTKRU, self.out.get_value()), DeltaState(memory, query, key, value)
+
+    def _convolve(
+        self,
+        x_BTD: Array,
+        weight: nnx.Param[Array],
+        taps: nnx.Param[Array],
+        segment_BT: Array,
+        before_BKJ: Array | None,
+    ) -> tuple[Array, Array]:
+        """The convolution of a projection [B, T, K, ...], and its last inputs [B, K, J, ...]."""
+        equation = "btd,dkh->btkh" if weight.ndim == 3 else "btd,dkru->btkru"
+        projected = contract(equation, x_BTD, weight.get_value())
+        before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
+        y_BTK, after_BJK = convolve(projected, taps[...], segment_BT, before_BJK)
+        return y_BTK, after_BJK.swapaxes(1, 2)
+
+
+def empty_state(sizes: DeltaSizes, rows: int, dtype: str) -> DeltaState:
+    """The state of rows before their first token."""
+    _, K, N, H, U, taps = sizes
+    R, J = N // K, taps - 1
+    shapes = (rows, K, J, H), (rows, K, J, H), (rows, K, J, R, U)
+    return DeltaState(jnp.zeros((rows, K, R, H, U), jnp.float32), *(jnp.zeros(shape, dtype) for shape in shapes))
