@@ -373,7 +373,7 @@ def commands(page):
     for line in lines:
         line = re.sub(r"\s+# .*|\s*\((on every host|and so on)\)$", "", line)
         line = re.sub(r"\[(--[^\]]+)\]", r"\1", line)  # an option in brackets may be left out
-        if re.match(r"gspax [a-z]+ [^ ]*[-/.A-Z]", line) and "…" not in line and " | " not in line:
+        if re.match(r"gspax [a-z-]+ [^ ]*[-/.A-Z]", line) and "…" not in line and " | " not in line:
             yield line
 
 
@@ -388,7 +388,11 @@ def test_commands_parse(page, line, tutorial_files, capsys, monkeypatch):
     if arguments in ([], ["--help"]):
         assert name in program.SUBCOMMANDS
         return
-    options = importlib.import_module(f"gspax.commands.{name}").make_parser().parse_intermixed_args(arguments)
+    options = (
+        importlib.import_module(f"gspax.commands.{name.replace('-', '_')}")
+        .make_parser()
+        .parse_intermixed_args(arguments)
+    )
     if "overrides" in options and not getattr(options, "source", None):
         path = SORT if options.file == "FILE" else tutorial_files / options.file
         path = path if path.exists() else ROOT / options.file
