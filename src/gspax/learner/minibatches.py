@@ -369,17 +369,13 @@ def make_select(functions: Mapping[str, Selection], mesh: jax.sharding.Mesh) -> 
     return select
 
 
-def select_tokens(
-    select: Select | None, batches: Sequence[Batch], scores: Sequence[Scores | None], key: Array
-) -> list[Batch]:
-    """The minibatches with the weights of selections, if there are any, of each as a whole.
+def select_tokens(select: Select, batches: Sequence[Batch], scores: Sequence[Scores | None], key: Array) -> list[Batch]:
+    """The minibatches with the weights of selections, of each as a whole.
 
     Args:
       scores: the old policy's, of each minibatch.
       key: of this rollout alone.
     """
-    if select is None:
-        return list(batches)
     entropies = [of_old.entropy_BT for of_old in scores if of_old is not None]
     return [
         replace(batch, **select(batch, entropy_BT, jax.random.fold_in(key, index)))

@@ -97,8 +97,7 @@ def run_step(
 
     progress.phase("updating")  # advantages compare the completions of a prompt; then an update per minibatch
     batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, layouts)
-    key = jax.random.fold_in(jax.random.fold_in(multihost.key_to_host(state.key), SELECTION), trained)
-    batches = minibatches.select_tokens(runtime.steps.select, batches, scores, key)
+    batches = select_tokens(runtime, state, batches, scores)
     steps = bind_teachers(runtime.steps, teachers)
     updated = run_updates(
         steps,
@@ -243,6 +242,17 @@ def assign_advantages(
         )
     batches = minibatches.set_advantages(batches, layouts, trained, runtime.mesh)
     return batches, Samples(completions, value_B, turns), metrics | more
+
+
+def select_tokens(
+    runtime: Runtime, state: TrainState, batches: list[Batch], scores: Sequence[Scores | None]
+) -> list[Batch]:
+    """The minibatches with the weights of selections, if there are any."""
+    if runtime.steps.select is None:
+        return batches
+    key = jax.random.fold_in(multihost.key_to_host(state.key), SELECTION)
+    key = jax.random.fold_in(key, count_rollouts(runtime, state))
+    return minibatches.select_tokens(runtime.steps.select, batches, scores, key)
 
 
 def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[str, float]:
