@@ -198,6 +198,19 @@ def test_with_adapters_only_their_state_is_counted_as_trained(changes):
     assert found.learner["reference policy, float32"] == 4 * factors
 
 
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("moe", "3 with experts"),
+        ("some layers dense", "1 dense, 2 with experts"),
+        ("layers that alternate", "2 x (dense, with experts), 1 dense"),
+    ],
+)
+def test_the_layers_are_printed_as_groups(name, layers):
+    experiment = replace(EXPERIMENT, model=replace(CONFIGS[name], vocab_size=EXPERIMENT.model.vocab_size))
+    assert f"Layers      {layers}\n" in render(plan(experiment, 1))
+
+
 def test_overridden_keys_are_marked():
     text = render(plan(EXPERIMENT, 1, overridden=["seed", "optimizer.transform.b1", "lora"]))
     marked = [line.split()[1] for line in text.splitlines() if line.startswith("* ")]

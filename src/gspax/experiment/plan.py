@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gspax.config import Experiment, ModelConfig, teacher_models, trained_dtype, updates_per_step
+from gspax.config import Experiment, ModelConfig, layer_groups, teacher_models, trained_dtype, updates_per_step
 from gspax.experiment.description import describe, flatten, show
 from gspax.model.sizes import (
     SamplerSizes,
@@ -86,6 +86,7 @@ def render(plan: Plan) -> str:
         "",
         f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
         *(f"Teacher     {_parameters(model)}" for model in teacher_models(experiment.teacher)),
+        f"Layers      {_layers(experiment.model)}",
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
         *_explain_sampler(plan),
@@ -111,6 +112,16 @@ def render(plan: Plan) -> str:
         lines += ["", f"In host memory, for each device: {' and '.join(held)}, {_bytes(plan.host)}"]
     lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included"]
     return "\n".join(lines)
+
+
+def _layers(model: ModelConfig) -> str:
+    """The groups of layers, such as "1 dense, 45 with experts" or "12 x (dense, with experts)"."""
+    kinds = {True: "with experts", False: "dense"}
+    groups = []
+    for pattern, repeats in layer_groups(model):
+        names = ", ".join(kinds[sparse] for sparse in pattern)
+        groups.append(f"{repeats} {names}" if len(pattern) == 1 else f"{repeats} x ({names})")
+    return ", ".join(groups)
 
 
 def _axes(mesh: dict[str, int]) -> str:
