@@ -34,6 +34,7 @@ MODELS = {
     "dense": replace(SMALL, num_experts=0),
     "qwen3_moe": SMALL,
     "a dense layer and one of experts": replace(SMALL, mlp_only_layers=(0,)),
+    "every second layer of experts": replace(SMALL, num_hidden_layers=4, decoder_sparse_step=2),
     "qwen2_moe": QWEN2,
     "qwen2_moe, a layer dense": replace(QWEN2, mlp_only_layers=(1,)),
     "mixtral": MIXTRAL,
