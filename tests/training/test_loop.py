@@ -577,7 +577,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
             killed.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def run_step(runtime, state, reference, in_flight):
+    def run_step(runtime, state, reference, in_flight, teacher=None):
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         if during == "step" and state.step == 4:
             kill()
@@ -603,7 +603,7 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
     monkeypatch.setattr(tensorboard, "FLUSH", math.inf)
     run, written = RunDir(tmp_path / "run"), []
 
-    def run_step(runtime, state, reference, in_flight):
+    def run_step(runtime, state, reference, in_flight, teacher=None):
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         return StepResult(state, {f"of_step_{int(state.step)}": 1.0}, Samples([], np.zeros(0, np.float32)))
 
@@ -735,7 +735,7 @@ def test_minibatches_are_scored_unless_the_first_update_does(first, scored):
     batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
     seen = []
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, kept_BTK):
         seen.append(int(tokens_BT[0, 0]))
         value = jnp.full(tokens_BT.shape, 1.0 + seen[-1])
         return train_step.Scores(value, -value, jnp.full((4, 1, 8, 2), seen[-1]))
@@ -756,7 +756,7 @@ def test_a_signal_ends_the_run_between_two_minibatches_that_are_scored(capfd):
     )
     seen = []
 
-    def score(params, tokens_BT, *_):
+    def score(params, tokens_BT, *_, **__):
         seen.append(params)
         if len(seen) == at:
             os.kill(os.getpid(), signal.SIGTERM)
