@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import cast
 
 from gspax.errors import UserError
+from gspax.run import objects
+from gspax.run.objects import SCHEME
 
-SCHEME = "gs://"
 URL = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^/]+)+/*")
 OLDEST = {"orbax-checkpoint": (0, 12), "tensorstore": (0, 1, 84)}  # that write checkpoints to a bucket as they are
 
@@ -51,8 +52,6 @@ def require_usable(path: Path) -> None:
             if tuple(map(int, re.findall(r"\d+", version)))[: len(oldest)] < oldest:
                 wanted = ".".join(map(str, oldest))
                 raise UserError(f"{path}: wanted {package} {wanted} or newer to write to a bucket, got {version}")
-    from gspax.run import objects
-
     try:
         objects.require_bucket(path)
     except OSError as problem:

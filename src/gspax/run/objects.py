@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspax.run.buckets import SCHEME
-
 if TYPE_CHECKING:
     import tensorstore
 
+SCHEME = "gs://"
 RETRIES = {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}  # of 429, 5xx and resets: 20 seconds in all
 
 
