@@ -104,7 +104,7 @@ def test_a_run_writes_its_files(whole):
 
 @pytest.mark.parametrize("start", ["warm", "random"])
 def test_run_compiles_its_update_once(start, tmp_path, caplog):
-    """It compiles for abstract arguments, before the first rollout. Those of the run must have the same types."""
+    """Its first and later minibatches, and states after a start and after an update, have the same types."""
     short = with_schedule(steps=1, eval_every=0, **({} if start == "warm" else {"microbatch_tokens": 128}))
     short = short if start == "warm" else replace(short, warm_start=None)
     jax.config.update("jax_log_compiles", True)
@@ -112,10 +112,8 @@ def test_run_compiles_its_update_once(start, tmp_path, caplog):
         loop.train(short, tmp_path / "run")
     finally:
         jax.config.update("jax_log_compiles", False)
-    lines = [line for line in caplog.messages if line.startswith("Finished XLA compilation of jit(")]
-    names = [line.split("jit(")[1].split(")")[0] for line in lines]
-    assert names.count("update") == 1
-    assert names.index("update") < names.index("route"), "the first program of a step after its rollout"
+    compiled = [line for line in caplog.messages if line.startswith("Finished XLA compilation of jit(update)")]
+    assert len(compiled) == 1
 
 
 def test_every_step_records_the_documented_metrics(whole):

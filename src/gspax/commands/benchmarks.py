@@ -23,7 +23,7 @@ from gspax.learner.teacher import load_teachers
 from gspax.model.low_rank import partition
 from gspax.model.sizes import forward_flops
 from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import Runtime, compile_ahead
+from gspax.rollout.runtime import Runtime
 from gspax.run.compilation import count_compilations
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
@@ -126,7 +126,6 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
     """Run the steps with random parameters; nothing is written but a trace of the last step, if asked for."""
     experiment = runtime.experiment
     with count_compilations() as compiled, runtime.rewards:
-        runtime = compile_ahead(runtime)
         state = init_state(experiment.model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
         if experiment.lora is not None:
             state = add_adapters(state, experiment.model, experiment.lora, runtime.optimizer, runtime.mesh)

@@ -9,10 +9,9 @@ clipped, and their number depends on the task.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,25 +126,6 @@ def make_steps(
         make_select(selected, mesh) if selected else None,
         make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),
     )
-
-
-def compile_ahead(steps: Steps, *arguments: PyTree) -> Steps:
-    """The steps, whose update compiles in a thread from now on; its first call waits for that.
-
-    Otherwise it would compile after the first rollout. Now it does beside the sampler's compilation and the rollout.
-
-    Args:
-      arguments: of the update, `ShapeDtypeStruct`s with shardings (`abstract_state`, `abstract_batch`).
-    """
-    compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
-    compiled = compiler.submit(lambda: cast(jax.stages.Wrapped, steps.update).lower(*arguments).compile())
-    compiler.shutdown(wait=False)
-
-    def update(*arguments: PyTree) -> tuple[TrainState, dict[str, Array], Scores]:
-        compiled.result()  # jax finds the program by the types of the arguments
-        return steps.update(*arguments)
-
-    return steps._replace(update=update)
 
 
 class Updated(NamedTuple):

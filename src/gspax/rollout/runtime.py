@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import optax
 
-from gspax.config import Experiment, teacher_models, trained_dtype, updates_per_step
-from gspax.learner import updates
-from gspax.learner.minibatches import abstract_batch
+from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params, abstract_state, count_updates, require_memory
+from gspax.learner.state import count_updates, require_memory
 from gspax.learner.updates import Steps, make_steps
-from gspax.model.transformer import head_params
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.engines.contract import Engine
@@ -61,15 +58,6 @@ def make_runtime(experiment: Experiment) -> Runtime:
         keep, lengths = experiment.routing_replay == "sampler", (experiment.sampling, experiment.evaluation)
         servers = connect(settings, experiment.model, *lengths, keep_experts=keep, mesh=mesh)
     return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction, servers)
-
-
-def compile_ahead(runtime: Runtime) -> Runtime:
-    """The runtime, whose update compiles in a thread from now on (`updates.compile_ahead`)."""
-    experiment, mesh, teacher = runtime.experiment, runtime.mesh, runtime.experiment.teacher
-    state = abstract_state(experiment.model, runtime.optimizer, mesh, experiment.lora, teacher)
-    heads = tuple(head_params(abstract_params(model, mesh)) for model in teacher_models(teacher))
-    arguments = state, abstract_batch(experiment, mesh), False, *([heads] if heads else [])
-    return replace(runtime, steps=updates.compile_ahead(runtime.steps, *arguments))
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:

@@ -32,7 +32,7 @@ from gspax.report import run_page
 from gspax.rollout.completion import to_json
 from gspax.rollout.grading import FailedRewardsError
 from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import Runtime, compile_ahead, count_rollouts, make_runtime
+from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.compilation import count_compilations
@@ -85,8 +85,6 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
     """
     experiment, schedule = runtime.experiment, runtime.experiment.schedule
-    if (checkpoints.latest() or 0) < schedule.steps:
-        runtime = compile_ahead(runtime)
     in_flight = InFlight(Skipped(experiment.sampling.max_failed))
     in_flight.skipped.load(run.skipped)
     state = restore_or_start(runtime, run, checkpoints, in_flight.skipped)
