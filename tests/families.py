@@ -234,14 +234,13 @@ def relative(ours, theirs):
 
 
 def greedy_tokens(params, config, model, steps=24):
-    """(gspax's, transformers') greedy tokens after two prompts, the shorter of which is padded in gspax."""
+    """(gspax's, transformers') greedy tokens after eight prompts, of which the shorter ones are padded in gspax."""
     import torch
 
-    tokens = random_tokens(config, 2, 9)
-    prompts = [tokens[0].tolist(), tokens[1, :5].tolist()]
+    prompts = [tokens[: 9 - 4 * (row % 2)].tolist() for row, tokens in enumerate(random_tokens(config, 8, 9))]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=steps, temperature=0.0)
     weights = make_inference_weights(params, config, tiny.one_device())
-    rollout = sample(weights, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
+    rollout = sample(weights, prompts, range(len(prompts)), jax.random.key(0), tiny.options(config, sampling))
     ours = [rollout.tokens_BT[row, : len(prompt) + steps].tolist() for row, prompt in enumerate(prompts)]
     quiet = {"do_sample": False, "max_new_tokens": steps, "eos_token_id": None, "pad_token_id": 0}
     theirs = [
@@ -269,12 +268,14 @@ def gradient_difference(params, config, model, folder):
     model.zero_grad()
     log_prob = torch.log_softmax(model(torch.tensor(tokens_BT)).logits[:, :-1], dim=-1)
     log_prob.gather(-1, torch.tensor(tokens_BT[:, 1:, None]).long()).mean().backward()
-    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = [*model.parameters(), *model.buffers()]  # a state_dict lacks the frequencies of RoPE
+    kept = [tensor.detach().clone() for tensor in tensors]
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in tensors:
             tensor.copy_(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor))
-    model.save_pretrained(folder / "theirs")
-    model.load_state_dict(kept)
+        model.save_pretrained(folder / "theirs")
+        for tensor, before in zip(tensors, kept, strict=True):
+            tensor.copy_(before)
     ours, theirs = load(folder / "ours"), load(folder / "theirs")
     assert ours.keys() == theirs.keys()
     largest = max(np.abs(each).max() for each in theirs.values())
