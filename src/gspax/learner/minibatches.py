@@ -8,37 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from gspax.config import (
-    Experiment,
-    ModelConfig,
     Reference,
     Regularizers,
     RowShape,
-    Sampling,
-    Teacher,
-    expert_id_dtype,
-    row_shape,
-    sampling_mask_size,
-    sparse_layers,
-    teacher_models,
-    token_id_dtype,
 )
 from gspax.config.protocols import Selection
-from gspax.learner.distillation import make_compare
 from gspax.learner.objective import Scores
 from gspax.learner.train_step import Score
 from gspax.losses.selection import Minibatch, top_cov
 from gspax.losses.shaping import filter_overlong
-from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
-from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
+from gspax.parallel.sharding import named_sharding
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, Rollout, known
 
@@ -150,60 +137,6 @@ def _gather(
 
 def _loss_mask(rollout: Rollout, without_overlong: bool) -> Array:
     return filter_overlong(rollout.mask_BT, ~rollout.finished_B) if without_overlong else rollout.mask_BT
-
-
-def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
-    """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
-    config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
-    B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
-    experts = B, sparse_layers(config), T, config.num_experts_per_tok
-    has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
-    rows = partial(abstract_rows, mesh)
-    return Batch(
-        tokens_BT=rows((B, T), jnp.int32),
-        segment_BT=rows((B, T), jnp.int32),
-        mask_BT=rows((B, T), jnp.bool_),
-        old_logp_BT=rows((B, T), jnp.float32),
-        advantage=rows((B, T) if packed or experiment.turns.credit == "turn" else (B,), jnp.float32),
-        prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
-        sampler_logp_BT=rows((B, T), jnp.float32),
-        ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
-        version_BT=rows((B, T), jnp.int32) if experiment.old_logp == "interpolated" else None,
-        **dict.fromkeys(selections(experiment.selection, experiment.regularizers), rows((B, T), jnp.float32)),
-        **_teacher_arrays(experiment.teacher, config, mesh, B, T),
-        expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
-        router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
-        kept_BTK=abstract_sets(config, experiment.sampling, mesh, (B, T)),
-    )
-
-
-def _teacher_arrays(
-    teacher: Teacher | None, config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int
-) -> dict[str, Array | None]:
-    """`ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
-    if teacher is None:
-        return {}
-    if make_compare(teacher) is None:
-        return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
-    models = teacher_models(teacher) or (config,)
-    shape = rows, length + -length % mesh.shape["context"], max(model.hidden_size for model in models)
-    sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *shape[:2]))
-    hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(models[0].dtype), sharding=sharding)
-    number_BT = abstract_rows(mesh, (rows, length), jnp.float32) if len(models) > 1 else None
-    return {"teacher_hidden_BTE": cast(Array, hidden), "teacher_BT": number_BT}
-
-
-def abstract_sets(
-    model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, shape: tuple[int, int]
-) -> Array | None:
-    """The `ShapeDtypeStruct` of the sampling masks of tokens [B, T]; None without `Sampling.mask_replay`."""
-    K = sampling_mask_size(sampling, model.vocab_size)
-    return abstract_rows(mesh, (*shape, K), token_id_dtype(model)) if K else None
-
-
-def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """The `ShapeDtypeStruct` of an array whose rows are sharded as a batch."""
-    return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch")))
 
 
 def first_fit_decreasing(length_N: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

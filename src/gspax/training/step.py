@@ -109,7 +109,7 @@ def run_step(
         calibration=experiment.calibration,
         measure=steps.measure if is_measured(runtime, trained) else None,
     )
-    state = after_step(experiment.teacher, updated.state, trained + 1)
+    state = refresh_if_due(experiment.teacher, updated.state, trained + 1)
     state = replace(state, position=state.position + graded.prompts)
     jax.block_until_ready(state)
     clock.lap("train")
@@ -126,7 +126,7 @@ def run_step(
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
 
 
-def after_step(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
+def refresh_if_due(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
     """The state with a teacher that follows the policy, moved to it if that is due after so many steps."""
     if teacher is None or teacher_models(teacher) or not teacher.refresh_every or done % teacher.refresh_every:
         return state

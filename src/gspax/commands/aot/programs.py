@@ -24,6 +24,7 @@ from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from gspax.commands.aot import hlo
 from gspax.commands.aot.chips import Topology
@@ -32,24 +33,30 @@ from gspax.config import (
     ModelConfig,
     RowShape,
     Sampling,
+    Teacher,
+    expert_id_dtype,
     layer_groups,
     layer_windows,
+    row_shape,
     sampling_mask_size,
+    sparse_layers,
     teacher_models,
     teacher_row_shape,
+    token_id_dtype,
     trained_dtype,
     updates_per_step,
 )
-from gspax.learner.minibatches import abstract_batch, abstract_rows, abstract_sets
+from gspax.learner.distillation import make_compare
+from gspax.learner.minibatches import selections
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.teacher import Teach, own_teacher
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
-from gspax.model.sizes import sampler_sizes, with_carried
+from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
 from gspax.model.transformer import head_params
-from gspax.parallel.sharding import batch_shards, named_sharding
+from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
 from gspax.sampler import engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
@@ -252,6 +259,47 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
     return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
 
 
+def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
+    """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
+    config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
+    B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
+    experts = B, sparse_layers(config), T, config.num_experts_per_tok
+    has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
+    rows = partial(abstract_rows, mesh)
+    return Batch(
+        tokens_BT=rows((B, T), jnp.int32),
+        segment_BT=rows((B, T), jnp.int32),
+        mask_BT=rows((B, T), jnp.bool_),
+        old_logp_BT=rows((B, T), jnp.float32),
+        advantage=rows((B, T) if packed or experiment.turns.credit == "turn" else (B,), jnp.float32),
+        prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
+        sampler_logp_BT=rows((B, T), jnp.float32),
+        ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
+        version_BT=rows((B, T), jnp.int32) if experiment.old_logp == "interpolated" else None,
+        **dict.fromkeys(selections(experiment.selection, experiment.regularizers), rows((B, T), jnp.float32)),
+        **_teacher_arrays(experiment.teacher, config, mesh, B, T),
+        expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
+        router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
+        kept_BTK=abstract_sets(config, experiment.sampling, mesh, (B, T)),
+    )
+
+
+def _teacher_arrays(
+    teacher: Teacher | None, config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int
+) -> dict[str, Array | None]:
+    """`ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
+    if teacher is None:
+        return {}
+    if make_compare(teacher) is None:
+        return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
+    models = teacher_models(teacher) or (config,)
+    shape = rows, length + -length % mesh.shape["context"], max(model.hidden_size for model in models)
+    sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *shape[:2]))
+    hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(models[0].dtype), sharding=sharding)
+    number_BT = abstract_rows(mesh, (rows, length), jnp.float32) if len(models) > 1 else None
+    return {"teacher_hidden_BTE": cast(Array, hidden), "teacher_BT": number_BT}
+
+
 def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
     """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
@@ -266,6 +314,19 @@ def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.
         kept_BTK=abstract_sets(model, sampling, mesh, (B, T)),
         cut_BT=rows((B, T), jnp.bool_) if sampling.mask_replay else None,
     )
+
+
+def abstract_sets(
+    model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, shape: tuple[int, int]
+) -> Array | None:
+    """The `ShapeDtypeStruct` of the sampling masks of tokens [B, T]; None without `Sampling.mask_replay`."""
+    K = sampling_mask_size(sampling, model.vocab_size)
+    return abstract_rows(mesh, (*shape, K), token_id_dtype(model)) if K else None
+
+
+def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """The `ShapeDtypeStruct` of an array whose rows are sharded as a batch."""
+    return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch")))
 
 
 def device_bytes(tree: Params | TrainState | Batch | Rollout) -> int:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gspax.config import (
-    Engine,
     Evaluation,
     Experiment,
     Lora,
@@ -103,10 +102,10 @@ def validate(
         lambda: _lengths(e.model, e.sampling, e.evaluation),
         lambda: _async_rewards(e.reward, e.evaluation),
         lambda: _tasks(e.evaluation, e.sampling, e.model),
-        lambda: _rows(e.sampling, e.schedule),
-        lambda: _packed_rows(e.sampling, e.schedule, 1),
+        lambda: [*_rows(e.sampling, e.schedule), *_packed_rows(e.sampling, e.schedule, 1)],
         lambda: _shared_prompts(e.schedule, e.model),
-        lambda: _where_sampled(e.sampling, e.placement, e.engine, e.sampler_mesh),
+        lambda: _sampled_ahead(e.sampling, e.placement),
+        lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: [*_tokens(e.sampling), *_filters(e.sampling, e.teacher)],
         lambda: _updates(e.schedule),
         lambda: _adapters(e.lora),
@@ -300,14 +299,6 @@ def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
     if layer_windows(model):
         yield "schedule.share_prompts: wanted False in a model with sliding windows, got True"
-
-
-def _where_sampled(
-    sampling: Sampling, placement: Placement | None, engine: Engine | None, sampler_mesh: Mesh | None
-) -> Iterator[str]:
-    """The sampler's devices, or the servers, can do what is asked for."""
-    yield from _sampled_ahead(sampling, placement)
-    yield from engine_problems(engine, sampling, placement, sampler_mesh)
 
 
 def _sampled_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:

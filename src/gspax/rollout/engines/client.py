@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from gspax.errors import UserError, shorten
+from gspax.experiment.validation.engines import is_address
 
 LARGEST = 2**30  # bytes of an answer: experts of 32,768 tokens in 94 layers take 33 MB
 PIECE = 2**16
@@ -38,12 +39,12 @@ class Client:
     """The connections to one server, one for each thread that calls it."""
 
     def __init__(self, address: str, timeout: float) -> None:
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+        if not is_address(address):
             raise UserError(f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}")
+        parts = urlsplit(address)
         self.address, self.timeout = address.rstrip("/"), timeout
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname or "", parts.port
         self._own = threading.local()
         self._all: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
