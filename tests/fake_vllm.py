@@ -13,12 +13,13 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import jax
 import jax.numpy as jnp
+import local_server
 import numpy as np
 
 from gspax.config import ModelConfig
@@ -223,23 +224,14 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 256  # connections that wait to be accepted; more are reset
-
-
 @contextmanager
 def serve(model, **settings):
     """A fake in a thread of this process."""
     fake = Fake(model, **settings)
     fake.start()
-    with _Server(("127.0.0.1", fake.port), _Handler) as server:
-        server.daemon_threads, server.fake, fake.port = True, fake, server.server_port
-        server.handle_error = lambda *where: None  # the client has disconnected
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
+    with local_server.serve(_Handler, fake.port, fake=fake) as server:
+        fake.port = server.server_port
         try:
             yield fake
         finally:
             fake.faults.hangs = False
-            server.shutdown()
-            thread.join()

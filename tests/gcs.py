@@ -19,10 +19,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import local_server
 
 UPLOAD, OBJECTS = r"/upload/storage/v1/b/([^/]+)/o", r"/storage/v1/b/([^/]+)/o(?:/(.+))?"
 PAGE = 1000  # names of a page of a listing, as Google has them
@@ -95,7 +97,6 @@ class Server:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, 2**16
-    server: _HttpServer
 
     def do_GET(self) -> None:
         self._answer()
@@ -204,27 +205,10 @@ def _list(objects: dict[str, tuple[bytes, int]], query: dict[str, str]) -> dict[
     return answer | ({"nextPageToken": rest[0]} if rest else {})
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, store: Server, port: int) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.store = store
-
-    def handle_error(self, *arguments: object) -> None:
-        """A client that hangs up is no error."""
-
-
 @contextlib.contextmanager
 def serve(*buckets: str, port: int = 0) -> Iterator[Server]:
     """A server with these buckets until the block ends, on a free port."""
     store = Server(*buckets)
-    http = _HttpServer(store, port)
-    store.url = f"http://127.0.0.1:{http.server_address[1]}"
-    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    try:
+    with local_server.serve(_Handler, port, store=store) as http:
+        store.url = f"http://127.0.0.1:{http.server_port}"
         yield store
-    finally:
-        http.shutdown()
-        http.server_close()

@@ -6,8 +6,9 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
+import local_server
 import pytest
 
 from gspax.config import Grading
@@ -49,14 +50,8 @@ def serve(*answers):
         def log_message(self, *arguments):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        server.handle_error = lambda *where: None  # the client has disconnected
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
+    with local_server.serve(Handler) as server:
         yield f"http://127.0.0.1:{server.server_port}/score", seen
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)

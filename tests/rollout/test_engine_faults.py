@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,13 @@ def sample(runtime, state, weights):
 
 def fresh(runtime):
     return init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
+
+
+def push_first(experiment, version):
+    """A runtime, a new state, and its weights, pushed to the servers."""
+    runtime = make_runtime(experiment)
+    state = fresh(runtime)
+    return runtime, state, runtime.engine.push(state.params, version)
 
 
 def test_a_changed_byte_is_refused_with_the_tensor(here):
@@ -104,9 +112,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(here):
 
 def test_a_server_that_does_not_answer_ends_the_run_within_its_timeout(here):
     with fake_vllm.serve(experiment.model) as fake:
-        runtime = make_runtime(served(fake, timeout=1.0))
-        state = fresh(runtime)
-        pushed = runtime.engine.push(state.params, 0)
+        runtime, state, pushed = push_first(served(fake, timeout=1.0), 0)
         fake.faults.hangs = True
         begun = time.monotonic()
         with pytest.raises(
@@ -140,9 +146,7 @@ def test_a_server_that_starts_after_the_run_is_waited_for(here):
 
 def test_a_server_that_answers_slowly_only_takes_longer(here):
     with fake_vllm.serve(experiment.model) as fake:
-        runtime = make_runtime(served(fake))
-        state = fresh(runtime)
-        pushed = runtime.engine.push(state.params, 0)
+        runtime, state, pushed = push_first(served(fake), 0)
         quick = sample(runtime, state, pushed)
         fake.faults.delay = 0.1
         np.testing.assert_array_equal(sample(runtime, state, pushed).tokens_BT, quick.tokens_BT)
@@ -151,9 +155,7 @@ def test_a_server_that_answers_slowly_only_takes_longer(here):
 def test_no_sample_is_lost_when_a_server_restarts(here):
     """It comes back with random weights, and gets the newest ones before it samples on."""
     with fake_vllm.serve(experiment.model) as fake:
-        runtime = make_runtime(served(fake))
-        state = fresh(runtime)
-        pushed = runtime.engine.push(state.params, 5)
+        runtime, state, pushed = push_first(served(fake), 5)
         undisturbed = sample(runtime, state, pushed)
         fake.faults.restart_after = fake.completions + 10
         disturbed = sample(runtime, state, pushed)
@@ -165,9 +167,7 @@ def test_no_sample_is_lost_when_a_server_restarts(here):
 
 def test_a_server_that_restarted_between_two_steps_gets_the_weights_again(here):
     with fake_vllm.serve(experiment.model) as fake:
-        runtime = make_runtime(served(fake))
-        state = fresh(runtime)
-        pushed = runtime.engine.push(state.params, 5)
+        runtime, state, pushed = push_first(served(fake), 5)
         undisturbed = sample(runtime, state, pushed)
         fake.start()
         jax.tree.map(np.testing.assert_array_equal, sample(runtime, state, pushed), undisturbed)
@@ -177,9 +177,7 @@ def test_a_server_that_restarted_between_two_steps_gets_the_weights_again(here):
 def test_another_run_that_pushes_to_the_same_server_is_noticed(here, digest):
     """Also weights that are equal: what was answered in between was of others, perhaps."""
     with fake_vllm.serve(experiment.model) as fake:
-        runtime = make_runtime(served(fake))
-        state = fresh(runtime)
-        pushed = runtime.engine.push(state.params, 5)
+        runtime, state, pushed = push_first(served(fake), 5)
         fake.loaded = {"version": 9, "digest": digest or fake.loaded["digest"], "instance": "other"}
         with pytest.raises(
             FailureError, match=r"wanted version 5 of this run, .* version 9: does another run push to it"
@@ -190,16 +188,16 @@ def test_another_run_that_pushes_to_the_same_server_is_noticed(here, digest):
 def test_several_servers_share_the_work_by_groups_and_one_may_die(here):
     with ExitStack() as stack:
         first, second = (stack.enter_context(fake_vllm.serve(experiment.model)) for _ in range(2))
-        runtime = make_runtime(served(first, second))
-        state = fresh(runtime)
-        pushed = runtime.engine.push(state.params, 0)
+        runtime, state, pushed = push_first(served(first, second), 0)
         for fake in (first, second):
             fake.seen.clear()
         both = sample(runtime, state, pushed)
-        asked = [[body["prompt"] for path, body in fake.seen if path == "/v1/completions"] for fake in (first, second)]
-        assert len(asked[0]) == len(asked[1]) == 16, "four groups of four each"
-        seeds = [{body["seed"] for path, body in fake.seen if path == "/v1/completions"} for fake in (first, second)]
-        assert not seeds[0] & seeds[1]
+        asked = [[body for path, body in fake.seen if path == "/v1/completions"] for fake in (first, second)]
+        assert asked[0] and asked[1]
+        assert len({body["seed"] for body in (*asked[0], *asked[1])}) == len(asked[0]) + len(asked[1]) == 32
+        for bodies in asked:
+            samples = Counter(tuple(body["prompt"]) for body in bodies)
+            assert not any(count % 4 for count in samples.values()), "the four samples of a prompt are at one server"
         second.faults.hangs, second.faults.restart_after = False, second.completions + 3
         alone = sample(runtime, state, pushed)
         jax.tree.map(np.testing.assert_array_equal, alone, both)
