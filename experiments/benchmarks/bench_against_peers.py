@@ -1,4 +1,4 @@
-"""gspax, google-tunix, and TRL on three shapes; more experts; sampling in all its cases: the tables of speed.md.
+"""gspax, google-tunix, and TRL on three shapes; a profile; more experts; sampling in all its cases: speed.md.
 
 Runs `gspax bench` for each shape, unless its figures are in DIR already, and writes the tables. A run that failed, as
 for want of memory, is repeated by the same command; the figures that DIR has are kept.
@@ -18,6 +18,7 @@ from typing import Any
 
 import bench_sampling
 import peers
+import profile_parts
 
 from gspax.experiment import load, override
 
@@ -29,6 +30,21 @@ SHAPES = {
     "dense": ("model.num_experts=0", "model.intermediate_size=512"),
     "256": ("sampling.max_tokens=256",),  # google-tunix needs more than 7 GB
 }
+
+GOALS = (  # a quantity of a shape, relative to a peer's where one is named, at most
+    ("moe", "step, wall s", "TRL", 0.60),
+    ("dense", "step, wall s", "TRL", 0.65),
+    ("256", "step, wall s", "TRL", 0.60),
+    ("moe", "step, CPU s", "TRL", 0.60),
+    ("dense", "step, CPU s", "TRL", 0.60),
+    ("256", "step, CPU s", "TRL", 0.60),
+    ("moe", "step, wall s", "google-tunix", 0.25),
+    ("dense", "step, wall s", "google-tunix", 0.40),
+    ("256", "step, wall s", "google-tunix", 0.20),
+    ("moe", "first step, wall s", "", 8.0),
+    ("moe", "first step with a warm cache, wall s", "", 3.5),
+    ("moe", "peak memory, GB", "", 1.0),
+)
 
 ROWS = {  # of one step
     128: (),
@@ -65,6 +81,17 @@ def comparison_table(name: str, figures: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def goals_table(comparisons: dict[str, dict[str, Any]]) -> list[str]:
+    """The table of the goals: what was wanted and what was measured."""
+    lines = ["| shape | quantity | goal, at most | measured | |", "| --- | --- | --- | --- | --- |"]
+    for shape, quantity, peer, limit in GOALS:
+        row = comparisons[shape]["rows"][quantity]
+        value = row["gspax"] / (row[peer] if peer else 1)
+        name = f"{quantity.removesuffix(' s')}, relative to {peer}" if peer else quantity
+        lines.append(f"| {shape} | {name} | {limit:.2f} | {value:.2f} | {'met' if value <= limit else 'missed'} |")
+    return [*lines, ""]
+
+
 def widened(folder: Path) -> list[str]:
     """The table of 8 and 64 experts, of which 2 are active."""
     lines = ["| rows | | 8 experts, CPU s | 64 experts, CPU s | ratio |", "| --- | --- | --- | --- | --- |"]
@@ -84,9 +111,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="of the JSON files")
     parser.add_argument("--tunix", required=True, metavar="PYTHON", help="an interpreter with google-tunix")
     parser.add_argument("--trl", required=True, metavar="PYTHON", help="an interpreter with TRL")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument(
-        "--rounds", type=int, default=2, metavar="N", help="of each shape; the second reads the compilation cache"
+        "--rounds", type=int, default=3, metavar="N", help="of each shape; the first fills the compilation cache"
     )
     parser.add_argument("--commit", required=True, help="what is measured")
     options = parser.parse_args()
@@ -102,9 +128,14 @@ def main() -> None:
         "warm cache gspax reads its programs. The peers have no cache.",
         "",
     ]
-    for name in options.shapes:
-        path = options.folder / f"{name}.json"
-        lines += comparison_table(name, read_or_compare(path, pythons, options.rounds, *SHAPES[name]))
+    comparisons = {
+        name: read_or_compare(options.folder / f"{name}.json", pythons, options.rounds, *overrides)
+        for name, overrides in SHAPES.items()
+    }
+    for name, comparison in comparisons.items():
+        lines += comparison_table(name, comparison)
+    lines += ["## Goals", "", *goals_table(comparisons)]
+    lines += ["## Where the time goes (moe)", "", *profile_parts.tables(profile_parts.measure(FILE, [])), ""]
     lines += ["## From 8 to 64 experts", "", *widened(options.folder)]
     sampling = run_once(options.folder / "sampling.json", str(HERE / "bench_sampling.py"), str(FILE))
     lines += ["## Sampling alone", "", *bench_sampling.table(sampling["figures"])]
