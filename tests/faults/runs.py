@@ -19,7 +19,7 @@ from gspax.run.growing import read_growing
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
 CACHE = str(Path(__file__).parents[2] / ".cache" / "faults")
-CLOCKS = ("time/", "cpu/", "perf/")  # of the metrics, what two equal runs differ in
+CLOCKS = ("time/", "cpu/", "perf/", "bucket/")  # of the metrics, what two equal runs differ in
 STEPS = 24  # of victim.py
 
 # A server that has imported gspax, but not initialized a device, forks a child for each run: 3 CPU-seconds less each.

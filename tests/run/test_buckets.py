@@ -16,7 +16,7 @@ import pytest
 from gspax.errors import FailureError, UserError
 from gspax.run import buckets, growing, lock, manifest, objects
 from gspax.run.buckets import require_usable, to_path
-from gspax.run.checkpoints import Checkpoints, open_array, save
+from gspax.run.checkpoints import Checkpoints, open_array, save, take_traffic
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.folders import append_line, write_atomically
 from gspax.run.record import Recorder, read_metrics
@@ -379,6 +379,67 @@ def test_a_step_takes_no_request_and_a_flush_one(bucket):
         recorder.flush()
         recorder.flush()
         assert len(server.requests) == 1
+
+
+def test_requests_and_bytes_are_counted_as_the_server_has_them(bucket, impatient):
+    path, server = bucket
+    run = RunDir(path)
+    with Recorder(run, 0) as recorder, Checkpoints(run.checkpoints, keep=2) as checkpoints:
+        recorder.measure_traffic()
+        server.requests.clear()
+        (path / "x").write_bytes(bytes(1000))
+        left = [gcs.Status(429), gcs.Status(503)]
+        server.faults = lambda request: left.pop() if left else None
+        (path / "x").read_bytes()
+        (path / "x").read_bytes()
+        step = recorder.measure_traffic()
+        assert step == {
+            "bucket/requests": len(server.requests),
+            "bucket/repeated": 2,
+            "bucket/read_bytes": 2000,
+            "bucket/written_bytes": 1000,
+        }
+        assert recorder.measure_traffic() == dict.fromkeys(step, 0)
+        server.requests.clear()
+        checkpoints.save(1, state(1), {})
+        checkpoints.wait()
+        save = take_traffic(checkpoints)
+        assert len(server.requests) - 5 <= save["bucket/save_requests"] <= len(server.requests)  # before: it makes room
+        stored = sum(len(content) for content, _ in server.buckets[str(path).split("/")[2]].values()) - 1000
+        assert stored - 100 < save["bucket/save_written_bytes"] < 2 * stored
+        assert take_traffic(checkpoints) == {} and recorder.measure_traffic()["bucket/requests"] > 0
+
+
+def test_a_local_run_has_no_requests(tmp_path):
+    with Recorder(RunDir(tmp_path), 0) as recorder:
+        assert recorder.measure_traffic() == {}
+
+
+def test_repeated_requests_are_a_line_at_most_once_a_minute(bucket, quick, impatient, capsys):
+    path, server = bucket
+    line = f"gspax: warning: {path}: requests sent again after 429, 5xx, or no answer:"
+
+    def repeat_one():
+        left = [gcs.Status(429)]
+        server.faults = lambda request: left.pop() if left and request.name.endswith("/x") else None
+        (path / "x").write_bytes(b"1")
+
+    with lock.hold(path / "lock.json"):  # its heartbeat looks
+        repeat_one()
+        said, end = "", time.monotonic() + 10
+        while not said and time.monotonic() < end:
+            said = capsys.readouterr().err
+        assert said == f"{line} 1\n"
+    repeats = objects.Repeats(path)
+    repeats.warn()
+    for _ in range(3):
+        repeat_one()
+        repeats.warn()
+    assert capsys.readouterr().err == f"{line} 1\n"
+    repeats._due -= objects.QUIET
+    repeats.warn()
+    repeats.warn()
+    assert capsys.readouterr().err == f"{line} 2\n"
 
 
 def test_a_run_killed_between_the_file_and_its_parts_has_each_line_once(bucket):

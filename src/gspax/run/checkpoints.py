@@ -27,7 +27,7 @@ import tensorstore
 
 from gspax.errors import FailureError, UserError
 from gspax.parallel import multihost
-from gspax.run import lock, manifest
+from gspax.run import lock, manifest, objects
 from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import write_atomically
 from gspax.run.manifest import MANIFEST
@@ -217,6 +217,12 @@ def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str,
         checkpoints.wait()
 
 
+def take_traffic(checkpoints: Checkpoints) -> dict[str, float]:
+    """The requests of process 0 to buckets during a save that has ended since the last call, as metrics."""
+    traffic, checkpoints._files.traffic = checkpoints._files.traffic, {}
+    return traffic
+
+
 def _lock_problem() -> str:
     """Why it is not known whether the run has its lock, "" if it has. Collective. LostError if it has not."""
 
@@ -273,6 +279,7 @@ class _Files:
         )
         self.saving: futures.Future[None] | None = None
         self.failed, self.attempts = threading.Event(), 0
+        self.traffic: dict[str, float] = {}  # of the last save that succeeded
         if keep is not None and self.takes_part:
             directory.mkdir(parents=True, exist_ok=True)
             if self.is_primary:
@@ -308,6 +315,7 @@ class _Files:
         )
         save_args = {name: _save_args(name, leaf) for name, leaf in table.items()}
         arguments = ocp.args.PyTreeSave(dict(table), save_args=save_args, ocdbt_target_data_file_size=FILE_BYTES)
+        before = objects.measure_traffic()
         writer.save(self.directory / str(step), args=arguments)
 
         def finish() -> None:
@@ -319,6 +327,8 @@ class _Files:
                 if self.note is not None:
                     write_atomically(self.note, json.dumps({"newest": step}) + "\n")
                 manifest.prune(self.directory, self.keep)
+                if is_bucket(self.directory):
+                    self.traffic = objects.measure_traffic().since(before, "bucket/save_")
 
         self.saving = _run_in_thread(finish)
 

@@ -84,8 +84,11 @@ def require_held(*, fresh: bool = False) -> None:
 
 
 def _beat(lock: _FileLock | _ObjectLock, done: threading.Event) -> None:
-    """Renew the lock until `done`, or until another process has taken it."""
+    """Renew the lock until `done`, or until another process has taken it; a line for requests that were repeated."""
+    repeats = objects.Repeats(lock.path.parent) if is_bucket(lock.path) else None
     while not done.wait(HEARTBEAT):
+        if repeats is not None:
+            repeats.warn()
         with contextlib.suppress(OSError):
             if not lock.renew():
                 return

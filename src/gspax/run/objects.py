@@ -12,14 +12,18 @@ from __future__ import annotations
 import errno
 import functools
 import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gspax.errors import warn
 
 if TYPE_CHECKING:
     import tensorstore
 
 SCHEME = "gs://"
+QUIET = 60.0  # seconds
 RETRIES = {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}  # of 429, 5xx and resets: 20 seconds in all
 
 
@@ -83,6 +87,45 @@ def delete_folder(folder: Path) -> None:
     store, key = locate(folder)
     for deleted in [store.write(name, None) for name in list_names(store, f"{key}/", f"{key}0", folder)]:
         result(deleted, folder)
+
+
+class Traffic(NamedTuple):
+    """What this process has asked of all buckets since it started, with the requests of Orbax."""
+
+    requests: int  # with the repeated ones
+    repeated: int  # because the answer was 429 or 5xx, was cut short, or did not come
+    read_bytes: int  # of objects
+    written_bytes: int
+
+    def since(self, before: Traffic, prefix: str) -> dict[str, float]:
+        """The differences as metrics."""
+        pairs = zip(self._fields, self, before, strict=True)
+        return {f"{prefix}{name}": float(now - earlier) for name, now, earlier in pairs}
+
+
+def measure_traffic() -> Traffic:
+    """Read the counters of tensorstore."""
+    import tensorstore
+
+    gcs = "/tensorstore/kvstore/gcs/"
+    names = "/tensorstore/http/request_started", f"{gcs}retries", f"{gcs}bytes_read", f"{gcs}bytes_written"
+    found = [tensorstore.experimental_collect_matching_metrics(name) for name in names]
+    return Traffic(*(int(metrics[0]["values"][0]["value"]) if metrics else 0 for metrics in found))
+
+
+class Repeats:
+    """The requests of this process that are sent again: a line on stderr, at most one in `QUIET` seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._seen, self._due = folder, measure_traffic().repeated, time.monotonic()
+
+    def warn(self) -> None:
+        """Name those since the last line, if there are any."""
+        repeated, now = measure_traffic().repeated, time.monotonic()
+        if repeated > self._seen and now >= self._due:
+            count = repeated - self._seen
+            warn(f"{self._folder}: requests sent again after 429, 5xx, or no answer: {count}")
+            self._seen, self._due = repeated, now + QUIET
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import jax
 
 from gspax.errors import UserError, warn
 from gspax.parallel import multihost
+from gspax.run import objects
 from gspax.run.buckets import is_bucket
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
@@ -40,6 +41,7 @@ class Recorder:
         self._tensorboard: Scalars | None = None
         self._failing: set[Path] = set()
         self._kept: list[dict[str, float]] = []
+        self._traffic = objects.measure_traffic() if is_bucket(run.path) else None
         if not self._writes:
             return
         run.samples.mkdir(parents=True, exist_ok=True)
@@ -74,6 +76,13 @@ class Recorder:
         if self._tensorboard is not None:
             with self._warned(self._run.tensorboard):
                 self._tensorboard.write(step, numbers)
+
+    def measure_traffic(self) -> dict[str, float]:
+        """The requests of this process to buckets since the last call, as metrics; none of a local run."""
+        if self._traffic is None:
+            return {}
+        before, self._traffic = self._traffic, objects.measure_traffic()
+        return self._traffic.since(before, "bucket/")
 
     def flush(self) -> None:
         """Write what is buffered, before a save: a run that is killed has the metrics up to its checkpoint."""

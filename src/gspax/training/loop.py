@@ -34,7 +34,7 @@ from gspax.rollout.grading import FailedRewardsError
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
-from gspax.run.checkpoints import Checkpoints, read_extra
+from gspax.run.checkpoints import Checkpoints, read_extra, take_traffic
 from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.manifest import finished_steps
@@ -114,7 +114,8 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
                 result = run_step(runtime, state, reference, in_flight, teachers)
             state, done = result.state, done + 1
             alarm_metrics, problem = guard.after_step(done, result)
-            recorder.write_metrics(done, {**result.metrics, **alarm_metrics})
+            traffic = {**recorder.measure_traffic(), **take_traffic(checkpoints)}
+            recorder.write_metrics(done, {**result.metrics, **alarm_metrics, **traffic})
             if (failed := result.samples.failed()).completions:
                 recorder.write_failures(done, failed.to_json())
             bar.update(done, result.metrics)
