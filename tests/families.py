@@ -48,6 +48,7 @@ SMALL = {  # keys of config.json, by model_type
     "qwen2": SIZES | {"tie_word_embeddings": True},
     "llama": SIZES | {"head_dim": 8, "rope_scaling": LLAMA3, "rope_theta": 500.0},
     "mistral": SIZES | {"head_dim": 8, "sliding_window": 5},
+    "phi3": SIZES | {"partial_rotary_factor": 0.5, "sliding_window": 5},
     "glm4_moe": SIZES | GLM | {"attention_bias": True, "use_qk_norm": True},
     "dots1": SIZES | GLM | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     "minimax_m2": SIZES | {"head_dim": 8, "rotary_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2},
@@ -115,6 +116,16 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
             **{"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
             **{"max_position_embeddings": 32768, "sliding_window": None},
+        },
+    ),
+    "phi3": (
+        "microsoft/phi-4",
+        {
+            **{"vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40},
+            **{"num_attention_heads": 40, "num_key_value_heads": 10, "rms_norm_eps": 1e-5, "rope_theta": 250000},
+            **{"max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "sliding_window": None},
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_bias": False, "rope_scaling": None},
+            **{"pad_token_id": 100349, "bos_token_id": 100257, "eos_token_id": 100265},
         },
     ),
     "glm4_moe": (

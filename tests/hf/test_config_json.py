@@ -65,6 +65,7 @@ def test_every_key_of_transformers_is_known(name, tmp_path):
     family = families.FAMILIES[name]
     theirs = transformers.AutoConfig.for_model(name)
     tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.implied, family.permitted]
+    tables.append(family.harmless)
     keys = {key for part in family.copied for key in family.keys_of(part)}
     keys |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted}
     keys |= {"moe_layer_end_index"}
@@ -175,6 +176,7 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
     assert read_config(write(tmp_path, raw)) == replace(base, **changes)
 
 
+PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
 KNOWN = " or ".join(json.dumps(name) for name in families.FAMILIES)
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -230,6 +232,15 @@ LLAMA3 = {
         (
             DENSE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             'rope_type: wanted "default" or "yarn" or "llama3", got "linear"',
+        ),
+        (
+            DENSE | {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}},
+            "rope_scaling: longrope, whose frequencies depend on a row's length, is not implemented",
+        ),
+        (PHI3 | {"rope_scaling": YARN}, 'rope_type: wanted "default", got "yarn"'),
+        (
+            PHI3 | {"auto_map": {"AutoConfig": "own.Phi3Config"}},
+            f"auto_map: wanted null or {json.dumps(families.PHI3_CODE)}, got " + '{"AutoConfig": "own.Phi3Config"}',
         ),
         (
             DENSE | {"rope_scaling": {"factor": 2.0}},

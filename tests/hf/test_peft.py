@@ -223,6 +223,13 @@ def test_some_of_the_factors_of_experts_are_not_written_because_peft_drops_them(
     assert not list(tmp_path.iterdir())
 
 
+def test_factors_of_a_part_of_a_tensor_are_not_written_because_peft_has_no_such_module(tmp_path):
+    config = replace(tiny.CONFIGS["dense"], qk_norm=False, model_type="phi3")
+    shapes = named_shapes(adapters.abstract(config, LORA))
+    with pytest.raises(UserError, match=r"lora: wanted weights that PEFT has as modules .*, got .*self_attn\.qkv_proj"):
+        write_adapters(tmp_path, config, LORA, shapes, lambda path: np.zeros(shapes[path], np.float32))
+
+
 def test_tensors_that_do_not_fit_are_rejected_by_name(tmp_path):
     tensors = random_adapter()
     first = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"

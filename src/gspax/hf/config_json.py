@@ -66,11 +66,11 @@ DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
-SCALINGS = {"yarn": Yarn, "llama3": Llama3Rope}  # by rope_type
+ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic"}
+LONGROPE = ("longrope", "su")  # its names, the second in older files
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
 HINTS |= {f"router.{name}": hint for name, hint in typing.get_type_hints(Router, include_extras=True).items()}
-ALPHA = typing.get_type_hints(AlphaRope, include_extras=True)["alpha"]
 # What distinguishes families: a field that a family neither copies nor implies has its default in all of its models.
 PARTS = (
     *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
@@ -135,7 +135,7 @@ def _fits(config: ModelConfig, family: Family) -> bool:
         and ("mlp_only_layers" in family.copied or not experts or _leading(config, family) is not None)
         and (family.window != "all" or len(sliding) in (0, layers))
         and not (family.window == "none" and sliding and not experts)
-        and (family.alpha or not isinstance(config.rope_scaling, AlphaRope))
+        and (config.rope_scaling is None or ROPE_TYPES[type(config.rope_scaling)] in family.ropes)
     )
 
 
@@ -239,6 +239,7 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     raw = {key: _of_all_layers(value) if key in family.by_layer else value for key, value in raw.items()}
     known = {key for part in family.copied for key in family.keys_of(part)} | {*TRANSLATED, *HARMLESS}
     known |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted is not None}
+    known |= {*family.harmless}
     permitted = _permitted(family, raw)
     for key, value in raw.items():
         if key in known:
@@ -302,24 +303,23 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
         fields["rope_fraction"] = _read(HINTS["rope_fraction"], source, FRACTION, default)
     elif FRACTION in rope:
         expect(FRACTION, rope[FRACTION], (None, 1))
-    kinds = ("default", *SCALINGS, *(("dynamic",) if family.alpha else ()))
-    kind = expect("rope_type", _first(rope, ("rope_type", "type"), "default"), kinds)
-    known = typing.get_type_hints(SCALINGS[kind], include_extras=True) if kind in SCALINGS else {}
-    known = {"alpha": float, **dict.fromkeys(BESIDE_ALPHA)} if kind == "dynamic" else known
+    kind = _first(rope, ("rope_type", "type"), "default")
+    if kind in LONGROPE:
+        raise ValueError("rope_scaling: longrope, whose frequencies depend on a row's length, is not implemented")
+    kind = expect("rope_type", kind, ("default", *family.ropes))
+    scaling = next((each for each, name in ROPE_TYPES.items() if name == kind), None)
+    hints = {} if scaling is None else typing.get_type_hints(scaling, include_extras=True)
+    known = ("rope_theta", "rope_type", "type", FRACTION, *hints, *HARMLESS_ROPE)
     for key, value in rope.items():
-        if key not in ("rope_theta", "rope_type", "type", FRACTION, *known, *HARMLESS_ROPE):
+        if key not in known + (BESIDE_ALPHA if kind == "dynamic" else ()):
             raise ValueError(f"rope_scaling.{key[:SHOWN]}: wanted no such key with rope_type {kind}, got {show(value)}")
-    if kind == "default":
+    if scaling is None:
         return fields
-    if kind == "dynamic":
-        return fields | {"rope_scaling": AlphaRope(alpha=_read(ALPHA, rope, "alpha", REQUIRED))}
-    original = _read(known[ORIGINAL], rope, ORIGINAL, context)
-    values: dict[str, Json] = {ORIGINAL: original} | {key: value for key, value in rope.items() if value is not None}
-    values = {"factor": context / original} | values if kind == "yarn" else values
-    needed = [name for name in known if name in values or kind == "llama3"]
-    return fields | {
-        "rope_scaling": SCALINGS[kind](**{name: _read(known[name], values, name, REQUIRED) for name in needed})
-    }
+    values: dict[str, Json] = {ORIGINAL: context} | {key: value for key, value in rope.items() if value is not None}
+    if kind == "yarn":
+        values = {"factor": context / _read(hints[ORIGINAL], values, ORIGINAL, REQUIRED)} | values
+    needed = [name for name in hints if name in values or kind != "yarn"]
+    return fields | {"rope_scaling": scaling(**{name: _read(hints[name], values, name, REQUIRED) for name in needed})}
 
 
 def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:

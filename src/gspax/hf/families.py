@@ -47,6 +47,11 @@ GROUP_KEYS: Keys = {
 }
 ROUTED: Keys = {"num_experts": ("n_routed_experts", "num_local_experts")}
 SIGMOID_KEYS: dict[str, tuple[Json, ...]] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+# Of the first files of Phi-3: what became transformers' own class.
+PHI3_CODE: Json = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Family:
     permitted: dict[str, tuple[Json, ...]] = field(default_factory=dict)  # further keys, and the only values of each
     head_dim: int = 0  # of a file without one; 0: hidden_size / num_attention_heads
     has_head_dim: bool = True  # False: its files have no such key, unless the size is another than that
+    harmless: tuple[str, ...] = ()  # further keys that do not affect what gspax computes
     # Which layers a window is on: those that `layer_types` or `max_window_layers` says, if the switch
     # `use_sliding_window` is on; all layers, if there is one; no family member has one.
     window: Literal["switch", "all", "none"] = "switch"
@@ -74,7 +80,7 @@ class Family:
     dense_layers: tuple[str, object] | None = None
     shared_experts: tuple[str, object] | None = None
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
-    alpha: bool = False  # its rope_type "dynamic" has an alpha, and does not depend on the length
+    ropes: tuple[str, ...] = ("yarn", "llama3")  # its rope_types other than "default"
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
 
     @property
@@ -136,6 +142,18 @@ FAMILIES = {
         PLAIN | {"attention_bias": False},
         window="all",
         sliding_window=4096,
+    ),
+    "phi3": Family(  # and Phi-4
+        "Phi3ForCausalLM",
+        COPIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_fraction": 1.0},
+        PLAIN | {"attention_bias": False},
+        keys={"rope_fraction": ("partial_rotary_factor",)},
+        permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE)},
+        harmless=("original_max_position_embeddings",),  # of "longrope"
+        has_head_dim=False,
+        window="all",
+        ropes=(),
+        written={"pad_token_id": None},  # whose default a small vocabulary does not have
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -224,7 +242,7 @@ FAMILIES = {
         | {"group_limited_greedy": (None, False), "routed_scaling_factor": (None, 1, False)},
         window="none",
         by_layer=("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"),
-        alpha=True,
+        ropes=("yarn", "llama3", "dynamic"),  # its "dynamic" has an alpha, and does not depend on the length
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -257,7 +275,7 @@ MISSING = {  # what a model needs that gspax does not have, by model_type
     **dict.fromkeys(("gemma3", "gemma3_text"), "a norm after attention (and its scale, 1 + w)"),
     "olmo3": "RoPE by kind of layer",
     "exaone4": "layers without RoPE",
-    **dict.fromkeys(("phi3", "phi4"), "fused projections (qkv_proj, gate_up_proj)"),
+    "phimoe": "a router that masks experts between its two choices",
     "llama4_text": "attention in chunks",
     **dict.fromkeys(("nemotron_h", "mamba2", "granitemoehybrid"), "a state space layer (Mamba-2)"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "mllama"), "a vision tower"),

@@ -110,7 +110,7 @@ SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROU
     ),
 }
 FUSED_NAMES = (("block_sparse_moe.", "mlp."), ("mlp.moe_statics.", "mlp.gate.moe_statics."))  # in the fused layout
-NORMS = {  # by model_type, where they have other names than in `LAYER`
+OWN = {  # by model_type, the rows that differ from `LAYER` and `DENSE`
     "olmo2": (
         Row("attention_norm/scale", "post_attention_layernorm.weight", "D -> D"),
         Row("mlp_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
@@ -118,6 +118,13 @@ NORMS = {  # by model_type, where they have other names than in `LAYER`
     "hunyuan_v1_moe": (
         Row("attention/query_norm/scale", "self_attn.query_layernorm.weight", "H -> H"),
         Row("attention/key_norm/scale", "self_attn.key_layernorm.weight", "H -> H"),
+    ),
+    "phi3": (
+        Row("attention/query", "self_attn.qkv_proj.weight", "(N H)+ D -> D N H"),
+        Row("attention/key", "self_attn.qkv_proj.weight", "(K H)+ D -> D K H"),
+        Row("attention/value", "self_attn.qkv_proj.weight", "(K H)+ D -> D K H"),
+        Row("mlp/gate", "mlp.gate_up_proj.weight", "F+ D -> D F"),
+        Row("mlp/up", "mlp.gate_up_proj.weight", "F+ D -> D F"),
     ),
 }
 DELTA_NET = (  # a gated delta net, with R value heads for each of K key heads
@@ -178,7 +185,7 @@ def list_chunks(
         stacks.setdefault(place.stack, []).append(number)
     for stack, layers in stacks.items():
         path, sparse = "/".join(map(str, ("runs", *stack))), is_sparse(config, layers[0])
-        rows = _layer_rows(family) + (_sparse_rows(family, fused=fused) if sparse else DENSE)
+        rows = _own(family, LAYER) + (_sparse_rows(family, fused=fused) if sparse else _own(family, DENSE))
         shapes = {row: parameters.get(f"{path}/{row.ours}") for row in rows}
         present = {row: shape[1:] for row, shape in shapes.items() if shape is not None}  # biases are not in each model
         for row, part in _parts(present).items():
@@ -203,10 +210,10 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
     return {row: Part(*places[row], ends[row.published]) if row in places else None for row in shapes}
 
 
-def _layer_rows(family: str) -> tuple[Row, ...]:
-    """The rows of a layer without its MLP."""
-    own = {row.ours: row for row in NORMS.get(family, ())}
-    return tuple(own.get(row.ours, row) for row in LAYER)
+def _own(family: str, rows: Sequence[Row]) -> tuple[Row, ...]:
+    """These rows, or the family's own in their places."""
+    own = {row.ours: row for row in OWN.get(family, ())}
+    return tuple(own.get(row.ours, row) for row in rows)
 
 
 def _sparse_rows(family: str, *, fused: bool) -> tuple[Row, ...]:
