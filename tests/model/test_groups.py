@@ -36,7 +36,9 @@ apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
     ],
 )
 def test_a_group_covers_as_many_layers_as_a_repeated_pattern_can(config, groups):
-    found = [f"{''.join('DS'[kind] for kind in group.pattern)} x {group.repeats}" for group in layer_groups(config)]
+    found = [
+        f"{''.join('DS'[kind.sparse] for kind in group.pattern)} x {group.repeats}" for group in layer_groups(config)
+    ]
     assert ", ".join(found) == groups
     places = layer_places(config)
     assert len({*places}) == len(places) == config.num_hidden_layers

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference_model
 
-from gspax.config import Yarn
+from gspax.config import Yarn, layers_of
 from gspax.model.layers import attention_factor, rotary_frequencies
 from gspax.model.presets import qwen3_0_6b
 
@@ -25,9 +25,14 @@ YARNS = {
 }
 
 
+def rope(config):
+    """The embedding of all layers."""
+    return layers_of(config)[0].mixer.rope
+
+
 @pytest.mark.parametrize("theta", [1e4, 1e6, 5e6])
 def test_frequencies_without_yarn(theta):
-    frequency, factor = rotary_frequencies(replace(QWEN3, rope_theta=theta))
+    frequency, factor = rotary_frequencies(rope(replace(QWEN3, rope_theta=theta)))
     np.testing.assert_allclose(frequency, [theta ** (-i / 64) for i in range(64)], rtol=1e-6)
     assert frequency.dtype == np.float32 and factor == 1
 
@@ -35,9 +40,9 @@ def test_frequencies_without_yarn(theta):
 @pytest.mark.parametrize("name", [name for name in YARNS if "ramp" not in name])
 def test_yarn_equals_the_reference(name):
     config = replace(QWEN3, rope_scaling=YARNS[name])
-    frequency, factor = rotary_frequencies(config)
+    frequency, factor = rotary_frequencies(rope(config))
     share = np.array([reference_model.yarn_share(i, 64, config) for i in range(64)])
-    plain, _ = rotary_frequencies(QWEN3)
+    plain, _ = rotary_frequencies(rope(QWEN3))
     assert 0 < share.mean() < 1
     np.testing.assert_allclose(frequency, plain * (share + (1 - share) / config.rope_scaling.factor), rtol=1e-6)
     assert factor == pytest.approx(reference_model.yarn_factor(config.rope_scaling))
@@ -53,7 +58,7 @@ def test_yarn_equals_transformers(name):
 
     config = replace(QWEN3, rope_scaling=YARNS[name])
     theirs, their_factor = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(**to_json(config)))
-    frequency, factor = rotary_frequencies(config)
+    frequency, factor = rotary_frequencies(rope(config))
     np.testing.assert_allclose(frequency, theirs.numpy(), rtol=1e-6)
     assert factor == pytest.approx(their_factor, rel=1e-9)
 
@@ -67,8 +72,8 @@ def test_attention_factors_by_hand():
 
 def test_frequencies_by_hand():
     """Theta 1e6 and 128 dimensions: pairs 23.6 and 39.6 make 32 turns and one within 32768, a ramp from 23 to 40."""
-    frequency, _ = rotary_frequencies(replace(QWEN3, rope_scaling=YARNS["as Qwen3 documents it"]))
-    plain, _ = rotary_frequencies(QWEN3)
+    frequency, _ = rotary_frequencies(rope(replace(QWEN3, rope_scaling=YARNS["as Qwen3 documents it"])))
+    plain, _ = rotary_frequencies(rope(QWEN3))
     np.testing.assert_array_equal(frequency[:24], plain[:24])
     np.testing.assert_allclose(frequency[40:], plain[40:] / 4, rtol=1e-6)
     assert frequency[30] / plain[30] == pytest.approx(1 - 7 / 17 * 3 / 4, rel=1e-6)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
+from gspax.config.layers import DenseMlp, Experts, Layer, Rope, SelfAttention
 from gspax.config.ranges import (
     AtLeast2,
     NonNegativeInt,
@@ -21,11 +23,12 @@ from gspax.config.ranges import (
 )
 
 LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device (128 MiB)
+NO_WINDOW = 2**30  # the window of a layer without one, where other layers have one
 SCORE_BUDGET = 2**23  # attention scores likewise, where they are held at all; fewer than logits: faster on a CPU
 
 Remat = Literal["none", "products", "full", "offload"]
 Layers = Annotated[int, at_least(1), at_most(10_000)]
-Experts = Annotated[int, at_least(0), at_most(2**16 - 1)]  # ids are uint16 at most
+ExpertCount = Annotated[int, at_least(0), at_most(2**16 - 1)]  # ids are uint16 at most
 Dtype = Annotated[str, Range("float32 or bfloat16", lambda x: x in ("float32", "bfloat16"))]
 
 
@@ -91,8 +94,8 @@ class ModelConfig:
     num_key_value_heads: Size
     head_dim: AtLeast2
     intermediate_size: OptionalSize = 0  # width of a dense feed-forward layer
-    num_experts: Experts = 0  # 0: every layer is dense
-    num_experts_per_tok: Experts = 0
+    num_experts: ExpertCount = 0  # 0: every layer is dense
+    num_experts_per_tok: ExpertCount = 0
     moe_intermediate_size: OptionalSize = 0  # width of one expert
     shared_expert_intermediate_size: OptionalSize = 0  # width of an expert for every token; 0: none
     shared_expert_gate: bool = True  # its output is scaled by a sigmoid of the token
@@ -142,16 +145,57 @@ def rotary_dim(config: ModelConfig) -> int:
     return int(config.head_dim * config.rope_fraction)
 
 
+@lru_cache
+def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
+    """What each layer is, in order."""
+    return tuple(_layer(config, number) for number in range(config.num_hidden_layers))
+
+
+def _layer(config: ModelConfig, number: int) -> Layer:
+    """The layer with this number, from 0."""
+    attention = SelfAttention(
+        heads=config.num_attention_heads,
+        key_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rope=Rope(
+            dim=rotary_dim(config),
+            theta=config.rope_theta,
+            scaling=config.rope_scaling,
+            interleaved=config.rope_interleaved,
+        ),
+        window=config.sliding_window if number in config.sliding_layers else 0,
+        bias="all" if config.attention_bias else "qkv" if config.qkv_bias else "none",
+        qk_norm="none" if not config.qk_norm else "projection" if config.qk_norm_projection else "head",
+        norm_after_rope=config.qk_norm_after_rope,
+    )
+    dense = number in config.mlp_only_layers or (number + 1) % config.decoder_sparse_step
+    if not config.num_experts or dense:
+        return Layer(mixer=attention, mlp=DenseMlp(width=config.intermediate_size), norms=config.norm_place)
+    experts = Experts(
+        count=config.num_experts,
+        active=config.num_experts_per_tok,
+        width=config.moe_intermediate_size,
+        router=config.router,
+        normalize=config.norm_topk_prob,
+        shared=config.shared_expert_intermediate_size,
+        shared_gate=config.shared_expert_gate and config.shared_expert_intermediate_size > 0,
+    )
+    return Layer(mixer=attention, mlp=experts, norms=config.norm_place)
+
+
 def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether `layer` (from 0) has experts rather than one dense feed-forward network."""
-    return (
-        config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-    )
+    return layers_of(config)[layer].sparse
+
+
+def sparse_numbers(config: ModelConfig) -> tuple[int, ...]:
+    """The numbers, from 0, of the layers with experts."""
+    return tuple(number for number, layer in enumerate(layers_of(config)) if layer.sparse)
 
 
 def sparse_layers(config: ModelConfig) -> int:
     """The number of layers with experts."""
-    return sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+    return len(sparse_numbers(config))
 
 
 def has_experts(config: ModelConfig) -> bool:
@@ -171,17 +215,15 @@ def token_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16", "int32"]:
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     """How many tokens are visible to a token in each layer, itself included; empty if no layer has a window."""
-    sliding = config.sliding_layers if config.sliding_window else ()
-    everything = 2**30
-    layers = range(config.num_hidden_layers)
-    return tuple(config.sliding_window if layer in sliding else everything for layer in layers) if sliding else ()
+    windows = [layer.mixer.window for layer in layers_of(config)]
+    return tuple(window or NO_WINDOW for window in windows) if any(windows) else ()
 
 
 class LayerGroup(NamedTuple):
     """Consecutive layers that are a pattern, repeated: one stack of parameters for each layer of the pattern, and one
     `lax.scan` whose body runs the pattern."""
 
-    pattern: tuple[bool, ...]  # the kinds of its layers: whether a layer has experts
+    pattern: tuple[Layer, ...]  # without windows: these are a mask, which a layer's number selects
     repeats: int
 
 
@@ -197,7 +239,7 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
 
     Leading dense layers and experts after them are two groups of one kind each, layers that alternate are one group.
     """
-    kinds = [is_sparse(config, layer) for layer in range(config.num_hidden_layers)]
+    kinds = [replace(layer, mixer=replace(layer.mixer, window=0)) for layer in layers_of(config)]
     groups = []
     while kinds:
         repeats = {size: _count_repeats(kinds, size) for size in range(1, len(kinds) // 2 + 1)} or {1: 1}
@@ -207,7 +249,7 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
-def _count_repeats(kinds: Sequence[bool], size: int) -> int:
+def _count_repeats(kinds: Sequence[Layer], size: int) -> int:
     """How often the first `size` kinds follow one another."""
     count = 1
     while kinds[count * size : (count + 1) * size] == kinds[:size]:

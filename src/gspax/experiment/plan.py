@@ -116,10 +116,9 @@ def render(plan: Plan) -> str:
 
 def _layers(model: ModelConfig) -> str:
     """The groups of layers, such as "1 dense, 45 with experts" or "12 x (dense, with experts)"."""
-    kinds = {True: "with experts", False: "dense"}
     groups = []
     for pattern, repeats in layer_groups(model):
-        names = ", ".join(kinds[sparse] for sparse in pattern)
+        names = ", ".join("with experts" if kind.sparse else "dense" for kind in pattern)
         groups.append(f"{repeats} {names}" if len(pattern) == 1 else f"{repeats} x ({names})")
     return ", ".join(groups)
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Router, Yarn, is_sparse, rotary_dim
+from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Router, Yarn, layers_of, rotary_dim
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
@@ -141,7 +141,7 @@ def _fits(config: ModelConfig, family: Family) -> bool:
 
 def _leading(config: ModelConfig, family: Family) -> int | None:
     """The number of layers before the first with experts; None if the family cannot say which layers have some."""
-    dense = [layer for layer in range(config.num_hidden_layers) if not is_sparse(config, layer)]
+    dense = [number for number, layer in enumerate(layers_of(config)) if not layer.sparse]
     leading = dense == list(range(len(dense))) and (family.dense_layers is not None or not dense)
     return len(dense) if leading else None
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspax.config import ModelConfig, is_sparse, layer_places
+from gspax.config import ModelConfig, layer_places, layers_of
 from gspax.hf.config_json import family_of
 from gspax.hf.tensors import Part
 
@@ -184,7 +184,7 @@ def list_chunks(
     for number, place in enumerate(layer_places(config)):
         stacks.setdefault(place.stack, []).append(number)
     for stack, layers in stacks.items():
-        path, sparse = "/".join(map(str, ("runs", *stack))), is_sparse(config, layers[0])
+        path, sparse = "/".join(map(str, ("runs", *stack))), layers_of(config)[layers[0]].sparse
         rows = _own(family, LAYER) + (_sparse_rows(family, fused=fused) if sparse else _own(family, DENSE))
         shapes = {row: parameters.get(f"{path}/{row.ours}") for row in rows}
         present = {row: shape[1:] for row, shape in shapes.items() if shape is not None}  # biases are not in each model

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from gspax import losses, unstable
-from gspax.config import Diagnostics, ModelConfig, has_experts, is_sparse
+from gspax.config import Diagnostics, ModelConfig, has_experts, sparse_numbers
 from gspax.learner.forward import StepSettings, pad_rows
 from gspax.learner.metrics import changed_share
 from gspax.learner.objective import Objective, PolicyLoss, Scores, make_objective, segment_ids
@@ -220,8 +220,7 @@ def to_float32(tree: PyTree) -> PyTree:
 
 def diagnostic_metrics(readings: Readings, config: ModelConfig) -> dict[str, float]:
     """The metrics of docs/metrics.md, from readings on the host."""
-    sparse = [number for number in range(config.num_hidden_layers) if is_sparse(config, number)]
-    metrics = {name: float(value) for name, value in readings.gradient.items()}
+    sparse, metrics = sparse_numbers(config), {name: float(value) for name, value in readings.gradient.items()}
     for name, value_L in readings.by_layer.items():
         metrics[name] = float(np.mean(value_L))
         metrics |= {f"{name}/layer_{number}": float(x) for number, x in zip(sparse, value_L, strict=True)}

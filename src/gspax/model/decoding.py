@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from gspax.config import ModelConfig, SamplerDtype, is_sparse, layer_windows, sparse_layers
+from gspax.config import NO_WINDOW, ModelConfig, SamplerDtype, layer_windows, layers_of, sparse_layers
 from gspax.losses import token_logp
 from gspax.model import transformer
 from gspax.model.kernels import segments
@@ -38,7 +38,6 @@ from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens, s
 from gspax.types import Array, Params, PyTree
 
 BLOCK = 32  # tokens of `extend`; the scores of a block of 32 query heads and 512 positions take 2 MiB of float32
-NO_WINDOW = 2**30  # the window of a layer without one, where other layers have one
 
 
 class LayerCache(NamedTuple):
@@ -272,8 +271,8 @@ def _run_layers(
     """Final hidden states `[B, T, D]`, the layers' new caches, and the experts `[B, T, L, A]`."""
     x_BTD = constrain_tokens(look_up(params["embedding"], tokens_BT, config.dtype), shared.mesh)
     experts, updated = [jnp.zeros((*tokens_BT.shape, 0, config.num_experts_per_tok), jnp.int32)], []
-    for number, (layer, before) in enumerate(zip(params["layers"], cache, strict=True)):
-        module = nnx.merge(layer_graph(config, is_sparse(config, number)), layer)
+    for number, (kind, layer, before) in enumerate(zip(layers_of(config), params["layers"], cache, strict=True)):
+        module = nnx.merge(layer_graph(config, kind), layer)
         x_BTD, after, routing = module(x_BTD, shared, before, number, None)
         x_BTD = constrain_tokens(x_BTD, shared.mesh)
         updated.append(after)

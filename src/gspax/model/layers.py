@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Yarn, rotary_dim
+from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Rope, SelfAttention, Yarn, layers_of
 from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.quantization import contract
 from gspax.parallel.sharding import spec, token_spec
@@ -28,6 +28,7 @@ from gspax.types import Array, PyTree
 
 # (q [B, T, N, H], k [B, T, K, H], v, cache, layer) -> (context [B, T, N, H], cache)
 Attend = Callable[[Array, Array, Array, PyTree, Array | int], tuple[Array, PyTree]]
+Angles = dict[Rope, tuple[Array, Array]]  # (cos, sin) float32 [B, T, 1, R/2]
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:
@@ -92,13 +93,12 @@ def _gated(gate: Array, up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+def rotary_frequencies(rope: Rope) -> tuple[np.ndarray, float]:
     """Radians per position for each pair of rotated dimensions, float32 `[R/2]`, and the factor on cos and sin.
 
-    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or the scaling of Llama 3 or Hunyuan if the
-    config has `rope_scaling`.
+    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or the scaling of Llama 3 or Hunyuan.
     """
-    R, base, scaling = rotary_dim(config), config.rope_theta, config.rope_scaling
+    R, base, scaling = rope.dim, rope.theta, rope.scaling
     if isinstance(scaling, AlphaRope):
         base *= scaling.alpha ** (R / (R - 2))
     frequency = base ** -(np.arange(0, R, 2) / R)
@@ -142,9 +142,13 @@ def attention_factor(yarn: Yarn) -> float:
     return scale(yarn.mscale) / scale(yarn.mscale_all_dim) if yarn.mscale and yarn.mscale_all_dim else scale(1)
 
 
-def rotary_angles(position_BT: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """(cos, sin) `[B, T, 1, R/2]` float32 of rotary positions."""
-    frequency, factor = rotary_frequencies(config)
+def rotary_angles(position_BT: Array, config: ModelConfig) -> Angles:
+    """The angles of rotary positions in each of the model's embeddings."""
+    return {rope: _angles(position_BT, rope) for rope in {layer.mixer.rope: None for layer in layers_of(config)}}
+
+
+def _angles(position_BT: Array, rope: Rope) -> tuple[Array, Array]:
+    frequency, factor = rotary_frequencies(rope)
     position_BT11 = position_BT[..., None, None].astype(jnp.float32)
     angle = position_BT11 * expand_dims_like(jnp.asarray(frequency), position_BT11)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
@@ -173,42 +177,43 @@ def rotate(x_BTNH: Array, angles: tuple[Array, Array], *, interleaved: bool = Fa
 class Attention(nnx.Module):
     """Projections to queries, keys and values, `attend`, output projection."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        scale = config.initializer_range
+    def __init__(self, kind: SelfAttention, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, kind.heads, kind.key_heads, kind.head_dim
+        scale, eps = config.initializer_range, config.rms_norm_eps
         self.query = init_weight(rngs, scale, embed=D, heads=N, head=H)
         self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.value = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.out = init_weight(rngs, scale, heads=N, head=H, embed=D)
-        has_bias = config.attention_bias or config.qkv_bias
+        has_bias = kind.bias != "none"
         self.query_bias = init_bias(has_bias, heads=N, head=H)
         self.key_bias = init_bias(has_bias, heads=K, head=H)
         self.value_bias = init_bias(has_bias, heads=K, head=H)
-        self.out_bias = init_bias(config.attention_bias, embed=D)
-        whole = config.qk_norm_projection
-        self.query_norm = RMSNorm(N * H if whole else H, config.rms_norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(K * H if whole else H, config.rms_norm_eps) if config.qk_norm else None
-        self.config = config
+        self.out_bias = init_bias(kind.bias == "all", embed=D)
+        normed = {"none": None, "head": (H, H), "projection": (N * H, K * H)}[kind.qk_norm]
+        self.query_norm = RMSNorm(normed[0], eps) if normed else None
+        self.key_norm = RMSNorm(normed[1], eps) if normed else None
+        self.kind = kind
 
     def __call__(
-        self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: PyTree, layer: Array | int
+        self, x_BTD: Array, angles: Angles, attend: Attend, cache: PyTree, layer: Array | int
     ) -> tuple[Array, PyTree]:
+        own = angles[self.kind.rope]
         q_BTNH = add_bias(contract("btd,dnh->btnh", x_BTD, self.query.get_value()), self.query_bias)
         k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
         v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
-        q_BTNH, k_BTKH = (self._place(*each, angles) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
+        q_BTNH, k_BTKH = (self._place(*each, own) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
 
     def _place(self, x_BTNH: Array, norm: RMSNorm | None, angles: tuple[Array, Array]) -> Array:
         """Queries or keys, normalized and rotated to their positions."""
-        if norm is not None and not self.config.qk_norm_after_rope:
+        if norm is not None and not self.kind.norm_after_rope:
             x_BTNH = self._normalize(norm, x_BTNH)
-        x_BTNH = rotate(x_BTNH, angles, interleaved=self.config.rope_interleaved)
-        return self._normalize(norm, x_BTNH) if norm is not None and self.config.qk_norm_after_rope else x_BTNH
+        x_BTNH = rotate(x_BTNH, angles, interleaved=self.kind.rope.interleaved)
+        return self._normalize(norm, x_BTNH) if norm is not None and self.kind.norm_after_rope else x_BTNH
 
     def _normalize(self, norm: RMSNorm, x_BTNH: Array) -> Array:
-        if self.config.qk_norm_projection:
+        if self.kind.qk_norm == "projection":
             return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
         return norm(x_BTNH)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gspax import config as kinds
 from gspax.config import ModelConfig, Router
 from gspax.model.kernels.expert_ffn import Experts, expert_ffn
 from gspax.model.kernels.expert_parallel import (
@@ -73,24 +74,19 @@ def choose_experts(log_score: Array, bias_E: Array | None, router: Router, activ
 
 
 class SparseMlp(nnx.Module):
-    """The `num_experts_per_tok` best experts by the router's scores; `norm_topk_prob` renormalizes their gates.
+    """The best experts by the router's scores. Padding is not routed: it has the id E, which no expert has."""
 
-    Padding is not routed: it has the id `num_experts`, which no expert has.
-    """
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
+    def __init__(self, kind: kinds.Experts, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, E, F = config.hidden_size, kind.count, kind.width
         scale = config.initializer_range
         self.router = init_weight(rngs, scale, embed=D, router=E)
         self.gate = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.up = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.down = init_weight(rngs, scale, expert=E, mlp=F, expert_embed=D)
-        self.correction_bias = init_bias(config.router.correction_bias, router=E)
-        width = config.shared_expert_intermediate_size
-        self.shared = DenseMlp(config, width=width, rngs=rngs) if width else None
-        gated = width and config.shared_expert_gate
-        self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if gated else None
-        self.config = config
+        self.correction_bias = init_bias(kind.router.correction_bias, router=E)
+        self.shared = DenseMlp(config, width=kind.shared, rngs=rngs) if kind.shared else None
+        self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if kind.shared_gate else None
+        self.kind = kind
 
     def __call__(
         self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None, mesh: jax.sharding.Mesh
@@ -116,7 +112,7 @@ class SparseMlp(nnx.Module):
 
     def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """Gates of the chosen experts, float32 `[B, T, A]`, and the routing."""
-        E, A, router = self.config.num_experts, self.config.num_experts_per_tok, self.config.router
+        E, A, router = self.kind.count, self.kind.active, self.kind.router
         logits_BTE = jnp.einsum(
             "btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
@@ -128,7 +124,7 @@ class SparseMlp(nnx.Module):
             expert_BTA = jnp.minimum(forced_BTA, E - 1)  # replayed padding has the id E
         chosen_BTA = jnp.take_along_axis(log_score_BTE, expert_BTA, axis=-1)
         # p / Σ p as a softmax of log p: replayed experts whose scores underflow to 0 still have gates
-        gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.config.norm_topk_prob else jnp.exp(chosen_BTA)
+        gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.kind.normalize else jnp.exp(chosen_BTA)
         gate_BTA = gate_BTA if router.scale == 1 else gate_BTA * router.scale
         return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
 

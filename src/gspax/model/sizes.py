@@ -37,6 +37,7 @@ from gspax.config import (
     Teacher,
     adapted_weights,
     expert_id_dtype,
+    layers_of,
     optimizers,
     row_shape,
     sampling_mask_size,
@@ -60,23 +61,9 @@ AxisSizes = dict[str, int]
 
 def parameter_count(config: ModelConfig, experts: int | None = None) -> int:
     """Numbers in the model's parameters, embedding and head included. `experts` replaces the number of experts."""
-    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    attention = 2 * D * N * H + 2 * D * K * H
-    if config.attention_bias or config.qkv_bias:
-        attention += N * H + 2 * K * H
-    if config.attention_bias:
-        attention += D
-    normed = (N + K) * H if config.qk_norm_projection else 2 * H
-    norms = 2 * D + (normed if config.qk_norm else 0)
-    experts = config.num_experts if experts is None else experts
-    shared = config.shared_expert_intermediate_size
-    sparse_mlp = D * config.num_experts + 3 * experts * D * config.moe_intermediate_size + 3 * D * shared
-    sparse_mlp += D if shared and config.shared_expert_gate else 0
-    sparse_mlp += config.num_experts if config.router.correction_bias else 0
-    sparse, layers = sparse_layers(config), config.num_hidden_layers
-    mlps = sparse * sparse_mlp + (layers - sparse) * 3 * D * config.intermediate_size
+    D = config.hidden_size
     head = 0 if config.tie_word_embeddings else config.vocab_size * D
-    return config.vocab_size * D + head + D + layers * (attention + norms) + mlps
+    return config.vocab_size * D + head + D + sum(layer.parameters(D, experts) for layer in layers_of(config))
 
 
 def active_parameter_count(config: ModelConfig) -> int:
@@ -91,21 +78,20 @@ def lookup_count(config: ModelConfig) -> int:
 
 def forward_flops(config: ModelConfig, length: float) -> float:
     """FLOPs of one token's forward pass in a row of `length` tokens: matrix products, and attention to half the row."""
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
-    return 2 * (active_parameter_count(config) - lookup_count(config)) + attention
+    mixing = sum(layer.mixer.flops(length) for layer in layers_of(config))
+    return 2 * (active_parameter_count(config) - lookup_count(config)) + mixing
 
 
 def trained_count(config: ModelConfig, lora: Lora | None) -> int:
     """Numbers that have a gradient: the adapters, if there are any, else all parameters."""
     if lora is None:
         return parameter_count(config)
-    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    sparse, layers = sparse_layers(config), config.num_hidden_layers
-    adapted, sides = adapted_weights(lora), {"query": D + N * H, "out": D + N * H, "key": D + K * H, "value": D + K * H}
-    attention = layers * sum(sides[name] for name in adapted["attention"])
-    experts = sparse * config.num_experts * (D + config.moe_intermediate_size)
-    mlps = len(adapted["mlp"]) * (experts + (layers - sparse) * (D + config.intermediate_size))
-    return lora.rank * (attention + mlps)
+    D, adapted = config.hidden_size, adapted_weights(lora)
+    sides = 0
+    for layer in layers_of(config):
+        mixer = layer.mixer.adapted(D)
+        sides += sum(mixer[name] for name in adapted["attention"]) + len(adapted["mlp"]) * layer.mlp.adapted(D)
+    return lora.rank * sides
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -347,9 +333,10 @@ def sampler_sizes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> S
     `PREFILL_BUDGET`, unless `sampling.prefill_prompts` says how many prompts all devices prefill at once.
     """
     shards, samples = sharding.batch_shards(mesh), sampling.prompts * sampling.group
-    dtype, heads = _dtype(sampling.kv_cache_dtype, config), config.num_key_value_heads // mesh["tensor"]
-    vector = size_of(dtype) * config.head_dim + (FLOAT32 if dtype == "int8" else 0)
-    position = 2 * config.num_hidden_layers * heads * vector
+    dtype = _dtype(sampling.kv_cache_dtype, config)
+    kept = [layer.mixer.cache(mesh["tensor"]) for layer in layers_of(config)]
+    scale = FLOAT32 if dtype == "int8" else 0
+    position = sum(each.vectors * (size_of(dtype) * each.width + scale) for each in kept)
     prompts = sampling.prompts // math.gcd(sampling.prompts, shards)
     prompt_cache = prompts * sampling.max_prompt_tokens * position
     slots = fitting = min(sampling.slots or samples, samples)
@@ -415,18 +402,8 @@ def _layer_bytes(config: ModelConfig, mesh: AxisSizes) -> int:
 
     Heads and widths are sharded over the axis tensor; keys and values are gathered over the axis context.
     """
-    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    size, tensor, shared = size_of(config.dtype), mesh["tensor"], config.shared_expert_intermediate_size
-
-    def mlp(width: int) -> int:
-        return 2 * D + 3 * width // tensor
-
-    gathered = 2 * K * H * mesh["context"] if mesh["context"] > 1 else 0
-    heads = (3 * N * H + 3 * K * H + gathered) // tensor  # projected, normalized, rotated, and the context
-    sparse, mlps = sparse_layers(config), []
-    if sparse < config.num_hidden_layers:
-        mlps.append(size * mlp(config.intermediate_size))
-    if sparse:
-        experts = config.num_experts_per_tok * mlp(config.moe_intermediate_size) + (mlp(shared) if shared else 0)
-        mlps.append(size * (2 * D + experts) + 2 * FLOAT32 * config.num_experts)
-    return size * (3 * D + heads) + max(mlps)
+    D, size, tensor = config.hidden_size, size_of(config.dtype), mesh["tensor"]
+    return max(
+        size * (3 * D + layer.mixer.activations(tensor, mesh["context"])) + layer.mlp.activation_bytes(D, size, tensor)
+        for layer in set(layers_of(config))
+    )

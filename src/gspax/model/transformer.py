@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from gspax.config import LayerGroup, ModelConfig, layer_groups, layer_windows
+from gspax.config import Experts, Layer, LayerGroup, ModelConfig, layer_groups, layer_windows
 from gspax.model.layers import (
+    Angles,
     Attend,
     Attention,
     DenseMlp,
@@ -39,7 +40,7 @@ LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a l
 class LayerInputs(NamedTuple):
     """The inputs that all layers of one call share."""
 
-    angles: tuple[Array, Array]
+    angles: Angles
     valid_BT: Array  # not padding
     attend: Attend
     mesh: jax.sharding.Mesh
@@ -48,13 +49,16 @@ class LayerInputs(NamedTuple):
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward network, each added to the residual stream; their inputs or outputs are normalized."""
 
-    def __init__(self, config: ModelConfig, sparse: bool, *, rngs: nnx.Rngs):
+    def __init__(self, kind: Layer, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(kind.mixer, config, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        width = config.intermediate_size
-        self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, width=width, rngs=rngs)
-        self.norm_after = config.norm_place == "after"
+        self.mlp: SparseMlp | DenseMlp
+        if isinstance(kind.mlp, Experts):
+            self.mlp = SparseMlp(kind.mlp, config, rngs=rngs)
+        else:
+            self.mlp = DenseMlp(config, width=kind.mlp.width, rngs=rngs)
+        self.norm_after = kind.norms == "after"
 
     def __call__(
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
@@ -100,7 +104,7 @@ class Transformer(nnx.Module):
         x_BTD = constrain_tokens(table_VD[tokens_BT].astype(config.dtype), mesh)
         routings, first, first_sparse = [], 0, 0
         for group, run in zip(layer_groups(config), self.runs, strict=True):
-            sparse = sum(group.pattern) * group.repeats
+            sparse = sum(kind.sparse for kind in group.pattern) * group.repeats
             forced = forced_LBTA[first_sparse : first_sparse + sparse] if sparse and forced_LBTA is not None else None
             x_BTD, routing = _run_group(run, group, config, shared, x_BTD, first=first, forced_LBTA=forced)
             first, first_sparse = first + len(group.pattern) * group.repeats, first_sparse + sparse
@@ -142,7 +146,7 @@ def _run_group(
         inputs = layers[0], first + jnp.arange(group.repeats), forced_LBTA
         return cast(LayerOutput, jax.lax.scan(steps[0], x_BTD, inputs))
     number_R = first + len(steps) * jnp.arange(group.repeats)
-    sparse = sum(group.pattern)
+    sparse = sum(kind.sparse for kind in group.pattern)
     forced = None if forced_LBTA is None else forced_LBTA.reshape(group.repeats, sparse, *forced_LBTA.shape[1:])
 
     def repeat(x_BTD: Array, inputs: PyTree) -> LayerOutput:
@@ -150,7 +154,7 @@ def _run_group(
         layers, number, forced_SBTA = inputs
         routings: list[Routing] = []
         for place, (step, layer) in enumerate(zip(steps, layers, strict=True)):
-            forced_BTA = forced_SBTA[len(routings)] if forced_SBTA is not None and group.pattern[place] else None
+            forced_BTA = forced_SBTA[len(routings)] if forced_SBTA is not None and group.pattern[place].sparse else None
             x_BTD, routing = step(x_BTD, (layer, number + place, forced_BTA))
             routings += [routing] if routing is not None else []
         return x_BTD, jax.tree.map(lambda *each: jnp.stack(each), *routings) if routings else None
@@ -213,25 +217,25 @@ def _concatenate_routings(routings: list[Routing], shape: tuple[int, ...], confi
 
 def _init_group(config: ModelConfig, group: LayerGroup, rngs: nnx.Rngs) -> DecoderLayer | nnx.List[DecoderLayer]:
     """The stacks of a group: one, or a list of them for a pattern of several layers."""
-    stacks = [_init_stacked(config, sparse, group.repeats, rngs) for sparse in group.pattern]
+    stacks = [_init_stacked(config, kind, group.repeats, rngs) for kind in group.pattern]
     return stacks[0] if len(stacks) == 1 else nnx.List(stacks)
 
 
-def _init_stacked(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs) -> DecoderLayer:
+def _init_stacked(config: ModelConfig, kind: Layer, count: int, rngs: nnx.Rngs) -> DecoderLayer:
     """`count` layers whose parameters have a leading layer axis."""
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap
     def make(rngs: nnx.Rngs) -> DecoderLayer:
-        return DecoderLayer(config, sparse, rngs=rngs)
+        return DecoderLayer(kind, config, rngs=rngs)
 
     return make(rngs)
 
 
 @lru_cache
-def layer_graph(config: ModelConfig, sparse: bool) -> nnx.GraphDef[DecoderLayer]:
+def layer_graph(config: ModelConfig, kind: Layer) -> nnx.GraphDef[DecoderLayer]:
     """The graph definition of one `DecoderLayer`, to merge with its parameters."""
-    return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, sparse, rngs=nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: DecoderLayer(kind, config, rngs=nnx.Rngs(0))))[0]
 
 
 @lru_cache

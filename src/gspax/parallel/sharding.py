@@ -151,8 +151,9 @@ def sampler_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Ite
       rows: a multiple of the number of devices with rows of their own: the rows of a rollout batch, and slots.
     """
     devices = math.prod(sizes.values()) // sizes["slice"]
-    for tensor in range(1, model.num_key_value_heads + 1):
-        if model.num_key_value_heads % tensor or devices % tensor:
+    heads = math.gcd(*(each.size for each in _dimensions(model) if each.axis == "heads"))
+    for tensor in range(1, heads + 1):
+        if heads % tensor or devices % tensor:
             continue
         expert = math.gcd(model.num_experts, devices // tensor) if model.num_experts else 1
         layout = dict.fromkeys(AXES, 1) | {"slice": sizes["slice"], "expert": expert, "tensor": tensor}
@@ -171,22 +172,22 @@ def reshape_mesh(mesh: jax.sharding.Mesh, sizes: dict[str, int]) -> jax.sharding
 
 def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
     """One sentence for each dimension of the parameters that the mesh does not divide evenly."""
-    dimensions = {
-        "hidden_size": "embed",
-        "num_key_value_heads": "heads",  # divides the number of query heads
-        "vocab_size": "vocab",
-        "intermediate_size": "mlp",
-        "num_experts": "expert",
-        "moe_intermediate_size": "mlp",
-        "shared_expert_intermediate_size": "mlp",
-    }
-    for name, axis in dimensions.items():
-        size, parts = getattr(model, name), math.prod(sizes[each] for each in mesh_axes(axis))
+    for name, size, axis in _dimensions(model):
+        parts = math.prod(sizes[each] for each in mesh_axes(axis))
         if size % parts:
             over = " x ".join(f"mesh.{each}" for each in mesh_axes(axis) if sizes[each] > 1)
             yield f"model.{name}: wanted a multiple of {over} ({parts}), got {size}"
     if sizes["expert"] > 1 and not model.num_experts:
         yield f"mesh.expert: wanted 1 for a model without experts, got {sizes['expert']}"
+
+
+def _dimensions(model: ModelConfig) -> list[config.Dimension]:
+    """The dimensions of the parameters that a mesh shards, each once."""
+    outer = ("hidden_size", model.hidden_size, "embed"), ("vocab_size", model.vocab_size, "vocab")
+    inner = (
+        each for layer in config.layers_of(model) for kind in (layer.mixer, layer.mlp) for each in kind.dimensions()
+    )
+    return list(dict.fromkeys((*map(config.Dimension._make, outer), *inner)))
 
 
 def make_mesh(

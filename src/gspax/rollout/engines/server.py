@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gspax.config import ModelConfig, Sampling, is_sparse
+from gspax.config import ModelConfig, Sampling, sparse_numbers
 from gspax.rollout.engines.client import RefusedError
 from gspax.rollout.engines.contract import Served
 from gspax.rollout.engines.weights import Written
@@ -99,7 +99,7 @@ def read_experts(text: object, model: ModelConfig, where: str) -> np.ndarray | N
 
 def select_layers(expert_TLA: np.ndarray, model: ModelConfig, where: str) -> np.ndarray:
     """The sparse layers of an array of experts, which may have the others too."""
-    sparse = [number for number in range(model.num_hidden_layers) if is_sparse(model, number)]
+    sparse = list(sparse_numbers(model))
     if expert_TLA.ndim == 3 and expert_TLA.shape[1] == model.num_hidden_layers != len(sparse):
         expert_TLA = expert_TLA[:, sparse]
     if expert_TLA.shape[1:] != (len(sparse), model.num_experts_per_tok) or expert_TLA.max(initial=0) >= (

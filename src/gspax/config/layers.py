@@ -1,0 +1,161 @@
+"""What a layer is: a mixer of a row's tokens, a feed-forward network, and where their norms stand.
+
+`config.layers_of` derives these values from the fields of a `ModelConfig`. The model builds its modules from them, and
+counts, memory, sharding and validation ask them, so that a new kind of layer answers here. Sizes are whole numbers of
+array elements; D is the model dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from gspax.config.model import AlphaRope, Llama3Rope, Router, Yarn
+
+
+class Dimension(NamedTuple):
+    """A dimension of a layer's parameters that a mesh shards."""
+
+    field: str  # of ModelConfig
+    size: int
+    axis: str  # logical axis, of `parallel.sharding.RULES`
+
+
+class CacheSize(NamedTuple):
+    """What a mixer keeps of a row while it is sampled, on each device."""
+
+    vectors: int  # of each token; in 8 bits a vector has a scale of its own
+    width: int  # numbers in a vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The rotary position embedding of a mixer's queries and keys."""
+
+    dim: int  # of a head's dimensions, the first ones, which are rotated
+    theta: float
+    scaling: Yarn | Llama3Rope | AlphaRope | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfAttention:
+    """Attention of heads of queries to keys and values of each token."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    rope: Rope
+    window: int = 0  # tokens visible to a token, itself included; 0: everything before it
+    bias: Literal["none", "qkv", "all"] = "none"  # of the four projections
+    qk_norm: Literal["none", "head", "projection"] = "head"
+    norm_after_rope: bool = False
+
+    def parameters(self, D: int) -> int:
+        """The number of parameters."""
+        heads, keys = self.heads * self.head_dim, 2 * self.key_heads * self.head_dim
+        biases = {"none": 0, "qkv": heads + keys, "all": heads + keys + D}
+        norms = {"none": 0, "head": 2 * self.head_dim, "projection": heads + keys // 2}
+        return D * (2 * heads + keys) + biases[self.bias] + norms[self.qk_norm]
+
+    def flops(self, length: int | float) -> float:
+        """FLOPs of a token without its matrix products: attention to half a row of `length` tokens."""
+        return 2 * self.heads * self.head_dim * length
+
+    def activations(self, tensor: int, context: int) -> int:
+        """Numbers of a token that the backward pass reads, without scores: keys and values are gathered."""
+        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
+        gathered = 2 * keys * context if context > 1 else 0
+        return (3 * queries + 3 * keys + gathered) // tensor  # projected, normalized, rotated, and the context
+
+    def cache(self, tensor: int) -> CacheSize:
+        """The keys and values of a device's heads, with heads sharded over `tensor` devices."""
+        return CacheSize(vectors=2 * (self.key_heads // tensor), width=self.head_dim)
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """What a mesh must divide; the key heads divide the query heads."""
+        return (Dimension("num_key_value_heads", self.key_heads, "heads"),)
+
+    def adapted(self, D: int) -> dict[str, int]:
+        """The rows and columns, added, of the weights that adapters can have."""
+        queries, keys = D + self.heads * self.head_dim, D + self.key_heads * self.head_dim
+        return {"query": queries, "key": keys, "value": keys, "out": queries}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseMlp:
+    """A gated feed-forward network."""
+
+    width: int
+
+    def parameters(self, D: int, experts: int | None = None) -> int:
+        """The number of parameters."""
+        return 3 * D * self.width
+
+    def activation_bytes(self, D: int, number: int, tensor: int) -> int:
+        """Bytes of a token that the backward pass reads, with `number` bytes for each."""
+        return number * (2 * D + 3 * self.width // tensor)
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """What a mesh must divide."""
+        return (Dimension("intermediate_size", self.width, "mlp"),)
+
+    def adapted(self, D: int) -> int:
+        """The rows and columns, added, of each of its weights."""
+        return D + self.width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A router, and the best of its experts for each token; perhaps a shared expert for every token."""
+
+    count: int
+    active: int
+    width: int
+    router: Router
+    normalize: bool = True  # the gates of a token sum to one
+    shared: int = 0  # width of the shared expert; 0: none
+    shared_gate: bool = False  # its output is scaled by a sigmoid of the token
+
+    def parameters(self, D: int, experts: int | None = None) -> int:
+        """The number of parameters, or of those that a number of its experts leaves."""
+        chosen = self.count if experts is None else experts
+        router = D * self.count + self.count * self.router.correction_bias
+        return router + 3 * chosen * D * self.width + 3 * D * self.shared + D * self.shared_gate
+
+    def activation_bytes(self, D: int, number: int, tensor: int) -> int:
+        """Bytes of a token that the backward pass reads: `number` for each, float32 for the router's logits."""
+        rows = self.active * (2 * D + 3 * self.width // tensor)
+        shared = 2 * D + 3 * self.shared // tensor if self.shared else 0
+        return number * (2 * D + rows + shared) + 2 * 4 * self.count
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """What a mesh must divide."""
+        return (
+            Dimension("num_experts", self.count, "expert"),
+            Dimension("moe_intermediate_size", self.width, "mlp"),
+            Dimension("shared_expert_intermediate_size", self.shared, "mlp"),
+        )
+
+    def adapted(self, D: int) -> int:
+        """The rows and columns, added, of each of its experts' weights."""
+        return self.count * (D + self.width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of a model."""
+
+    mixer: SelfAttention
+    mlp: DenseMlp | Experts
+    norms: Literal["before", "after"] = "before"  # of mixer and MLP: their inputs or outputs are normalized
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it has experts."""
+        return isinstance(self.mlp, Experts)
+
+    def parameters(self, D: int, experts: int | None = None) -> int:
+        """The number of parameters; `experts` replaces the number of experts."""
+        return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + 2 * D
