@@ -42,10 +42,14 @@ BLOCKS = partial(by_rows, partial(masked_attention, attend=attend_by_blocks))
 WINDOWS = (7, 2**30, 7)  # of three layers
 
 
-def rows(B=2, T=21, N=4, K=2, H=8, dtype=jnp.float32):
-    """Queries, keys and values, the weight of the differentiated sum, and rows of two segments and padding."""
-    keys = iter(jax.random.split(jax.random.key(T), 4))
-    q, k, v, weight = (jax.random.normal(next(keys), (B, T, heads, H), dtype) for heads in (N, K, K, N))
+def rows(B=2, T=21, N=4, K=2, H=8, U=None, dtype=jnp.float32):
+    """Queries, keys and values, the weight of the differentiated sum, and rows of two segments and padding.
+
+    Values are U wide, or as wide as keys.
+    """
+    keys, U = iter(jax.random.split(jax.random.key(T), 4)), U or H
+    shapes = ((N, H), (K, H), (K, U), (N, U))
+    q, k, v, weight = (jax.random.normal(next(keys), (B, T, *shape), dtype) for shape in shapes)
     start_B2 = np.array([[T // 3 + b, T - 3 * b - 2] for b in range(B)])[:, :, None]
     segment_BT = np.array([1, 2, 0])[(np.arange(T)[None, None] >= start_B2).sum(1)]
     return (q, k, v), weight, jnp.asarray(segment_BT, jnp.int32)
@@ -54,7 +58,7 @@ def rows(B=2, T=21, N=4, K=2, H=8, dtype=jnp.float32):
 def loops(q, k, v, segment_BT, window):
     B, T, N, H = q.shape
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros_like(q)
+    out = np.zeros((B, T, N, v.shape[3]))
     for b, t, n in np.ndindex(B, T, N):
         seen = [s for s in range(t + 1) if segment_BT[b, s] == segment_BT[b, t] and t - s < window]
         head = n * k.shape[2] // N
@@ -96,6 +100,28 @@ def test_attention_equals_loops(K, layer):
     (q, k, v), _, segment_BT = rows(K=K)
     got = XLA(q, k, v, segment_BT, layer, windows=WINDOWS)
     np.testing.assert_allclose(got, loops(q, k, v, np.asarray(segment_BT), WINDOWS[layer]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attend", "shape"),
+    [
+        pytest.param(XLA, {"H": 8, "U": 5}, id="XLA, narrower"),
+        pytest.param(BLOCKS, {"H": 8, "U": 5, "T": 40}, id="blocks, narrower"),
+        pytest.param(BLOCKS, {"H": 8, "U": 12, "T": 40}, id="blocks, wider"),
+        pytest.param(SPLASH, {"H": 24, "U": 16, "T": 130}, id="splash, narrower"),
+        pytest.param(SPLASH, {"H": 16, "U": 24, "T": 130}, id="splash, wider", marks=pytest.mark.slow),
+    ],
+)
+def test_values_may_be_of_another_width_than_keys(attend, shape, monkeypatch):
+    """Against loops, and the gradients against those of one piece in XLA."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 2 * 4 * shape.get("T", 21) * 5)
+    arrays, weight, segment_BT = rows(**shape)
+    got = on_tokens(attend, arrays, weight, segment_BT)
+    wanted = loops(*arrays, np.asarray(segment_BT), 2**30)
+    np.testing.assert_allclose(got[0], np.where(segment_BT[:, :, None, None] > 0, wanted, 0), rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 2**30)
+    same(got, on_tokens(XLA, arrays, weight, segment_BT))
 
 
 def test_without_windows_attention_covers_the_segment():

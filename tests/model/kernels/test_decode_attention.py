@@ -80,6 +80,39 @@ def test_a_cache_in_8_bits_is_the_cache_that_it_stands_for(attend, dtype, tolera
     assert 1e-3 < np.abs(wanted_context - loops(q, *cache, START, STOP)[0]).max() < 3e-2, "the rounding"
 
 
+@pytest.mark.parametrize("attend", [run, attend_to_segments])
+@pytest.mark.parametrize("int8", [False, True])
+def test_values_may_be_the_keys_too(attend, int8):
+    """As with latent attention: one array is read once."""
+    q, cache, _ = slots(N=4, K=1)
+    values = quantize(cache, axes=(-1,)) if int8 else cache
+    got, wanted = attend(q, None, values, START, STOP), attend(q, values, values, START, STOP)
+    live_B = STOP > START
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one[live_B], other[live_B], rtol=1e-6, atol=1e-6)
+    tolerance = 3e-2 if int8 else 2e-6
+    np.testing.assert_allclose(got[0][live_B], loops(q, cache, cache, START, STOP)[0][live_B], atol=tolerance)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_latents_are_written_and_read(kernel, int8, monkeypatch):
+    """In the kernel's layout they are padded to whole lanes, which changes no score."""
+    monkeypatch.setattr(segments, "decode_attention", decode_attention)
+    q, cache, new = slots(N=4, K=1)
+    segment = segments.make_segment(None, cache, int8=int8, kernel=kernel)
+    assert segment.k_XKHS is None and segment.v_XKSH.shape[-1] == (128 if kernel else 8)
+    position = np.array([0, 19, 7, 7, 7, 19, 4])
+    written = segments.write((segment,), None, new[:, :, 0], jnp.asarray(position), kernel=kernel)
+    got = segments.attend(q, written, jnp.asarray(START), jnp.asarray(STOP), kernel=kernel)
+    whole = np.array(cache)
+    whole[np.arange(7), :, position] = new[:, :, 0]
+    live_B = STOP > START
+    wanted = loops(q, whole, whole, START, STOP)
+    np.testing.assert_allclose(got[0][live_B], wanted[0][live_B], atol=3e-2 if int8 else 2e-6)
+    np.testing.assert_allclose(got[1][live_B], wanted[1][live_B], atol=3e-2 if int8 else 2e-6)
+
+
 def test_what_is_not_live_does_not_matter():
     q, k, v = slots()
     index = np.arange(20)
@@ -155,9 +188,13 @@ def test_heads_that_do_not_divide():
 
 
 @pytest.mark.parametrize(
-    ("topology", "quantized"), [("v5p:2x2x1", False), ("v5e:2x2", True), ("v6e:2x2", False), ("v5p:2x2x1", True)]
+    ("topology", "quantized", "latent"),
+    [
+        *(("v5p:2x2x1", False, False), ("v5e:2x2", True, False), ("v6e:2x2", False, False), ("v5p:2x2x1", True, False)),
+        *(("v5p:2x2x1", False, True), ("v6e:2x2", True, True)),
+    ],
 )
-def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quantized, monkeypatch):
+def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quantized, latent, monkeypatch):
     pytest.importorskip("libtpu")
     from gspax.commands.aot import chips
 
@@ -168,17 +205,19 @@ def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quan
     def new(x):
         return quantize(x, axes=(-1,)) if quantized else x
 
+    K, H = (1, 640) if latent else (4, 128)
     q, cache, row = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for shape, dtype in (((4, 32, 128), jnp.bfloat16), ((4, 4, 1536, 128), jnp.bfloat16), ((4,), jnp.int32))
+        for shape, dtype in (((4, 32, H), jnp.bfloat16), ((4, K, 1536, H), jnp.bfloat16), ((4,), jnp.int32))
     )
     cache = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(new, cache)
     )
 
     def write_and_attend(q, k, v, position_B):
-        k = jax.tree.map(partial(module.write_positions, position=position_B), k, new(q[:, ::8]))
-        return module.decode_attention(q, k, v, jnp.zeros_like(position_B), position_B + 1), k
+        k = jax.tree.map(partial(module.write_positions, position=position_B), k, new(q[:, :: 32 // K]))
+        keys, values = (None, k) if latent else (k, v)
+        return module.decode_attention(q, keys, values, jnp.zeros_like(position_B), position_B + 1), k
 
     compiled = jax.jit(write_and_attend, donate_argnums=1).lower(q, cache, cache, row).compile()
     assert "tpu_custom_call" in compiled.as_text()

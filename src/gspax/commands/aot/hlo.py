@@ -414,16 +414,21 @@ def _is_decode_attention(op: Instruction) -> bool:
 
 
 def _attention_bytes(op: Instruction, computation: Computation, fetched: Fetched) -> int:
-    """Queries and results, and what is fetched of keys and values: the last two arguments, [X, K, T, H]."""
+    """Queries and results, and what is fetched of keys and values [X, K, T, H], which may be one array."""
+
+    def arrays(call: Instruction) -> list[Instruction]:
+        """Its arguments with four axes: queries, and keys and values."""
+        operands = (computation[name] for name in call.operands)
+        return [each for each in operands if len(each.buffers[0].shape) == 4]
 
     def heads_per_key(call: Instruction) -> int:
-        return computation[call.operands[-3]].buffers[0].shape[2]
+        return arrays(call)[0].buffers[0].shape[2]
 
-    q, k = (computation[name] for name in op.operands[-3:-1])
+    q, k, *_ = arrays(op)
     (rows, *_), (X, K, T, H) = q.buffers[0].shape, k.buffers[0].shape
     fewest = min(heads_per_key(other) for other in computation.values() if _is_decode_attention(other))
     number_size = k.memory / (X * K * T * H)  # 0 if the array is on chip
-    cache = int(rows * K * fetched(T, heads_per_key(op) == fewest) * H * number_size * 2)
+    cache = int(rows * K * fetched(T, heads_per_key(op) == fewest) * H * number_size * (len(arrays(op)) - 1))
     return cache + q.memory + op.memory
 
 

@@ -52,7 +52,7 @@ LocalMask: Any = splash_mask.LocalMask
 Masks: TypeAlias = Any  # splash.SplashAttentionKernel: a pytree of tables that is callable, the kernel
 
 Axes = str | tuple[str, ...] | None
-# (q [B, C, N, H], k [B, S, K, H], v [B, S, K, H], visible [B, C, S]) -> context [B, C, N, H]
+# (q [B, C, N, H], k [B, S, K, H], v [B, S, K, U], visible [B, C, S]) -> context [B, C, N, U]
 Kernel = Callable[[Array, Array, Array, Array], Array]
 
 
@@ -78,15 +78,15 @@ class Shard(NamedTuple):
 
     q_BTNH: Array
     k_BSKH: Array
-    v_BSKH: Array
+    v_BSKU: Array
     segment_BT: Array  # of the queries
     prefix_BT: Array | None  # of the queries
     segment_BS: Array  # of the keys
     first: Array | int  # position of the first query among the keys
 
 
-def row_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Array | int, rows: Rows) -> Array:
-    """softmax(q k / √H) v over what each token attends to: `[B, T, N, H]` in q's dtype. Differentiable in q, k and v.
+def row_attention(q_BTNH: Array, k_BTKH: Array, v_BTKU: Array, layer: Array | int, rows: Rows) -> Array:
+    """softmax(q k / √H) v over what each token attends to: `[B, T, N, U]` in q's dtype. Differentiable in q, k and v.
 
     Scores and their softmax are float32 for every dtype. `layer`, int32, may be traced; it selects the window.
 
@@ -98,19 +98,19 @@ def row_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Array | in
         raise ValueError("prefix_BT: wanted None in a model with sliding windows")
     platform = rows.mesh.devices.flat[0].platform
     if platform == "tpu":
-        return splash_attention(q_BTNH, k_BTKH, v_BTKH, layer, rows)
+        return splash_attention(q_BTNH, k_BTKH, v_BTKU, layer, rows)
     attend: Callable[[Array, Shard], Array] = partial(attend_in_chunks, xla_kernel)
-    if platform == "gpu" and cudnn_supports(q_BTNH):
+    if platform == "gpu" and cudnn_supports(q_BTNH, v_BTKU):
         attend = partial(attend_in_chunks, cudnn_kernel)
     elif platform == "cpu" and q_BTNH.shape[1] >= LONG:
         attend = attend_by_blocks
-    return masked_attention(q_BTNH, k_BTKH, v_BTKH, layer, rows, attend=attend)
+    return masked_attention(q_BTNH, k_BTKH, v_BTKU, layer, rows, attend=attend)
 
 
 def masked_attention(
     q_BTNH: Array,
     k_BTKH: Array,
-    v_BTKH: Array,
+    v_BTKU: Array,
     layer: Array | int,
     rows: Rows,
     *,
@@ -118,11 +118,11 @@ def masked_attention(
 ) -> Array:
     """`row_attention` by `attend`, which gets the layer's window (the length of the row if it has none) and a shard."""
     window = jnp.asarray(rows.windows, jnp.int32)[layer] if rows.windows else jnp.int32(q_BTNH.shape[1])
-    return _on_mesh(attend, rows, window, PartitionSpec(), (q_BTNH, k_BTKH, v_BTKH))
+    return _on_mesh(attend, rows, window, PartitionSpec(), (q_BTNH, k_BTKH, v_BTKU))
 
 
 def splash_attention(
-    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Array | int, rows: Rows, *, interpret: bool = False
+    q_BTNH: Array, k_BTKH: Array, v_BTKU: Array, layer: Array | int, rows: Rows, *, interpret: bool = False
 ) -> Array:
     """`row_attention` by the kernel for TPU; with `interpret`, on any platform."""
     T, shards, heads = q_BTNH.shape[1], rows.shards(rows.time), q_BTNH.shape[2] // rows.shards(rows.heads)
@@ -138,7 +138,7 @@ def splash_attention(
     automatic = Mesh(rows.mesh.devices, rows.mesh.axis_names)  # the shape of a shard is not defined on a manual axis
     by_time = NamedSharding(automatic, PartitionSpec(None, rows.time))
     specs = [table.manual_sharding_spec(by_time) for table in tables]
-    return _on_mesh(attend, rows, (tables, choice), (specs, PartitionSpec()), (q_BTNH, k_BTKH, v_BTKH))
+    return _on_mesh(attend, rows, (tables, choice), (specs, PartitionSpec()), (q_BTNH, k_BTKH, v_BTKU))
 
 
 def _on_mesh(
@@ -173,23 +173,23 @@ def _on_mesh(
 
 def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     """The kernel's result for all queries, in chunks of at most SCORE_BUDGET scores."""
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, prefix_BT, segment_BS, first = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first = shard
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
     position_T = first + jnp.arange(T)
 
     def attend(
-        q_BCNH: Array, segment_BC: Array, prefix_BC: Array | None, position_C: Array, k_BSKH: Array, v_BSKH: Array
+        q_BCNH: Array, segment_BC: Array, prefix_BC: Array | None, position_C: Array, k_BSKH: Array, v_BSKU: Array
     ) -> Array:
         back_1CS = (position_C[:, None] - jnp.arange(S)[None])[None]
         related_BCS = segment_BC[:, :, None] == segment_BS[:, None]
         if prefix_BC is not None:
             related_BCS |= jnp.where(prefix_BC > 0, prefix_BC, -1)[:, :, None] == segment_BS[:, None]
         visible_BCS = related_BCS & (back_1CS >= 0) & (back_1CS < window)
-        return kernel(q_BCNH, k_BSKH.astype(dtype), v_BSKH.astype(dtype), visible_BCS)
+        return kernel(q_BCNH, k_BSKH.astype(dtype), v_BSKU.astype(dtype), visible_BCS)
 
     C = max(1, SCORE_BUDGET // (B * N * S))
     if C >= T:
-        return attend(q_BTNH, segment_BT, prefix_BT, position_T, k_BSKH, v_BSKH)
+        return attend(q_BTNH, segment_BT, prefix_BT, position_T, k_BSKH, v_BSKU)
     count = -(-T // C)
     padding = count * C - T
 
@@ -198,30 +198,30 @@ def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
         return jnp.moveaxis(padded_BT.reshape(x_BT.shape[0], count, C, *x_BT.shape[2:]), 1, 0)
 
     # The scan accumulates the gradients of keys and values in their own dtype, hence float32.
-    k_BSKH, v_BSKH = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
+    k_BSKH, v_BSKU = k_BSKH.astype(jnp.float32), v_BSKU.astype(jnp.float32)
     recomputed = jax.checkpoint(attend, prevent_cse=False)
     by_token = jax.tree.map(split, (q_BTNH, segment_BT, prefix_BT))
     chunks = (*by_token, split(position_T[None])[:, 0])
-    _, context = lax.scan(lambda none, chunk: (none, recomputed(*chunk, k_BSKH, v_BSKH)), None, chunks)
-    return jnp.moveaxis(context, 0, 1).reshape(B, count * C, *q_BTNH.shape[2:])[:, :T]
+    _, context = lax.scan(lambda none, chunk: (none, recomputed(*chunk, k_BSKH, v_BSKU)), None, chunks)
+    return jnp.moveaxis(context, 0, 1).reshape(B, count * C, N, -1)[:, :T]
 
 
 @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
-def xla_kernel(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, visible_BCS: Array) -> Array:
+def xla_kernel(q_BCNH: Array, k_BSKH: Array, v_BSKU: Array, visible_BCS: Array) -> Array:
     """The kernel for any platform. The backward pass recomputes the softmax from the saved scores."""
     B, C, N, H = q_BCNH.shape
     K = k_BSKH.shape[2]
     q_BCKRH = q_BCNH.reshape(B, C, K, N // K, H)
     score_BKRCS = jnp.einsum("bckrh,bskh->bkrcs", q_BCKRH, k_BSKH, preferred_element_type=jnp.float32)
     score_BKRCS = jnp.where(visible_BCS[:, None, None], score_BKRCS * H**-0.5, MASKED)
-    weight_BKRCS = jax.nn.softmax(score_BKRCS, axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum("bkrcs,bskh->bckrh", weight_BKRCS, v_BSKH).reshape(B, C, N, H)
+    weight_BKRCS = jax.nn.softmax(score_BKRCS, axis=-1).astype(v_BSKU.dtype)
+    return jnp.einsum("bkrcs,bsku->bckru", weight_BKRCS, v_BSKU).reshape(B, C, N, -1)
 
 
 def cudnn_kernel(
     q_BCNH: Array,
     k_BSKH: Array,
-    v_BSKH: Array,
+    v_BSKU: Array,
     visible_BCS: Array,
     *,
     implementation: Literal["xla", "cudnn"] = "cudnn",
@@ -230,16 +230,16 @@ def cudnn_kernel(
     even = ((0, 0), (0, q_BCNH.shape[1] % 2), (0, k_BSKH.shape[1] % 2))  # cuDNN wants even lengths with a mask
     visible_B1CS = jnp.pad(visible_BCS, even)[:, None]
     q, k, v = (
-        jnp.pad(x, (*pad, (0, 0), (0, 0))) for x, pad in ((q_BCNH, even[:2]), (k_BSKH, even[::2]), (v_BSKH, even[::2]))
+        jnp.pad(x, (*pad, (0, 0), (0, 0))) for x, pad in ((q_BCNH, even[:2]), (k_BSKH, even[::2]), (v_BSKU, even[::2]))
     )
     context = jax.nn.dot_product_attention(q, k, v, mask=visible_B1CS, implementation=implementation)
     return context[:, : q_BCNH.shape[1]]
 
 
-def cudnn_supports(q_BTNH: Array) -> bool:
-    """Whether cuDNN has a kernel for queries of this dtype and head size."""
+def cudnn_supports(q_BTNH: Array, v_BTKU: Array) -> bool:
+    """Whether cuDNN has a kernel for queries of this dtype and head size, and for values of theirs."""
     H = q_BTNH.shape[3]
-    return q_BTNH.dtype in (jnp.bfloat16, jnp.float16) and H <= 128 and H % 8 == 0
+    return v_BTKU.shape[3] == H and q_BTNH.dtype in (jnp.bfloat16, jnp.float16) and H <= 128 and H % 8 == 0
 
 
 # --- blocks, on CPU --------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Blocks(NamedTuple):
 
 def attend_by_blocks(window: Array, shard: Shard) -> Array:
     """softmax(q k / √H) v, without the blocks of scores that are masked; the results of blocks of padding are 0."""
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, prefix_BT, segment_BS, first = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first = shard
     (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     size = -(-T // -(-T // BLOCK) // 8) * 8  # of equal blocks, in multiples of 8 positions
 
@@ -295,10 +295,10 @@ def attend_by_blocks(window: Array, shard: Shard) -> Array:
     count_X = needed_BIJ.sum(axis=2, dtype=jnp.int32).reshape(-1)
     blocks = Blocks(segment_XC, prefix_XC, segment_YC, first, window, key_BIJ.reshape(-1, J), count_X)
     q_XKQH = split(q_BTNH).reshape(-1, size, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * size, H)
-    k_YKSH, v_YKSH = (split(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
-    context_XKQH = _attend(q_XKQH, k_YKSH, v_YKSH, blocks)
-    context_XCKRH = context_XKQH.reshape(-1, K, N // K, size, H).transpose(0, 3, 1, 2, 4)
-    return context_XCKRH.reshape(B, -1, N, H)[:, :T]
+    k_YKSH, v_YKSU = (split(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKU))
+    context_XKQU = _attend(q_XKQH, k_YKSH, v_YKSU, blocks)
+    context_XCKRU = context_XKQU.reshape(-1, K, N // K, size, v_BSKU.shape[3]).transpose(0, 3, 1, 2, 4)
+    return context_XCKRU.reshape(B, -1, N, v_BSKU.shape[3])[:, :T]
 
 
 def _range(number_BIC: Array) -> tuple[Array, Array]:
@@ -313,11 +313,11 @@ def _overlap(queries: tuple[Array, Array], keys: tuple[Array, Array]) -> Array:
 
 
 @jax.custom_vjp
-def _attend(q_XKQH: Array, k_YKSH: Array, v_YKSH: Array, blocks: Blocks) -> Array:
-    return _attend_forward(q_XKQH, k_YKSH, v_YKSH, blocks)[0]
+def _attend(q_XKQH: Array, k_YKSH: Array, v_YKSU: Array, blocks: Blocks) -> Array:
+    return _attend_forward(q_XKQH, k_YKSH, v_YKSU, blocks)[0]
 
 
-def _attend_forward(q_XKQH: Array, k_YKSH: Array, v_YKSH: Array, blocks: Blocks) -> tuple[Array, PyTree]:
+def _attend_forward(q_XKQH: Array, k_YKSH: Array, v_YKSU: Array, blocks: Blocks) -> tuple[Array, PyTree]:
     heads = q_XKQH.shape[2] // blocks.segment_XC.shape[1]
 
     def of_queries(x: Array) -> tuple[Array, Array]:
@@ -325,18 +325,18 @@ def _attend_forward(q_XKQH: Array, k_YKSH: Array, v_YKSH: Array, blocks: Blocks)
 
         def add(n: Array, so_far: OnlineSoftmax) -> OnlineSoftmax:
             y, visible_1QS = blocks.visit(x, n, heads)
-            return so_far.add(q_KQH, k_YKSH[y], v_YKSH[y], visible_1QS)
+            return so_far.add(q_KQH, k_YKSH[y], v_YKSU[y], visible_1QS)
 
-        return lax.fori_loop(0, blocks.count_X[x], add, OnlineSoftmax.begin(q_KQH)).result()
+        return lax.fori_loop(0, blocks.count_X[x], add, OnlineSoftmax.begin(q_KQH, v_YKSU.shape[3])).result()
 
-    context_XKQH, logsumexp_XKQ1 = lax.map(of_queries, jnp.arange(len(q_XKQH)))
-    return context_XKQH.astype(q_XKQH.dtype), (q_XKQH, k_YKSH, v_YKSH, blocks, context_XKQH, logsumexp_XKQ1)
+    context_XKQU, logsumexp_XKQ1 = lax.map(of_queries, jnp.arange(len(q_XKQH)))
+    return context_XKQU.astype(q_XKQH.dtype), (q_XKQH, k_YKSH, v_YKSU, blocks, context_XKQU, logsumexp_XKQ1)
 
 
-def _attend_backward(saved: PyTree, dcontext_XKQH: Array) -> tuple[Array, Array, Array, None]:
-    q_XKQH, k_YKSH, v_YKSH, blocks, context_XKQH, logsumexp_XKQ1 = saved
+def _attend_backward(saved: PyTree, dcontext_XKQU: Array) -> tuple[Array, Array, Array, None]:
+    q_XKQH, k_YKSH, v_YKSU, blocks, context_XKQU, logsumexp_XKQ1 = saved
     heads, scale, dtype = q_XKQH.shape[2] // blocks.segment_XC.shape[1], q_XKQH.shape[3] ** -0.5, q_XKQH.dtype
-    shared_XKQ1 = (context_XKQH * dcontext_XKQH).sum(axis=-1, keepdims=True)
+    shared_XKQ1 = (context_XKQU * dcontext_XKQU).sum(axis=-1, keepdims=True)
 
     def product(subscripts: str, *factors: Array) -> Array:
         return jnp.einsum(subscripts, *(x.astype(dtype) for x in factors), preferred_element_type=jnp.float32)
@@ -345,29 +345,29 @@ def _attend_backward(saved: PyTree, dcontext_XKQH: Array) -> tuple[Array, Array,
         return lax.dynamic_update_index_in_dim(x_YKSH, x_YKSH[y] + more_KSH, y, 0)
 
     def of_queries(dkeys: tuple[Array, Array], x: Array) -> tuple[tuple[Array, Array], Array]:
-        q_KQH, dcontext_KQH = q_XKQH[x], dcontext_XKQH[x]
+        q_KQH, dcontext_KQU = q_XKQH[x], dcontext_XKQU[x]
 
         def add(n: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            dq_KQH, dk_YKSH, dv_YKSH = so_far
+            dq_KQH, dk_YKSH, dv_YKSU = so_far
             y, visible_1QS = blocks.visit(x, n, heads)
-            k_KSH, v_KSH = k_YKSH[y], v_YKSH[y]
+            k_KSH, v_KSU = k_YKSH[y], v_YKSU[y]
             score_KQS = product("kqh,ksh->kqs", q_KQH, k_KSH) * scale
             weight_KQS = jnp.exp(jnp.where(visible_1QS, score_KQS - logsumexp_XKQ1[x], MASKED))
-            dweight_KQS = product("kqh,ksh->kqs", dcontext_KQH, v_KSH)
+            dweight_KQS = product("kqu,ksu->kqs", dcontext_KQU, v_KSU)
             dscore_KQS = weight_KQS * (dweight_KQS - shared_XKQ1[x]) * scale
             return (
                 dq_KQH + product("kqs,ksh->kqh", dscore_KQS, k_KSH),
                 add_to(dk_YKSH, y, product("kqs,kqh->ksh", dscore_KQS, q_KQH)),
-                add_to(dv_YKSH, y, product("kqs,kqh->ksh", weight_KQS, dcontext_KQH)),
+                add_to(dv_YKSU, y, product("kqs,kqu->ksu", weight_KQS, dcontext_KQU)),
             )
 
         zero_KQH = jnp.zeros(q_KQH.shape, jnp.float32)
-        dq_KQH, dk_YKSH, dv_YKSH = lax.fori_loop(0, blocks.count_X[x], add, (zero_KQH, *dkeys))
-        return (dk_YKSH, dv_YKSH), dq_KQH.astype(dtype)
+        dq_KQH, dk_YKSH, dv_YKSU = lax.fori_loop(0, blocks.count_X[x], add, (zero_KQH, *dkeys))
+        return (dk_YKSH, dv_YKSU), dq_KQH.astype(dtype)
 
-    start = jnp.zeros(k_YKSH.shape, jnp.float32), jnp.zeros(v_YKSH.shape, jnp.float32)
-    (dk_YKSH, dv_YKSH), dq_XKQH = lax.scan(of_queries, start, jnp.arange(len(q_XKQH)))
-    return dq_XKQH, dk_YKSH.astype(k_YKSH.dtype), dv_YKSH.astype(v_YKSH.dtype), None
+    start = jnp.zeros(k_YKSH.shape, jnp.float32), jnp.zeros(v_YKSU.shape, jnp.float32)
+    (dk_YKSH, dv_YKSU), dq_XKQH = lax.scan(of_queries, start, jnp.arange(len(q_XKQH)))
+    return dq_XKQH, dk_YKSH.astype(k_YKSH.dtype), dv_YKSU.astype(v_YKSU.dtype), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -430,7 +430,7 @@ def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool =
 
 def attend_by_splash(tables: Masks, shard: Shard) -> Array:
     """softmax(q k / √H) v over what the tables, the segments and the prefixes let a query attend to."""
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, prefix_BT, segment_BS, _ = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, _ = shard
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     pad_T, pad_S = _padded(T) - T, _padded(S) - S
 
@@ -438,56 +438,56 @@ def attend_by_splash(tables: Masks, shard: Shard) -> Array:
         return jnp.pad(x_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
 
     def one_row(
-        q_NTH: Array, k_KSH: Array, v_KSH: Array, segment_T: Array, prefix_T: Array | None, segment_S: Array
+        q_NTH: Array, k_KSH: Array, v_KSU: Array, segment_T: Array, prefix_T: Array | None, segment_S: Array
     ) -> Array:
         own = splash.SegmentIds(q=segment_T, kv=segment_S)
         if prefix_T is None:
-            return tables(q_NTH, k_KSH, v_KSH, segment_ids=own)
+            return tables(q_NTH, k_KSH, v_KSU, segment_ids=own)
         earlier = splash.SegmentIds(q=jnp.where(prefix_T > 0, prefix_T, -1), kv=segment_S)
-        return _attend_to_both(tables, q_NTH, k_KSH, v_KSH, (own, earlier))
+        return _attend_to_both(tables, q_NTH, k_KSH, v_KSU, (own, earlier))
 
     def pad(segment_BT: Array, padding: int) -> Array:
         return jnp.pad(segment_BT, ((0, 0), (0, padding)), mode="edge")
 
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
-    context_BNTH = jax.vmap(one_row)(
+    context_BNTU = jax.vmap(one_row)(
         heads_first(scaled_BTNH, pad_T),
         heads_first(k_BSKH, pad_S),
-        heads_first(v_BSKH, pad_S),
+        heads_first(v_BSKU, pad_S),
         pad(segment_BT, pad_T),
         None if prefix_BT is None else pad(prefix_BT, pad_T),
         pad(segment_BS, pad_S),
     )
-    return context_BNTH[:, :, :T].swapaxes(1, 2)
+    return context_BNTU[:, :, :T].swapaxes(1, 2)
 
 
 @jax.custom_vjp
-def _attend_to_both(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSH: Array, segments: PyTree) -> Array:
+def _attend_to_both(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSU: Array, segments: PyTree) -> Array:
     """The kernel's result over the keys that either of two pairs of segments allows, none of them by both.
 
     The kernel compares segments for equality only. So it runs twice, and the two softmaxes are merged. Its backward
     pass takes the log-sum-exp of all keys; with that of both, each half gives its part of the gradient.
     """
-    return _both_forward(tables, q_NTH, k_KSH, v_KSH, segments)[0]
+    return _both_forward(tables, q_NTH, k_KSH, v_KSU, segments)[0]
 
 
-def _both_forward(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSH: Array, segments: PyTree) -> tuple[Array, PyTree]:
+def _both_forward(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSU: Array, segments: PyTree) -> tuple[Array, PyTree]:
     saving = type(tables)(*tables.tree_flatten()[0], **tables.kwargs | {"save_residuals": True})
-    halves = [saving(q_NTH, k_KSH, v_KSH, segment_ids=pair) for pair in segments]
+    halves = [saving(q_NTH, k_KSH, v_KSU, segment_ids=pair) for pair in segments]
     # A query without a key has a log-sum-exp near the least float32, and so no weight.
     total_NT = jnp.logaddexp(*(logsumexp_NT for _, (logsumexp_NT,) in halves))
     parts = [x_NTH * jnp.exp(logsumexp_NT - total_NT)[..., None] for x_NTH, (logsumexp_NT,) in halves]
-    context_NTH = (parts[0] + parts[1]).astype(q_NTH.dtype)
-    return context_NTH, (tables, q_NTH, k_KSH, v_KSH, segments, context_NTH, total_NT)
+    context_NTU = (parts[0] + parts[1]).astype(q_NTH.dtype)
+    return context_NTU, (tables, q_NTH, k_KSH, v_KSU, segments, context_NTU, total_NT)
 
 
-def _both_backward(saved: PyTree, dcontext_NTH: Array) -> tuple[Array | None, ...]:
-    tables, q_NTH, k_KSH, v_KSH, segments, context_NTH, total_NT = saved
+def _both_backward(saved: PyTree, dcontext_NTU: Array) -> tuple[Array | None, ...]:
+    tables, q_NTH, k_KSH, v_KSU, segments, context_NTU, total_NT = saved
     masks = tables.dq_mask_info, tables.dkv_mask_info
 
     def gradients(pair: PyTree) -> tuple[Array, ...]:
-        residuals = (q_NTH, k_KSH, v_KSH, pair, None, context_NTH, total_NT, *masks)
-        return splash._splash_attention_bwd(**tables.kwargs, res=residuals, do=dcontext_NTH)[3:6]
+        residuals = (q_NTH, k_KSH, v_KSU, pair, None, context_NTU, total_NT, *masks)
+        return splash._splash_attention_bwd(**tables.kwargs, res=residuals, do=dcontext_NTU)[3:6]
 
     return None, *(own + earlier for own, earlier in zip(*map(gradients, segments), strict=True)), None
 

@@ -32,7 +32,7 @@ Ref: TypeAlias = Any  # a Pallas reference to memory
 
 def decode_attention(
     q_BNH: Array,
-    k_XKTH: Weight,
+    k_XKTH: Weight | None,
     v_XKTH: Weight,
     start_B: Array,
     stop_B: Array,
@@ -48,7 +48,7 @@ def decode_attention(
       q_BNH: float32 or bfloat16; query head n reads key head n // R. Rows that attend to the same positions of one
         cache row may be passed as one row of more heads.
       k_XKTH: in q's dtype, or a `Quantized` with a scale [X, K, T]. Positions that no row sees may hold anything
-        finite.
+        finite. None: the values are the keys too, and are read once (latent attention).
       v_XKTH: as k_XKTH.
       start_B: int32, in [0, T].
       stop_B: int32, in [0, T]. Where it is at most `start_B`, the context is 0 and the logsumexp about -1e30, so that
@@ -59,7 +59,7 @@ def decode_attention(
     Raises:
       ValueError: the number of key heads does not divide the number of query heads.
     """
-    (B, N, H), K = q_BNH.shape, k_XKTH.shape[1]
+    (B, N, H), K = q_BNH.shape, v_XKTH.shape[1]
     if N % K:
         raise ValueError(f"decode_attention: wanted query heads in multiples of the {K} key heads, got {N}")
     row_B = jnp.arange(B) if row_B is None else row_B
@@ -98,7 +98,7 @@ def fetched_positions(T: int, stop: int) -> int:
 
 
 def _call_kernel(
-    q_BKRH: Array, k_XKTH: Weight, v_XKTH: Weight, bounds: tuple[Array, ...], interpret: bool
+    q_BKRH: Array, k_XKTH: Weight | None, v_XKTH: Weight, bounds: tuple[Array, ...], interpret: bool
 ) -> tuple[Array, Array]:
     """`decode_attention` with grouped heads: context_BKRH and logsumexp_BKR1. `bounds` are row, start and stop.
 
@@ -106,7 +106,7 @@ def _call_kernel(
     mapped to its nearest active one, which is on chip already, so they are not fetched.
     """
     pl, pltpu = unstable.pallas()
-    (B, K, R, H), T = q_BKRH.shape, k_XKTH.shape[2]
+    (B, K, R, H), T = q_BKRH.shape, v_XKTH.shape[2]
     block = min(KERNEL_BLOCK, T)
 
     def active_block(b: Array, i: Array, row_B: Array, start_B: Array, stop_B: Array) -> tuple[Array | int, ...]:
@@ -123,18 +123,19 @@ def _call_kernel(
         context_BKRH = vary_alike(jnp.zeros_like(q_BKRH, jnp.float32), q_BKRH, values[0], bounds[2])[0]
         return context_BKRH, context_BKRH[..., :1]
 
-    # The last operands (see `commands.aot.hlo`) are queries and the numbers of keys and values.
-    scales = [x.scale for x in (k_XKTH, v_XKTH) if isinstance(x, Quantized)]
-    values = [x.values if isinstance(x, Quantized) else x for x in (k_XKTH, v_XKTH)]
+    # The operands with four axes (see `commands.aot.hlo`) are queries and the numbers of keys and values.
+    cached = [x for x in (k_XKTH, v_XKTH) if x is not None]
+    scales = [x.scale for x in cached if isinstance(x, Quantized)]
+    values = [x.values if isinstance(x, Quantized) else x for x in cached]
     # Otherwise XLA copies whole caches to the core's memory and back for every token, where that has room (v6e).
     read = values if interpret else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in values]
     in_scales = pl.BlockSpec((None, K, block), lambda *args: active_block(*args)[:3])
     return pl.pallas_call(
-        partial(_kernel, block=block, T=T),
+        partial(_kernel, block=block, T=T, scales=len(scales), caches=len(values)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(B, jnp.maximum(lax.div(bounds[2].max() + (block - 1), block), 1)),
-            in_specs=[*(in_scales for _ in scales), in_row[0], in_cache, in_cache],
+            in_specs=[*(in_scales for _ in scales), in_row[0], *(in_cache for _ in values)],
             out_specs=in_row,
             scratch_shapes=[pltpu.VMEM((K, R, size), jnp.float32) for size in (1, 1, H)],
         ),
@@ -145,12 +146,12 @@ def _call_kernel(
     )(*bounds, *scales, q_BKRH, *read)
 
 
-def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: int) -> None:
-    """One block of one row. `refs`, in VMEM: scales of keys and values, if any; queries, keys, values; context,
-    log-sum-exp; the running softmax."""
+def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: int, scales: int, caches: int) -> None:
+    """One block of one row. `refs`, in VMEM: scales of keys and values, if any; queries; keys, unless they are the
+    values; values; context, log-sum-exp; the running softmax."""
     pl = unstable.pallas()[0]
-    *scale_refs, q_ref, k_ref, v_ref, context_ref, logsumexp_ref, top_ref, sum_ref, part_ref = refs
-    running_refs = top_ref, sum_ref, part_ref
+    scale_refs, q_ref, cache_refs = refs[:scales], refs[scales], refs[scales + 1 : scales + 1 + caches]
+    context_ref, logsumexp_ref, *running_refs = refs[scales + 1 + caches :]
     b, i = pl.program_id(0), pl.program_id(1)
     start, stop = start_B[b], stop_B[b]
 
@@ -165,17 +166,18 @@ def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: in
 
     @pl.when(i == 0)
     def _() -> None:
-        write(OnlineSoftmax.begin(q_ref[...]))
+        write(OnlineSoftmax.begin(q_ref[...], q_ref.shape[-1]))
 
     @pl.when((i * block < stop) & ((i + 1) * block > start))
     def _() -> None:
         position_11S = i * block + lax.broadcasted_iota(jnp.int32, (1, 1, block), 2)
         active_11S = (position_11S >= start) & (position_11S < stop)
-        k_KSH: Weight = k_ref[...]
-        v_KSH: Weight = read(v_ref, 1)
+        v_KSH = read(cache_refs[-1], 1)
+        k_KSH = v_KSH if caches == 1 else cache_refs[0][...]
+        cached: tuple[Weight, Weight] = k_KSH, v_KSH
         if scale_refs:
-            k_KSH, v_KSH = Quantized(k_ref[...], scale_refs[0][...]), Quantized(read(v_ref, 1), read(scale_refs[1], 1))
-        write(OnlineSoftmax(*(ref[...] for ref in running_refs)).add(q_ref[...], k_KSH, v_KSH, active_11S))
+            cached = Quantized(k_KSH, scale_refs[0][...]), Quantized(v_KSH, read(scale_refs[-1], 1))
+        write(OnlineSoftmax(*(ref[...] for ref in running_refs)).add(q_ref[...], *cached, active_11S))
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:

@@ -19,21 +19,23 @@ TINY = 1e-30  # the sum of no weights
 class OnlineSoftmax(NamedTuple):
     """The state after some blocks.
 
-    Axes: K key heads, Q queries of a key head, S keys of a block, H head; any leading axes, such as rows.
+    Axes: K key heads, Q queries of a key head, S keys of a block, H head, U head of values; any leading axes, such as
+    rows.
     """
 
     top_KQ1: Array
     sum_KQ1: Array
-    context_KQH: Array
+    context_KQU: Array
 
     @staticmethod
-    def begin(q_KQH: Array) -> OnlineSoftmax:
-        zero_KQH = jnp.zeros_like(q_KQH, jnp.float32)
-        return OnlineSoftmax(zero_KQH[..., :1] + MASKED, zero_KQH[..., :1], zero_KQH)
+    def begin(q_KQH: Array, width: int) -> OnlineSoftmax:
+        """Before the first block, of values of this width."""
+        zero_KQU = jnp.zeros((*q_KQH.shape[:-1], width))
+        return OnlineSoftmax(zero_KQU[..., :1] + MASKED, zero_KQU[..., :1], zero_KQU)
 
-    def add(self, q_KQH: Array, k_KSH: Weight, v_KSH: Weight, visible_KQS: Array) -> OnlineSoftmax:
+    def add(self, q_KQH: Array, k_KSH: Weight, v_KSU: Weight, visible_KQS: Array) -> OnlineSoftmax:
         """After one more block. `visible_KQS` may have axes of size one."""
-        (k_KSH, k_KS), (v_KSH, v_KS) = (unpack(x, q_KQH.dtype) for x in (k_KSH, v_KSH))
+        (k_KSH, k_KS), (v_KSU, v_KS) = (unpack(x, q_KQH.dtype) for x in (k_KSH, v_KSU))
         score_KQS = jnp.einsum("...qh,...sh->...qs", q_KQH, k_KSH, preferred_element_type=jnp.float32)
         score_KQS = score_KQS if k_KS is None else score_KQS * k_KS[..., None, :]
         score_KQS = jnp.where(visible_KQS, score_KQS * q_KQH.shape[-1] ** -0.5, MASKED)
@@ -41,13 +43,13 @@ class OnlineSoftmax(NamedTuple):
         weight_KQS = jnp.where(visible_KQS, jnp.exp(score_KQS - top_KQ1), 0.0)
         shrink_KQ1 = jnp.exp(self.top_KQ1 - top_KQ1)
         scaled_KQS = weight_KQS if v_KS is None else weight_KQS * v_KS[..., None, :]
-        part_KQH = jnp.einsum(
-            "...qs,...sh->...qh", scaled_KQS.astype(v_KSH.dtype), v_KSH, preferred_element_type=jnp.float32
+        part_KQU = jnp.einsum(
+            "...qs,...su->...qu", scaled_KQS.astype(v_KSU.dtype), v_KSU, preferred_element_type=jnp.float32
         )
         sum_KQ1 = self.sum_KQ1 * shrink_KQ1 + weight_KQS.sum(axis=-1, keepdims=True)
-        return OnlineSoftmax(top_KQ1, sum_KQ1, self.context_KQH * shrink_KQ1 + part_KQH)
+        return OnlineSoftmax(top_KQ1, sum_KQ1, self.context_KQU * shrink_KQ1 + part_KQU)
 
     def result(self) -> tuple[Array, Array]:
         """The context, and the log-sum-exp with a last axis of 1."""
         sum_KQ1 = jnp.maximum(self.sum_KQ1, TINY)
-        return self.context_KQH / sum_KQ1, self.top_KQ1 + jnp.log(sum_KQ1)
+        return self.context_KQU / sum_KQ1, self.top_KQ1 + jnp.log(sum_KQ1)

@@ -3,7 +3,7 @@
 On TPU a layer's cache is one array, of which the kernel `decode_attention` reads the blocks that are active. Elsewhere
 plain XLA reads it: XLA:CPU copies a slice of an array before a product reads it, but reads a whole array in place. So
 the positions of a cache are a few arrays, segments, and those that no row can see are skipped. Keys are then stored
-transposed, since a product reads them twice as fast so.
+transposed, since a product reads them twice as fast so. With latent attention the values are the keys, stored once.
 
 Axes: B rows with one query each, X rows of the cache, N query heads, K key heads, R = N/K, H head, S positions of a
 segment.
@@ -23,30 +23,38 @@ from gspax.model.kernels.online_softmax import MASKED
 from gspax.model.kernels.quantization import Quantized, Weight, quantize, unpack
 
 SEGMENT = 64  # positions
+LANES = 128  # numbers of a TPU's vector
 MOST_SEGMENTS = 8
 
 
 class Segment(NamedTuple):
     """Keys and values of some positions."""
 
-    k_XKHS: Weight  # a `Quantized` has a scale [X, K, S]; with the kernel, [X, K, S, H]
+    k_XKHS: Weight | None  # a `Quantized` has a scale [X, K, S]; with the kernel, [X, K, S, H]; None: the values
     v_XKSH: Weight
 
 
 Segments = tuple[Segment, ...]  # that follow one another
 
 
-def make_segment(k_XKSH: Array, v_XKSH: Array, *, int8: bool, kernel: bool) -> Segment:
+def make_segment(k_XKSH: Array | None, v_XKSH: Array, *, int8: bool, kernel: bool) -> Segment:
     """Keys and values as they are cached, in 8 bits on request; `kernel` is whether `decode_attention` reads them."""
+    if kernel and k_XKSH is None:
+        v_XKSH = _pad(v_XKSH)
     segment = _round(k_XKSH, v_XKSH) if int8 else Segment(k_XKSH, v_XKSH)
-    if kernel:
+    if kernel or k_XKSH is None:
         return segment
     return segment._replace(k_XKHS=jax.tree.map(lambda x: x.swapaxes(2, 3) if x.ndim == 4 else x, segment.k_XKHS))
 
 
-def _round(k: Array, v: Array) -> Segment:
+def _round(k: Array | None, v: Array) -> Segment:
     """Keys and values in 8 bits, with one scale for each token and head."""
-    return Segment(quantize(k, axes=(-1,)), quantize(v, axes=(-1,)))
+    return Segment(None if k is None else quantize(k, axes=(-1,)), quantize(v, axes=(-1,)))
+
+
+def _pad(x: Array) -> Array:
+    """Zeros after the last axis of a latent, up to whole lanes: for another width XLA:TPU copies the cache to write."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)])
 
 
 def segment_sizes(length: int, *, kernel: bool) -> list[int]:
@@ -55,11 +63,13 @@ def segment_sizes(length: int, *, kernel: bool) -> list[int]:
     return [min(size, length - first) for first in range(0, length, size)]
 
 
-def write(segments: Segments, k_BKH: Array, v_BKH: Array, position: Array, *, kernel: bool) -> Segments:
+def write(segments: Segments, k_BKH: Array | None, v_BKH: Array, position: Array, *, kernel: bool) -> Segments:
     """The segments with each row's new key and value at its position: int32 `[B]`, or `[]` if it is one for all rows.
 
     In the segments that do not have the position, an element is replaced by itself.
     """
+    if kernel and k_BKH is None:
+        v_BKH = _pad(v_BKH)
     new = _round(k_BKH, v_BKH) if isinstance(segments[0].v_XKSH, Quantized) else Segment(k_BKH, v_BKH)
     if kernel:
         return (jax.tree.map(partial(write_positions, position=position), segments[0], new),)
@@ -95,6 +105,11 @@ def attend(
     q_BNH: Array, segments: Segments, start_B: Array, stop_B: Array, row_B: Array | None = None, *, kernel: bool
 ) -> tuple[Array, Array]:
     """`decode_attention` over segments that follow one another; without the kernel, all of the first one are read."""
+    if kernel and segments[0].k_XKHS is None:
+        H, padded_BNH = q_BNH.shape[-1], _pad(q_BNH)
+        scaled_BNH = padded_BNH * (padded_BNH.shape[-1] / H) ** 0.5  # the kernel divides by the root of its width
+        context_BNH, logsumexp_BN = decode_attention(scaled_BNH, *segments[0], start_B, stop_B, row_B)
+        return context_BNH[..., :H], logsumexp_BN
     if kernel:
         return decode_attention(q_BNH, *segments[0], start_B, stop_B, row_B)
     result = _attend_to_one(q_BNH, segments[0], start_B, stop_B, row_B)
@@ -115,8 +130,12 @@ def _attend_to_one(
     (B, N, H), (K, S) = q_BNH.shape, segment.v_XKSH.shape[1:3]
     q_BKRH = q_BNH.reshape(B, K, N // K, H)
     of_rows = segment if row_B is None else jax.tree.map(lambda x_X: x_X[row_B], segment)
-    (k_BKHS, k_BKS), (v_BKSH, v_BKS) = (unpack(x, q_BNH.dtype) for x in of_rows)
-    score_BKRS = jnp.einsum("bkrh,bkhs->bkrs", q_BKRH, k_BKHS, preferred_element_type=jnp.float32) * H**-0.5
+    v_BKSH, v_BKS = unpack(of_rows.v_XKSH, q_BNH.dtype)
+    if of_rows.k_XKHS is None:
+        keys, k_BKHS, k_BKS = "bksh", v_BKSH, v_BKS
+    else:
+        keys, (k_BKHS, k_BKS) = "bkhs", unpack(of_rows.k_XKHS, q_BNH.dtype)
+    score_BKRS = jnp.einsum(f"bkrh,{keys}->bkrs", q_BKRH, k_BKHS, preferred_element_type=jnp.float32) * H**-0.5
     score_BKRS = score_BKRS if k_BKS is None else score_BKRS * k_BKS[:, :, None]
     position_1S = jnp.arange(S)[None]
     active_BS = (position_1S >= start_B[:, None]) & (position_1S < stop_B[:, None])
