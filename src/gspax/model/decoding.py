@@ -34,6 +34,7 @@ from gspax.model.kernels.quantization import contract, is_quantized, look_up
 from gspax.model.kernels.segments import Segments
 from gspax.model.layers import Attend, attend_within_segments, rms_norm, rotary_angles
 from gspax.model.transformer import LayerInputs, layer_graph
+from gspax.parallel import sharding
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens, sample_axis, spec
 from gspax.types import Array, Params, PyTree
 
@@ -185,7 +186,7 @@ def new_cache(
 
 def on_tpu(mesh: jax.sharding.Mesh) -> bool:
     """Whether the cache is in the layout of the TPU kernel `decode_attention`."""
-    return bool(mesh.devices.flat[0].platform == "tpu")
+    return sharding.platform(mesh) == "tpu"
 
 
 # --- decode and extend -----------------------------------------------------------------------------------------------

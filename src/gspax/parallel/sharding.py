@@ -218,6 +218,11 @@ def single_device_mesh() -> jax.sharding.Mesh:
     return make_mesh(ONES, jax.devices()[:1])
 
 
+def platform(mesh: jax.sharding.Mesh) -> str:
+    """The platform of a mesh's devices, which need not be this host's: "cpu", "gpu", or "tpu"."""
+    return str(mesh.devices.flat[0].platform)
+
+
 def group_by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each TPU slice; devices of other kinds form one slice."""
     slices: dict[int, list[jax.Device]] = {}

@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gspax import unstable
 from gspax.config import SCORE_BUDGET
 from gspax.model.kernels.online_softmax import MASKED, OnlineSoftmax
+from gspax.parallel import sharding
 from gspax.types import PyTree
 
 LONG = 128  # positions of a row from which a CPU attends by blocks: faster below too, but it compiles longer
@@ -96,7 +97,7 @@ def row_attention(q_BTNH: Array, k_BTKH: Array, v_BTKU: Array, layer: Array | in
     """
     if rows.windows and rows.prefix_BT is not None:
         raise ValueError("prefix_BT: wanted None in a model with sliding windows")
-    platform = rows.mesh.devices.flat[0].platform
+    platform = sharding.platform(rows.mesh)
     if platform == "tpu":
         return splash_attention(q_BTNH, k_BTKH, v_BTKU, layer, rows)
     attend: Callable[[Array, Shard], Array] = partial(attend_in_chunks, xla_kernel)

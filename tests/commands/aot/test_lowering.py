@@ -1,0 +1,123 @@
+"""The programs of a run are lowered for GPUs and TPUs on a machine that has neither; what cannot be is named here.
+
+Lowering chooses the kernels of the platform and writes the program in StableHLO; XLA compiles it on the device only.
+"""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_experiment
+from jax import export
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from gspax import config
+from gspax.commands.aot import programs
+from gspax.parallel import sharding
+from gspax.rewards.environments import ToolUse
+
+SMALL = replace(
+    small_experiment.experiment,
+    model=replace(small_experiment.experiment.model, num_hidden_layers=1, num_key_value_heads=2, head_dim=64),
+    sampling=replace(small_experiment.experiment.sampling, group=8),
+)
+PACKED = replace(SMALL.schedule, microbatch_tokens=64, share_prompts=True)
+VARIANTS = {
+    "sharded": SMALL,
+    "packed": replace(SMALL, schedule=PACKED),
+    "int8": replace(SMALL, sampling=replace(SMALL.sampling, weights_dtype="int8", kv_cache_dtype="int8")),
+    "LoRA": replace(SMALL, lora=config.Lora(rank=2)),
+    "conversations": replace(SMALL, environment=ToolUse(tools=()), turns=config.Turns(limit=2)),
+    "dense": replace(SMALL, model=replace(SMALL.model, num_experts=0, intermediate_size=32)),
+}
+FORWARD, BACKWARD = {"splash_mha_fwd"}, {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
+KERNELS = {  # on TPU; of the programs that are not here: none
+    programs.TRAIN: BACKWARD,
+    programs.SCORE: FORWARD,
+    programs.ROLLOUT: FORWARD | {"decode_attention"},
+    programs.PROMPTS: FORWARD,
+    programs.TURNS: {"decode_attention"},
+    programs.REPLIES: {"decode_attention"},
+}
+CALLS = "ragged_all_to_all", "__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"
+UNSTABLE = [export.DisabledSafetyCheck.custom_call(name) for name in CALLS]  # such a file may not outlive this jax
+
+
+@pytest.fixture
+def platform(monkeypatch, request):
+    """The platform of all meshes; jax's name of it."""
+    monkeypatch.setattr(sharding, "platform", lambda mesh: request.param)
+    return {"gpu": "cuda"}.get(request.param, request.param)
+
+
+def make_mesh(target):
+    """Rows, experts, and heads are sharded. No other test has devices in this order: jax keeps what it traced."""
+    devices = np.roll(jax.devices()[:8], {"cuda": 3, "tpu": 5}[target]).reshape(1, 1, 2, 2, 1, 2)
+    return jax.sharding.Mesh(devices, sharding.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 6)
+
+
+def lower(experiment, target, dtype):
+    """The exported programs of an experiment by name."""
+    mesh, model = make_mesh(target), replace(experiment.model, dtype=dtype)
+
+    def exported(lower):
+        function = lower.func.__self__  # of which `Program.lower` binds the method
+        return export.export(function, platforms=(target,), disabled_checks=UNSTABLE)(*lower.args, **lower.keywords)
+
+    made = programs.make_programs(replace(experiment, model=model), mesh, mesh)
+    return {program.name: exported(program.lower) for program in made}
+
+
+def calls(exported):
+    """What a program calls that XLA does not compile itself."""
+    return {name for name in CALLS if f"custom_call @{name}(" in exported.mlir_module()}
+
+
+def kernels(exported):
+    """The Pallas kernels of a program."""
+    return {name.partition("_seg")[0] for name in re.findall(r'kernel_name = "(\w+)"', exported.mlir_module())}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("platform", ["tpu"], indirect=True)
+def test_every_program_is_lowered_for_tpu_with_its_kernels(platform, variant):
+    lowered = lower(VARIANTS[variant], platform, "bfloat16")
+    assert len(lowered) == (6 if variant == "conversations" else 4)
+    for name, program in lowered.items():
+        assert (program.platforms, program.nr_devices) == (("tpu",), 8)
+        assert kernels(program) == KERNELS.get(name, set()), name
+        assert calls(program) == ({"ragged_all_to_all"} if name in KERNELS and variant != "dense" else set()), name
+    copied = {leaf.dtype for leaf in lowered[programs.COPY].out_avals}
+    assert (jnp.dtype("int8") in copied) == (variant == "int8")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("platform", ["gpu"], indirect=True)
+def test_every_program_is_lowered_for_cuda(platform, variant):
+    """In float32, for which cuDNN has no attention: plain XLA."""
+    for name, program in lower(VARIANTS[variant], platform, "float32").items():
+        assert (program.platforms, program.nr_devices) == (("cuda",), 8)
+        assert not calls(program) and not kernels(program), name
+
+
+@pytest.mark.parametrize("platform", ["gpu"], indirect=True)
+def test_attention_in_bfloat16_is_not_lowered_for_cuda_without_a_gpu(platform):
+    """jax asks cuDNN for its version while it traces: nobody can look at this program on a CPU machine."""
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        lower(VARIANTS["dense"], platform, "bfloat16")
+
+
+@pytest.mark.parametrize("variant", ["dense", "packed"])
+@pytest.mark.parametrize("platform", ["gpu"], indirect=True)
+def test_attention_in_bfloat16_is_lowered_for_cuda_once_cudnn_is_there(platform, variant, monkeypatch):
+    """With the answers of a Hopper GPU and cuDNN 9.11 in place of those that jax asks for."""
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91100)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
+    _, forward, backward = CALLS
+    wanted = {programs.TRAIN: {forward, backward}, programs.COPY: set()}
+    for name, program in lower(VARIANTS[variant], platform, "bfloat16").items():
+        assert calls(program) == wanted.get(name, {forward}), name
