@@ -22,6 +22,7 @@ from gspax.learner.teacher import fill_teacher, fingerprint, make_teach
 from gspax.losses import distill
 from gspax.model import transformer
 from gspax.parallel import sharding
+from gspax.types import Batch
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
 TEACHER = replace(tiny.MOE, num_experts=0, hidden_size=24, num_hidden_layers=1, vocab_size=24, tie_word_embeddings=True)
@@ -176,3 +177,34 @@ def test_a_fingerprint_tells_parameters_apart_on_any_mesh():
     swapped = {**params, "embedding": params["embedding"][:, jnp.array([1, 0, *range(2, 24)])]}
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     assert len({one, *map(fingerprint, (nudged, swapped, rounded))}) == 4
+
+
+def test_tokens_are_selected_by_the_advantages_that_the_loss_has():
+    logp_BT, teacher_BT = jnp.log(jnp.array([[[1.0, 0.5, 0.2, 0.6]], [[1.0, 0.9, 0.2, 0.1]]]))
+    mask_BT = jnp.array([[False, True, True, True]])
+    batch = Batch(
+        tokens_BT=jnp.zeros((1, 4), jnp.int32),
+        segment_BT=jnp.ones((1, 4), jnp.int32),
+        mask_BT=mask_BT,
+        old_logp_BT=logp_BT,
+        sampler_logp_BT=logp_BT,
+        teacher_logp_BT=teacher_BT,
+        advantage=jnp.array([0.5]),
+    )
+    rest = jnp.zeros((1, 4)), jax.random.key(0)
+
+    def selected(teacher):
+        found = {}
+
+        def spy(minibatch):
+            found["advantage"] = np.asarray(minibatch.advantage_BT)
+            return minibatch.mask_BT
+
+        with jax.disable_jit():
+            minibatches.make_select({"selected_BT": spy}, ALONE, teacher)(batch, *rest)
+        return found["advantage"]
+
+    mixed = distill.mixed_advantage(batch.advantage, logp_BT, teacher_BT, mask_BT, coefficient=0.3)
+    assert_close(selected(Teacher(as_advantage=True, coefficient=0.3)), np.asarray(mixed))
+    for none_of_its in (None, Teacher(coefficient=0.3)):
+        assert_close(selected(none_of_its), np.full((1, 4), 0.5, np.float32))

@@ -14,12 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import (
-    Reference,
-    Regularizers,
-    RowShape,
-)
+from gspax.config import Reference, Regularizers, RowShape, Teacher
 from gspax.config.protocols import Selection
+from gspax.learner.distillation import mix_advantage
 from gspax.learner.objective import Scores
 from gspax.learner.train_step import Score
 from gspax.losses.selection import Minibatch, top_cov
@@ -288,11 +285,16 @@ def selections(selection: Selection | None, regularizers: Regularizers) -> dict[
     return found
 
 
-def make_select(functions: Mapping[str, Selection], mesh: jax.sharding.Mesh) -> Select:
-    """The selections of tokens, jitted, for a batch with old log-probs and advantages."""
+def make_select(functions: Mapping[str, Selection], mesh: jax.sharding.Mesh, teacher: Teacher | None = None) -> Select:
+    """The selections of tokens, jitted, for a batch with old log-probs and advantages.
+
+    Args:
+      teacher: its part is added to the advantages if they are mixed, as in the loss (`mix_advantage`).
+    """
 
     @partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
     def select(batch: Batch, entropy_BT: Array, key: Array) -> dict[str, Array]:
+        batch, _ = mix_advantage(teacher, batch)
         advantage, mask_BT = known(batch, "advantage"), batch.mask_BT
         advantage_BT = jnp.broadcast_to(advantage if advantage.ndim == 2 else advantage[:, None], mask_BT.shape)
         policies = known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT")

@@ -123,7 +123,7 @@ def make_steps(
         make_gradient(settings, objective),
         scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
-        make_select(selected, mesh) if selected else None,
+        make_select(selected, mesh, teacher) if selected else None,
         make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),
     )
 
