@@ -1,7 +1,7 @@
 """Reference losses and advantages: float64 numpy loops, slow, written from the papers alone.
 
 Nothing here imports gspax. Every loss has its analytic gradient, as the papers give it; `test_reference.py` checks the
-gradients against finite differences. J is maximised, so `value` is minus a sequence's term of it.
+gradients against finite differences. J is maximized, so `value` is minus a sequence's term of it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Countdown:
 
 
 def objective_of(variant: Experiment) -> Objective:
-    """The objective that an experiment's train step minimises."""
+    """The objective that an experiment's train step minimizes."""
     fields = ("loss", "correction", "rejection", "reference", "teacher", "regularizers", "calibration", "router_shift")
     options = {name: getattr(variant, name) for name in fields}
     return make_objective(options.pop("loss"), **options)

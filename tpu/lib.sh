@@ -94,7 +94,7 @@ experiment() { # FILE [a.b=c ...]: an experiment file, relative to the checkout'
   fi
 }
 
-new_secret() { # make the secret by which the processes of a run recognise each other; print its file, ours alone to read
+new_secret() { # make the secret by which the processes of a run recognize each other; print its file, ours alone to read
   local file=$root/build/gspax.secret
   if [[ $dry_run != 1 ]]; then
     mkdir -p "$root/build"

@@ -3,7 +3,7 @@
     python experiments/benchmarks/bench_saves.py FOLDER > experiments/benchmarks/saves.md
 
 FOLDER is where the checkpoints are written; each is deleted again. The state is random float32 numbers, which do not
-compress. A save without a manifest is what Orbax does; for the manifest each file is synchronised with the disk and
+compress. A save without a manifest is what Orbax does; for the manifest each file is synchronized with the disk and
 hashed. In each round each kind of save is made twice: alone, and with a jitted loop of a fixed length beside it, which
 begins when `save` returns. The loop keeps the cores busy that compress, write and hash; on an accelerator it would not.
 """
@@ -63,7 +63,7 @@ def make_loop() -> Callable[[], float]:
     return lambda: run(count)
 
 
-def synchronise(path: Path, *, sync: bool = False) -> manifest.Entry:
+def synchronize(path: Path, *, sync: bool = False) -> manifest.Entry:
     """`manifest._digest` without the hash."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -95,7 +95,7 @@ def main(folder: Path) -> None:
     state, loop, alone = make_state(), make_loop(), []
     kinds: dict[str, Any] = {  # what to patch
         "without a manifest": mock.patch.object(manifest, "write_manifest", lambda folder: None),
-        "synchronised, not hashed": mock.patch.object(manifest, "_digest", synchronise),
+        "synchronized, not hashed": mock.patch.object(manifest, "_digest", synchronize),
         "with a manifest": contextlib.nullcontext(),
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}

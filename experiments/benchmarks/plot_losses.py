@@ -1,4 +1,4 @@
-"""Draws losses.png: what each policy loss maximises, and the weight it gives to ∇log π, against the ratio.
+"""Draws losses.png: what each policy loss maximizes, and the weight it gives to ∇log π, against the ratio.
 
 One sequence of one token, so token and sequence ratio are the same; the old probability is 0.2. The weight is minus the
 gradient of the loss by log π, the surrogate its integral over the ratio from 1: for losses that are a constant weight
@@ -30,7 +30,7 @@ PANELS = {  # with ranges that one can see; GSPO's own are 3e-4 and 4e-4
     "DPPO, total variation": losses.dppo_tv,
     "DPPO, KL": losses.dppo_kl,
 }
-COLOURS = {1.0: "tab:blue", -1.0: "tab:orange"}
+COLORS = {1.0: "tab:blue", -1.0: "tab:orange"}
 
 
 def weights(loss, ratio, advantage):
@@ -46,13 +46,13 @@ def draw(path):
     ratio = jnp.linspace(0.01, 3.0, 1200, dtype=jnp.float32)
     figure, axes = plt.subplots(2, len(PANELS), figsize=(2.2 * len(PANELS), 4.6), sharex=True, sharey="row")
     for column, (title, loss) in enumerate(PANELS.items()):
-        for advantage, colour in COLOURS.items():
+        for advantage, color in COLORS.items():
             weight = weights(loss, ratio, advantage)
             # d J / d r = weight / r
             steps = (weight / ratio * (ratio[1] - ratio[0])).cumsum()
             surrogate = advantage * (steps - jnp.interp(1.0, ratio, steps))
-            axes[0, column].plot(ratio, surrogate, colour, label=f"A = {advantage:+.0f}")
-            axes[1, column].plot(ratio, weight, colour, linestyle="-" if advantage > 0 else "--")
+            axes[0, column].plot(ratio, surrogate, color, label=f"A = {advantage:+.0f}")
+            axes[1, column].plot(ratio, weight, color, linestyle="-" if advantage > 0 else "--")
         axes[0, column].set_title(title, fontsize=8)
         axes[1, column].set_xlabel("ratio")
         for axis in axes[:, column]:

@@ -86,7 +86,7 @@ def test_an_adamw_state_is_sharded_like_the_parameters():
     assert adam.count.sharding.is_fully_replicated
 
 
-def test_muon_orthogonalises_each_matrix_of_each_layer_and_expert():
+def test_muon_orthogonalizes_each_matrix_of_each_layer_and_expert():
     grads = random_like(PARAMS, seed=1)
     updates = jax.device_get(first_update(optimizers.muon(1.0, rms=0.2), PARAMS, grads))
     D, N, K, H = MODEL.hidden_size, MODEL.num_attention_heads, MODEL.num_key_value_heads, MODEL.head_dim

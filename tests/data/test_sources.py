@@ -278,7 +278,7 @@ def test_negative_indices_are_rejected(source):
         ({"on_bad": "ignore"}, "on_bad: wanted 'error' or 'skip', got 'ignore'"),
         ({"checks": not_hard}, "checks: wanted a tuple of functions, got <function"),
         ({"filters": ("x",)}, r"filters: wanted a tuple of functions, got \('x',\)"),
-        ({"colour": 1}, "unexpected keyword argument 'colour'"),
+        ({"color": 1}, "unexpected keyword argument 'color'"),
     ],
 )
 def test_invalid_settings_are_rejected_at_construction(file, settings, error):

@@ -5,7 +5,7 @@
 - The other one is a single process that trains to the end of the soak under the faults that a process survives. Its
   resident memory is measured.
 
-A sample is lost if the step that learnt from it is missing, doubled or, in the first run, different in any bit. The
+A sample is lost if the step that learned from it is missing, doubled or, in the first run, different in any bit. The
 exit code is 1 if a fault was not survived or a sample was lost.
 """
 

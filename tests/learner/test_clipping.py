@@ -133,7 +133,7 @@ def shares(rate, rollouts, minibatches=4, outlier=None, seed=0, unsteady=0.0):
     factor that is drawn for each rollout batch, and by more in the first ones, as Adam's first updates are larger.
     """
     rng = np.random.default_rng(seed)
-    minimised = objective.make_objective(losses.gspo, calibration=Calibration())
+    minimized = objective.make_objective(losses.gspo, calibration=Calibration())
     clip_range, found, ranges = (1.0, 1.0), [], []
     for rollout in range(rollouts):
         updates, first = [], rollout * minibatches
@@ -145,7 +145,7 @@ def shares(rate, rollouts, minibatches=4, outlier=None, seed=0, unsteady=0.0):
                 logp = logp.at[0].add(np.log(1.03) * batch.mask_BT[0])
             outputs = objective.Outputs(logp, logp, None)
             constants = objective.UpdateConstants(jnp.array(clip_range), None)
-            _, metrics = losses.reduce(minimised(outputs, batch, constants))
+            _, metrics = losses.reduce(minimized(outputs, batch, constants))
             updates.append({name: float(value) for name, value in metrics.items()} | {"skipped": 0.0, "empty": 0.0})
             ranges.append(clip_range)
             clip_range = adapt_range(Calibration(), clip_range, updates, rates)

@@ -164,7 +164,7 @@ def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
 
     packed = PACKED["some_empty-0.3"]
     x = packed.case
-    minimised = objective.make_objective(
+    minimized = objective.make_objective(
         losses.gspo_token,
         correction=correction.truncate_geometric,
         rejection=functools.partial(correction.reject_off_policy, delta=0.02),
@@ -188,7 +188,7 @@ def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
         )
 
         def numerator(logp):
-            terms = minimised(objective.Outputs(logp, -logp, None), batch, constants)
+            terms = minimized(objective.Outputs(logp, -logp, None), batch, constants)
             return terms.value.sum(), terms
 
         return jax.device_get(jax.grad(numerator, has_aux=True)(logp))

@@ -116,13 +116,13 @@ def test_a_wrapped_loss_trains_the_same(loss, wrap):
     constants = objective.UpdateConstants(jnp.array([0.01, 0.02]), None)
 
     def gradient(function):
-        minimised = objective.make_objective(
+        minimized = objective.make_objective(
             function,
             correction=correction.truncate_tokens,
             reference=Reference(loss=kl.token_kl, coefficient=0.1),
             calibration=Calibration() if losses.traits_of(function).clip_range else None,
         )
-        return jax.grad(lambda logp: minimised(objective.Outputs(logp, logp, None), batch, constants).value.sum())(
+        return jax.grad(lambda logp: minimized(objective.Outputs(logp, logp, None), batch, constants).value.sum())(
             jnp.asarray(x.logp)
         )
 

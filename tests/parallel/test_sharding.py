@@ -164,7 +164,7 @@ def test_one_device_is_a_mesh_of_size_one():
     assert mesh.size == 1 and sharding.batch_shards(mesh) == 1
     spread = sharding.make_mesh(Mesh(data=2, tensor=2))
     assert dict(spread.shape) == ONES | {"data": 2, "fsdp": 2, "tensor": 2} and sharding.batch_shards(spread) == 4
-    assert [device.id for device in spread.devices.flat] == list(range(8)), "neighbours share the innermost axis"
+    assert [device.id for device in spread.devices.flat] == list(range(8)), "neighbors share the innermost axis"
     assert math.prod(spread.shape.values()) == len(jax.devices())
 
 
@@ -196,7 +196,7 @@ def make_grid(chips, **axes):
 
 
 def test_mesh_axes_follow_the_torus():
-    """jax orders devices by process, where neighbours on an axis need not be neighbours on the torus."""
+    """jax orders devices by process, where neighbors on an axis need not be neighbors on the torus."""
     places = [(x, y, 0) for tile in (0, 2) for y in range(4) for x in (tile, tile + 1)]  # two processes of 2 x 4 chips
     grid = make_grid([Chip(number, coords=place) for number, place in enumerate(places)], tensor=4)
     for chips in grid.reshape(4, 4):

@@ -1,4 +1,4 @@
-"""One run, one writer: a second one is refused with a sentence, and the lock of a run that has ended is recognised."""
+"""One run, one writer: a second one is refused with a sentence, and the lock of a run that has ended is recognized."""
 
 import errno
 import json

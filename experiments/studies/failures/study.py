@@ -5,7 +5,7 @@ in one batch where lengths are mixed. Does GSPO learn worse than other losses th
 
 Rule, written before the runs. Five seeds; none is left out. Each loss has its own paper's clip range and aggregation.
 Primary measure: the training reward in the last tenth of the tokens, paired by seed. GSPO fails on a task where the
-interval of another loss's difference excludes 0 in its favour, in this measure and in the mean reward of the run:
+interval of another loss's difference excludes 0 in its favor, in this measure and in the mean reward of the run:
 with ten comparisons one of them alone would exclude 0 by chance in two studies of five.
 
 Added later, before the runs of these variants:

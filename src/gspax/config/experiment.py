@@ -1,4 +1,4 @@
-"""An experiment: what is sampled, rewarded and minimised, with which sizes, on which devices."""
+"""An experiment: what is sampled, rewarded and minimized, with which sizes, on which devices."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def updates_per_step(schedule: Schedule) -> int:
-    """Optimiser updates of one rollout batch."""
+    """Optimizer updates of one rollout batch."""
     return schedule.epochs * schedule.minibatches
 
 
@@ -293,7 +293,7 @@ class Teacher:
     """A model whose next-token distributions the policy learns on its own samples (`losses.distill`)."""
 
     # `hf(...)`, with the policy's vocabulary. None: the policy as it was at the start, and after every `refresh_every`
-    # steps moved towards the policy as it is then by `refresh_share` of the way
+    # steps moved toward the policy as it is then by `refresh_share` of the way
     model: ModelConfig | None = None
     models: Mapping[str, ModelConfig] = field(default_factory=dict)  # instead of it several, by `Problem.teacher`
     refresh_every: NonNegativeInt = 0  # 0: never

@@ -32,7 +32,7 @@ Weights by token belong to losses whose gradient has a weight per token. GSPO, L
 they replace the weights of a sequence's tokens by their mean (docs/corrections.md).
 
 Only the loss of a token is weighted: the denominator of the batch stays what the mask gives, so a rejected sequence
-pulls the loss towards 0 instead of giving its weight to the others.
+pulls the loss toward 0 instead of giving its weight to the others.
 
 Comparisons are made between logarithms and `exp` comes last, so nothing overflows, and a NaN stays a NaN.
 `mismatch_metrics` measures how far apart the two policies are; log it always, and before choosing a correction.

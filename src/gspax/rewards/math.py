@@ -6,7 +6,7 @@ r"""Mathematical answers: 1 if a completion's final answer equals the problem's,
 Equal strings and rational numbers are compared here. The rest is compared by math-verify (the extra `rewards`), in
 worker processes with a deadline: in a thread it would raise, and `7^{10^9}` would exhaust the memory. A sample whose
 comparison is late or crashes its worker gets `failed` and is recorded with the reason. It is counted in `counts()`, in
-the metric `reward/failed` and towards `grading.max_failed`, which stops the run.
+the metric `reward/failed` and toward `grading.max_failed`, which stops the run.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Score:
     Attributes:
       value: the reward.
       reason: a text that is kept with the completion.
-      error: why the reward could not be computed. The completion then counts as failed, also towards
+      error: why the reward could not be computed. The completion then counts as failed, also toward
         `grading.max_failed`, but gets `value` in place of `grading.failed`.
       parts: numbers by name, each of which is a metric.
     """

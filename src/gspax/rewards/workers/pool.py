@@ -50,7 +50,7 @@ class Pool:
     def ask(self, task: object, *, timeout: float) -> Any:
         """The answer to a task; a `Failure` if the worker has "crashed", or is "late" after `timeout` seconds.
 
-        Time spent waiting for a free worker, or for one to start, does not count, here and towards `grading.timeout`.
+        Time spent waiting for a free worker, or for one to start, does not count, here and toward `grading.timeout`.
         """
         with waiting():
             worker = self._idle.get()
