@@ -124,10 +124,7 @@ def load_experiment(
     if getattr(options, "workdir", None) is not None:
         require_possible(options.workdir)
     devices = (options.devices or 1) if dry_run else None
-    folder = str(Path(options.file).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that no file there hides an installed module
-    experiment = experiments.load(options.file)
+    experiment = load_file(options.file)
     if recorded is not None:
         in_file, experiment = experiments.describe(experiment), as_recorded(experiment, recorded)
         changes = experiments.difference(in_file, experiments.describe(experiment))
@@ -147,6 +144,16 @@ def load_experiment(
         keys = [override_key(assignment) for assignment in options.overrides]
         print(plan.render(plan.plan(experiment, devices or 1, overridden=keys)))
     return experiment
+
+
+def load_file(file: str) -> Experiment:
+    """The experiment that a Python file defines, which may import the modules beside it. UserError without one."""
+    from gspax import experiment as experiments
+
+    folder = str(Path(file).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that no file there hides an installed module
+    return experiments.load(file)
 
 
 def override_key(assignment: str) -> str:

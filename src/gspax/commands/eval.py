@@ -81,13 +81,15 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
-    from gspax.evaluation.checkpoint import evaluate_published, generation_settings, make_experiment
+    from gspax.evaluation.checkpoint import evaluate_published, find_tokenizer, generation_settings, make_experiment
     from gspax.experiment import check, override
+    from gspax.hf import hf
 
     if options.step is not None:
         raise UserError("--step is for the checkpoints of a run, not for --from")
     tasks = find_tasks(options.tasks, (), generation_settings(options.source) | settings)
-    experiment = override(make_experiment(options.source, tasks), options.overrides)
+    experiment = make_experiment(hf(options.source), find_tokenizer(options.source), tasks)
+    experiment = override(experiment, options.overrides)
     check(experiment)
     options.workdir.mkdir(parents=True, exist_ok=True)
     processes.join("eval", options, experiment)

@@ -24,6 +24,7 @@ from gspax.run.folders import atomic_folder
 if TYPE_CHECKING:
     from gspax.run.checkpoints import StoredArray
     from gspax.run.directory import RunDir
+    from gspax.types import JsonObject
 
 SHARD_SIZE = "5GB"  # that of transformers up to version 4
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json that ModelConfig does not have
@@ -95,7 +96,7 @@ def run(
 
     config, lora, companions = _read_source(source)
     run = RunDir(source)
-    with Checkpoints(_find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
+    with Checkpoints(find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
         chosen = checkpoints.latest() if step is None else step
         if chosen is None:
             raise UserError(f"there is no checkpoint in {checkpoints.directory}")
@@ -173,21 +174,28 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
 def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
     """The model, its adapters, and the folders that may have its tokenizer's files, the likeliest first."""
     from gspax.learner.state import require_intact
-    from gspax.run.directory import RunDir, read_json
+    from gspax.run.directory import RunDir
 
     run = RunDir(source)
     if run.experiment.is_file():
-        experiment = read_json(run.experiment)
-        try:
-            config = parse(ModelConfig, experiment["model"])
-            lora = parse(Lora, experiment["lora"]) if experiment.get("lora") else None
-        except (KeyError, TypeError) as problem:
-            raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
+        experiment, config, lora = read_recorded(run)
         return config, lora, _find_companions(experiment.get("tokenizer"), config.checkpoint)
     if (source / "config.json").is_file():
         require_intact(source)
         return read_config(source), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
+
+
+def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
+    """The experiment of a run as its experiment.json has it, its model, and its adapters. UserError if unreadable."""
+    from gspax.run.directory import read_json
+
+    experiment = read_json(run.experiment)
+    try:
+        lora = parse(Lora, experiment["lora"]) if experiment.get("lora") else None
+        return experiment, parse(ModelConfig, experiment["model"]), lora
+    except (KeyError, TypeError) as problem:
+        raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
 
 
 def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
@@ -222,7 +230,7 @@ def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
     return folders
 
 
-def _find_checkpoints(run: RunDir) -> Path:
+def find_checkpoints(run: RunDir) -> Path:
     """The checkpoints of the run; before its first save, those of its warm start. UserError if there are none."""
     from gspax.run.manifest import finished_steps
 

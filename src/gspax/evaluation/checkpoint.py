@@ -16,11 +16,12 @@ from typing import cast
 import jax
 
 from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, Sampling, Task
+from gspax.config import Evaluation, Experiment, ModelConfig, Sampling, Task
+from gspax.config.protocols import Tokenizer
 from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
-from gspax.data.tokenizer import hf_tokenizer, read_settings
+from gspax.data.tokenizer import HFTokenizer, hf_tokenizer, read_settings
 from gspax.errors import UserError
 from gspax.evaluation.benchmark import (
     Policy,
@@ -35,7 +36,7 @@ from gspax.evaluation.benchmark import (
 )
 from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
-from gspax.hf.source import CONFIG, SMALL, hf, locate
+from gspax.hf.source import CONFIG, SMALL, locate
 from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.parallel import multihost
 from gspax.report import evaluation_page, statistics
@@ -108,20 +109,22 @@ def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
     return policy, multihost.key_to_host(state.key)
 
 
-def make_experiment(checkpoint: str, tasks: tuple[Task, ...]) -> Experiment:
-    """An experiment whose model, tokenizer and lengths are those of a checkpoint; what training needs is not used.
-
-    The chat template is used if there is one, with thinking where the template knows it.
-    """
-    folder, model = locate(checkpoint, SMALL), hf(checkpoint)
+def find_tokenizer(checkpoint: str) -> HFTokenizer:
+    """The tokenizer of a checkpoint, with its chat template if there is one, thinking where the template knows it."""
+    folder = locate(checkpoint, SMALL)
     has_template = (folder / "chat_template.jinja").is_file()
     has_template = has_template or bool(read_settings(folder, "tokenizer_config.json").get("chat_template"))
+    return hf_chat(folder, thinking=True) if has_template else hf_tokenizer(folder)
+
+
+def make_experiment(model: ModelConfig, tokenizer: Tokenizer, tasks: tuple[Task, ...] = ()) -> Experiment:
+    """An experiment that samples with a model, in lengths that fit it; what training needs is not used."""
     length = min(2048, model.max_position_embeddings // 2)
     return Experiment(
         name="eval",
         model=model,
         data=_UNUSED,
-        tokenizer=hf_chat(folder, thinking=True) if has_template else hf_tokenizer(folder),
+        tokenizer=tokenizer,
         reward=no_reward,
         advantage=advantages.standardize,
         loss=losses.gspo,

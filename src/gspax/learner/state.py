@@ -248,14 +248,45 @@ def load_model(config: ModelConfig, wanted: Params) -> Params:
         return read_params(folder, config, wanted)
     if not (folder / RUN).is_file():  # a run verifies its checkpoints alone
         require_intact(folder)
-    leaves = {f"params/{name}": leaf for name, leaf in named_leaves(wanted).items()}
-    mesh = next(iter(leaves.values())).sharding.mesh
+    mesh = jax.tree.leaves(wanted)[0].sharding.mesh
     with Checkpoints(folder / CHECKPOINTS, mesh=mesh) as checkpoints:
-        step = checkpoints.latest()
-        if step is None:
-            raise UserError(f"there is no checkpoint in {folder / CHECKPOINTS}")
-        arrays = checkpoints.restore_some(leaves, step)
+        return _restore_params(checkpoints, wanted)
+
+
+def load_policy(
+    run: RunDir, checkpoints: Path, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh, step: int | None
+) -> Params:
+    """The parameters of a run's checkpoint (default: the newest), adapters included, without an optimizer's state.
+
+    Args:
+      run: has the frozen parameters of adapters in `start/`.
+      checkpoints: the folder of the run's checkpoints, or of those of its warm start.
+
+    Raises:
+      UserError: there is no such checkpoint, or it is of another model.
+    """
+    wanted, _ = partition(abstract_policy(model, lora, mesh))
+    with Checkpoints(checkpoints, mesh=mesh) as opened:
+        return _with_frozen(run, _restore_params(opened, wanted, step), model, lora, mesh)
+
+
+def _restore_params(checkpoints: Checkpoints, wanted: Params, step: int | None = None) -> Params:
+    """The parameters of a checkpoint (default: the newest), like `wanted`. UserError if there is none."""
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise UserError(f"there is no checkpoint in {checkpoints.directory}")
+    leaves = {f"params/{name}": leaf for name, leaf in named_leaves(wanted).items()}
+    arrays = checkpoints.restore_some(leaves, step)
     return jax.tree.unflatten(jax.tree.structure(wanted), [arrays[name] for name in leaves])
+
+
+def _with_frozen(run: RunDir, params: Params, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh) -> Params:
+    """The parameters with those that adapters leave frozen, from `start/`."""
+    if lora is None:
+        return params
+    base = load_start(run, abstract_params(model, mesh), mesh)
+    _, frozen = partition(adapters.attach_adapters(base, abstract_adapters(model, lora, mesh), lora))
+    return combine(params, frozen)
 
 
 def require_intact(folder: Path) -> None:
@@ -337,8 +368,4 @@ def restore_state(
 ) -> TrainState:
     """The whole state of a checkpoint (default: the newest). UserError if there is none that can be read."""
     state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora, teacher)), step)
-    if lora is None:
-        return state
-    base = load_start(run, abstract_params(model, mesh), mesh)
-    _, frozen = partition(adapters.attach_adapters(base, abstract_adapters(model, lora, mesh), lora))
-    return replace(state, params=combine(state.params, frozen))
+    return replace(state, params=_with_frozen(run, state.params, model, lora, mesh))

@@ -1,0 +1,267 @@
+"""`gspax chat`: talk to the policy of a run, or to a published model, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
+from gspax.commands.export import find_checkpoints, read_recorded
+from gspax.config.functions import name_of, parse
+from gspax.errors import UserError
+from gspax.run.buckets import to_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from gspax.config import Sampling
+    from gspax.config.protocols import Tokenizer
+    from gspax.run.directory import RunDir
+    from gspax.sampler.dialogue import Dialogue
+
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
+HELP = "/temperature T, /logps (log-probs of each token, on or off), /reset, /quit; Ctrl-C stops an answer"
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "chat",
+        "Talk to the policy of a run, or to a published model. A tokenizer with conversations keeps the conversation; "
+        "with another one every line is a prompt of its own. Without a terminal, lines of standard input are messages.",
+        "gspax chat runs/sort --beside runs/sort/warm_start\n  echo 3142= | gspax chat runs/sort@50 --temperature 0",
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a run, DIR or DIR@STEP; a checkpoint's folder; a name on the Hub"
+    )
+    parser.add_argument("--beside", metavar="SOURCE", help="a second one, which answers the same messages")
+    parser.add_argument("--file", metavar="FILE", help="the run's experiment file, if its tokenizer is your own class")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the answers (default: 0)")
+    parser.add_argument("--temperature", metavar="T", help="0 for greedy decoding (default: the source's)")
+    parser.add_argument("--max-tokens", type=at_least(1), default=1024, metavar="N", help="of an answer (1024)")
+    parser.add_argument(
+        "--context", type=at_least(2), metavar="N", help="tokens of a conversation (default: at most 4096)"
+    )
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    from gspax.commands.terminal import make_console
+
+    console, interactive = make_console(), sys.stdin.isatty()
+    names = [options.source, *([options.beside] if options.beside else [])]
+    with console.status(f"loading {' and '.join(names)}") if interactive else contextlib.nullcontext():
+        chat = Chat(console, [open_talk(name, options) for name in names], options.max_tokens)
+    if interactive:
+        console.print(HELP, style="dim")
+    for message in read_messages(interactive):
+        if message == "/quit":
+            break
+        try:
+            (chat.set if message.startswith("/") else chat.answer)(message)
+        except UserError as problem:
+            if not interactive:
+                raise
+            print(f"gspax: {problem}", file=sys.stderr)
+    return 0
+
+
+def read_messages(interactive: bool) -> Iterator[str]:
+    """The lines that are typed, or those of standard input, without empty ones."""
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (it gives `input` a history)
+
+        with contextlib.suppress(EOFError):
+            while True:
+                yield from filter(None, [input("> ").strip()])
+    else:
+        yield from filter(None, (line.strip("\r\n") for line in sys.stdin))
+
+
+@dataclass
+class Talk:
+    """A policy that answers."""
+
+    name: str
+    dialogue: Dialogue
+    tokenizer: Tokenizer
+    sampling: Sampling  # of which temperature and filters are used
+
+    def render(self, ids: list[int]) -> Text:
+        """The text of an answer, or of its beginning."""
+        from gspax.commands.terminal import dim_thinking
+
+        return dim_thinking(self.tokenizer.decode(ids), opened=self.dialogue.opened)
+
+
+@dataclass
+class Chat:
+    """One or two policies, and what is shown of their answers."""
+
+    console: Console
+    talks: list[Talk]
+    limit: int  # tokens of an answer
+    logps: bool = False
+
+    def set(self, command: str) -> None:
+        """Obey a line that begins with a slash. UserError if it is no command."""
+        name, _, value = command.partition(" ")
+        if name == "/temperature":
+            for talk in self.talks:
+                talk.sampling = with_temperature(talk.sampling, value)
+        elif name == "/reset":
+            for talk in self.talks:
+                talk.dialogue.reset()
+        elif name == "/logps":
+            self.logps = not self.logps
+        else:
+            raise UserError(f"wanted {HELP}; got {command!r}")
+
+    def answer(self, message: str) -> None:
+        """Show the answers to a message while they are sampled, and the log-probs of their tokens if wanted."""
+        from rich.live import Live
+
+        answers: list[list[int]] = [[] for _ in self.talks]
+        asked = [talk.dialogue.ask(message, sampling=talk.sampling, limit=self.limit) for talk in self.talks]
+        alone, printed = len(asked) == 1, 0
+        live = None if alone else Live(console=self.console, transient=True, auto_refresh=False)
+        with stopped_by_ctrl_c() as stopped, live or contextlib.nullcontext():
+            for latest in zip_longest(*asked):
+                answers = [new or old for new, old in zip(latest, answers, strict=True)]
+                if live is not None:
+                    live.update(self._columns(answers), refresh=True)
+                else:
+                    printed = self._print_more(answers[0], printed)
+                if stopped.is_set():
+                    break
+        if alone:
+            self.console.print(self.talks[0].render(answers[0])[printed:].append("\n"), end="")
+        elif self.console.is_terminal:
+            self.console.print(self._columns(answers), soft_wrap=False)
+        for talk, ids in zip(self.talks, answers, strict=True):
+            if not (alone or self.console.is_terminal):
+                self.console.print(f"{talk.name}: ", talk.render(ids), sep="")
+            if self.logps:
+                self.console.print(("" if alone else f"{talk.name}: ") + describe_logps(talk, ids), style="dim")
+
+    def _print_more(self, ids: list[int], printed: int) -> int:
+        """Print an answer after its first characters, up to one that further tokens may complete. Where that is."""
+        text = self.talks[0].render(ids)
+        end = len(text.plain.rstrip("\N{REPLACEMENT CHARACTER}"))
+        self.console.print(text[printed:end], end="")
+        return end
+
+    def _columns(self, answers: Sequence[list[int]]) -> Table:
+        from rich.table import Table
+
+        table = Table(*[talk.name for talk in self.talks], expand=True)
+        table.add_row(*[talk.render(ids) for talk, ids in zip(self.talks, answers, strict=True)])
+        return table
+
+
+def describe_logps(talk: Talk, ids: Sequence[int]) -> str:
+    """The tokens of the last answer with their log-probs, and the sum."""
+    from gspax.commands.terminal import printable
+
+    logps = talk.dialogue.logp()
+    pieces = [talk.tokenizer.decode([i]) or "(stop)" for i in ids]
+    shown = [f"{printable(repr(piece)[1:-1])} {logp:.2f}" for piece, logp in zip(pieces, logps, strict=True)]
+    return f"{' | '.join(shown)}; {len(logps)} tokens, sum {sum(logps):.2f}"
+
+
+@contextlib.contextmanager
+def stopped_by_ctrl_c() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets instead of ending the program: what is computed now is used before."""
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def with_temperature(sampling: Sampling, text: str) -> Sampling:
+    """The settings with another temperature. UserError if it is none."""
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = -1.0
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature: wanted a number of at least 0, got {text!r}")
+    return replace(sampling, temperature=temperature)
+
+
+def open_talk(name: str, options: argparse.Namespace) -> Talk:
+    """The policy of a run or a checkpoint, with its tokenizer and the temperature and filters that it is meant for.
+
+    UserError if there is none, or its tokenizer is not known.
+    """
+    import jax
+
+    from gspax.config import Sampling
+    from gspax.evaluation.checkpoint import find_tokenizer, generation_settings, make_experiment
+    from gspax.hf import hf
+    from gspax.learner.state import abstract_params, load_model, load_policy
+    from gspax.sampler.dialogue import Dialogue
+    from gspax.sampler.engine import SampleOptions
+    from gspax.sampler.placement import make_meshes, make_sampler
+
+    own = load_file(options.file).tokenizer if options.file else None
+    if (found := find_run(name)) is not None:
+        run, checkpoints, step = found
+        recorded, model, lora = read_recorded(run)
+        tokenizer = own or read_tokenizer(recorded["tokenizer"])
+        filters = {name: recorded["sampling"][name] for name in FILTERS}
+        mesh, _ = make_meshes(make_experiment(model, tokenizer))
+        params = load_policy(run, checkpoints, model, lora, mesh, step)
+    else:
+        model, tokenizer, filters = hf(name), own or find_tokenizer(name), {**generation_settings(name)}
+        mesh, _ = make_meshes(make_experiment(model, tokenizer))
+        params = load_model(model, abstract_params(model, mesh, model.dtype))
+    most = model.max_position_embeddings
+    context = options.context or min(4096, most)
+    if context > most:
+        raise UserError(f"--context: wanted at most the {most} tokens of the model's positions, got {context}")
+    sampling = Sampling(max_prompt_tokens=context // 2, max_tokens=context - context // 2, **filters)
+    if options.temperature is not None:
+        sampling = with_temperature(sampling, options.temperature)
+    weights = make_sampler(model, mesh, mesh).push(params)
+    settings = SampleOptions(model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=mesh)
+    return Talk(name, Dialogue(weights, tokenizer, settings, jax.random.key(options.seed)), tokenizer, sampling)
+
+
+def find_run(name: str) -> tuple[RunDir, Path, int | None] | None:
+    """The run that DIR or DIR@STEP names, the folder of its checkpoints, and the step; None if it names no run."""
+    from gspax.run.directory import RunDir
+
+    folder, _, step = name.rpartition("@") if re.search(r"[^@]@\d+$", name) else (name, "", "")
+    run = RunDir(to_path(folder))
+    if run.experiment.is_file():
+        return run, find_checkpoints(run), int(step) if step else None
+    above = RunDir(run.path.parent)
+    if run.path.name == above.warm_start.path.name and above.experiment.is_file():
+        return above, run.checkpoints, int(step) if step else None
+    return None
+
+
+def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a run's description. UserError if its class is not one of gspax's."""
+    from gspax.data.chat import CharChat, ChatTokenizer
+    from gspax.data.tokenizer import CharTokenizer, HFTokenizer
+
+    kinds = {name_of(kind): kind for kind in (CharTokenizer, CharChat, HFTokenizer, ChatTokenizer)}
+    if described["type"] not in kinds:
+        raise UserError(f"tokenizer: wanted --file with the experiment's file, which defines {described['type']}")
+    return cast("Tokenizer", parse(kinds[described["type"]], described))

@@ -1,0 +1,36 @@
+"""What the subcommands print on a terminal: texts of a model, which may hold anything, without control characters."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+from rich.text import Text
+
+from gspax.data.chat import CLOSE, OPEN
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones turn the direction
+
+
+def make_console() -> Console:
+    """A console of standard output that interprets no markup."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than tabs and line breaks as escapes, so that none reaches a terminal."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def dim_thinking(text: str, *, opened: bool = False) -> Text:
+    """The printable text, with thinking blocks dim.
+
+    Args:
+      text: a completion, or its beginning.
+      opened: the prompt already contains `<think>`.
+    """
+    shown, thinks = Text(), opened
+    for part in re.split(f"({OPEN}|{CLOSE})", text):
+        shown.append(printable(part), style="dim" if thinks or part in (OPEN, CLOSE) else "")
+        thinks = part == OPEN or (thinks and part != CLOSE)
+    return shown

@@ -1,0 +1,121 @@
+"""A conversation with a person: one sample of the engine, whose cache is kept between two messages.
+
+A message continues the sample as an environment's reply does (`engine.resume`), so no earlier turn is prefilled or
+tokenized again. On several devices that have rows of their own, the other rows sample the same prompt unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.config import Sampling
+from gspax.config.protocols import ConversationTokenizer, Tokenizer
+from gspax.data.chat import OPEN
+from gspax.data.tokenizer import check_ids
+from gspax.errors import UserError
+from gspax.parallel import multihost
+from gspax.parallel.sharding import batch_shards, named_sharding
+from gspax.sampler import sampler
+from gspax.sampler.engine import SampleOptions, State, pad_replies
+from gspax.types import Array, Params
+
+VERSION = np.int32(0)  # of the parameters, which stay the same
+
+
+class Dialogue:
+    """A conversation, or with a tokenizer that has none (`ConversationTokenizer`), prompts that stand alone.
+
+    Conversation n is that of sample id n, so it does not depend on the conversations before it.
+    """
+
+    def __init__(self, params: Params, tokenizer: Tokenizer, options: SampleOptions, key: Array) -> None:
+        """Start without a message.
+
+        Args:
+          params: inference weights.
+          tokenizer: of the policy.
+          options: `sampling.max_prompt_tokens` limits the first message, `max_tokens` all that follows it.
+          key: equal (key, messages) give equal answers.
+        """
+        sampling = replace(options.sampling, group=batch_shards(options.mesh), chunk=1, slots=0)
+        self._options = sampler.split_rows(replace(options, sampling=sampling, turns=True), 1)
+        self._params, self._tokenizer, self._key = params, tokenizer, key
+        self._state: State | None = None
+        self._next, self._begin, self._length, self._waits = 0, 0, 0, False
+        self.opened = False  # the text before the last answer ends with `<think>`, as some templates write it
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self._state = None
+
+    def ask(self, message: str, *, sampling: Sampling, limit: int) -> Iterator[list[int]]:
+        """Answer a message: the ids of the answer so far after each token, the stop token included.
+
+        If the answer is cut, by `limit` or because the caller stops iterating, the next message ends its turn.
+
+        Args:
+          message: the user's.
+          sampling: temperature and filters of this answer; only these are read.
+          limit: the most tokens of the answer.
+
+        Raises:
+          UserError: the message cannot be encoded, or does not fit what is left of the conversation.
+        """
+        filters = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        options = replace(self._options, sampling=replace(self._options.sampling, **filters))
+        continues = self._state is not None and hasattr(self._tokenizer, "encode_reply")
+        ids = self._encode(message, continues)
+        state, progress = self._resume(ids, options) if continues else self._start(ids, options)
+        while True:
+            self._state = state
+            fetched = progress.tokens_BC, progress.length_B, progress.waiting_B, progress.ended_B
+            tokens_C, length, self._waits, ended = (array[0] for array in multihost.to_host(fetched))
+            self._length = int(length)
+            yield tokens_C[self._begin : self._length].tolist()
+            if ended or self._waits or self._length - self._begin >= limit:
+                return
+            state, progress = sampler.advance_chunk(self._params, state, self._key, VERSION, options=options)
+
+    def logp(self) -> list[float]:
+        """The log-probs of the tokens of the last answer, at its temperature and before filters."""
+        assert self._state is not None
+        logp_BC = multihost.to_host(self._state.rows.logp_BC)
+        return logp_BC[0, self._begin : self._length].tolist()
+
+    def _encode(self, message: str, continues: bool) -> Sequence[int]:
+        try:
+            if continues:
+                chat = cast(ConversationTokenizer, self._tokenizer)
+                cut = () if self._waits else (chat.turn_end,)
+                ids: Sequence[int] = [*cut, *chat.encode_reply([{"role": "user", "content": message}])]
+            else:
+                ids = self._tokenizer.encode(message)
+        except ValueError as problem:
+            raise UserError(str(problem)) from problem
+        check_ids(ids, self._options.model.vocab_size, message)
+        self.opened = self._tokenizer.decode(ids[-3:]).rstrip().endswith(OPEN)
+        return ids
+
+    def _start(self, ids: Sequence[int], options: SampleOptions) -> tuple[State, sampler.Progress]:
+        prompts = sampler.place_prompts([ids], [self._next], options)
+        self._next, self._begin = self._next + 1, 0
+        return sampler.start(self._params, prompts, self._key, options=options)
+
+    def _resume(self, ids: Sequence[int], options: SampleOptions) -> tuple[State, sampler.Progress]:
+        state, limit = cast(State, self._state), options.sampling.max_tokens
+        begin = self._length + len(ids)
+        if begin >= limit:
+            raise UserError(
+                f"the conversation is full: wanted at most {limit} tokens after its first message, got {begin}"
+            )
+        rows = state.rows  # of a turn that was cut no further token is sampled
+        ended = replace(rows, waiting_W=rows.waiting_W | rows.active_W, active_W=jnp.zeros_like(rows.active_W))
+        replies = pad_replies([ids] * len(rows.length_B))
+        placed = multihost.to_devices(replies, named_sharding(options.mesh, "batch"))
+        self._state, self._begin = None, begin
+        return sampler.resume(self._params, replace(state, rows=ended), placed, self._key, VERSION, options=options)
