@@ -37,6 +37,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "check": ("DIR", "verify the checkpoints of a run, or a converted one"),
     "launch": ("SUBCOMMAND ...", "run a subcommand in several processes here, and again after a failure"),
     "report": ("DIR", "write report.html of a run"),
+    "diagnose": ("DIR", "say why a run's reward is flat"),
     "compare": ("DIR…", "compare runs over seeds, at equal tokens"),
     "replay": ("FILE DUMP", "compute the update that a diverged run dumped again, and name what is not finite"),
     "convert": ("--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),

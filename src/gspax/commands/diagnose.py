@@ -1,0 +1,34 @@
+"""`gspax diagnose`: what a run shows of the usual causes of a flat reward."""
+
+from __future__ import annotations
+
+import argparse
+
+from gspax.commands.arguments import Parser, require_directory, subcommand_parser
+from gspax.run.buckets import to_path
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "diagnose",
+        "Say why a run's reward is flat: the usual causes that its metrics and samples show, and what to try.",
+        "gspax diagnose runs/sort",
+    )
+    parser.add_argument("workdir", type=to_path, metavar="DIR", help="the run directory, of a finished run or not")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    require_directory(options.workdir)
+    from gspax.report.diagnosis import find_causes, read_record, summarize
+
+    record = read_record(options.workdir)
+    found, missing = find_causes(record)
+    print(summarize(record))
+    for number, (cause, evidence, remedy, page) in enumerate(found, start=1):
+        print(f"\n{number}. {cause}: {evidence}.\n   Try {remedy}.\n   See {page}")
+    if not found:
+        print("None of the usual causes of a flat reward shows (docs/howto/flat_reward.md).")
+    if missing:
+        print(f"Not looked for, because metrics are missing: {', '.join(missing)}.")
+    return 0

@@ -1,0 +1,59 @@
+"""`gspax diagnose` names what was broken on purpose in a run, and nothing in one that learns."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import small_experiment
+
+from gspax import losses
+from gspax.commands import main
+from gspax.config import Optimizer
+from gspax.report.diagnosis import find_causes, read_record
+from gspax.training.loop import train
+
+SORT = Path(__file__).parents[2] / "experiments" / "sort_gspo.py"
+small = small_experiment.experiment
+experiment = replace(
+    small,
+    model=replace(small.model, num_hidden_layers=1),
+    warm_start=replace(small.warm_start, steps=60, rows=64),
+    schedule=replace(small.schedule, steps=10, minibatches=2, eval_every=5, checkpoint_every=0),
+    sampling=replace(small.sampling, max_tokens=5),
+)
+
+
+def boxed(problem, completion):
+    """Expects a box around the answer, which no prompt asks for."""
+    return float(completion == rf"\boxed{{{problem.answer}}}")
+
+
+BROKEN = {
+    "": {},
+    "The reward's parser never matches": {"reward": boxed},
+    "Responses are truncated at the limit": {
+        "warm_start": None,
+        "sampling": replace(experiment.sampling, max_tokens=3),
+    },
+    "The learning rate has no effect": {"optimizer": Optimizer(learning_rate=1e-8)},
+    "The clip range clips nothing": {"loss": partial(losses.gspo, clip_low=0.9, clip_high=9.0)},
+    "The clip range clips all": {"loss": partial(losses.gspo, clip_low=1e-9, clip_high=1e-9)},
+    "All groups are equal": {"reward": lambda problem, completion: float(problem.answer[0] == "0")},
+}
+
+
+@pytest.mark.parametrize("cause", BROKEN)
+def test_a_run_that_is_broken_on_purpose(cause, tmp_path):
+    train(replace(experiment, **BROKEN[cause]), tmp_path / "run")
+    found, missing = find_causes(read_record(tmp_path / "run"))
+    assert [finding.cause for finding in found] == [cause] * bool(cause), found
+    assert missing == []
+
+
+def test_the_first_run_of_the_readme_shows_no_cause(tmp_path, capsys):
+    overrides = ["schedule.steps=30", "evaluation.problems=64"]
+    assert main.main(["train", str(SORT), "--workdir", str(tmp_path / "run"), *overrides]) == 0
+    capsys.readouterr()
+    assert main.main(["diagnose", str(tmp_path / "run")]) == 0
+    assert "None of the usual causes of a flat reward shows" in capsys.readouterr().out
