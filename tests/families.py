@@ -56,6 +56,9 @@ SMALL = {  # keys of config.json, by model_type
     | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 2},
     "hunyuan_v1_moe": SIZES | {"head_dim": 8, "num_experts": 6, "moe_topk": 2, "rope_scaling": ALPHA},
     "olmo2": SIZES | {"tie_word_embeddings": True},
+    "olmo3": SIZES
+    | {"num_hidden_layers": 5, "sliding_window": 5, "max_position_embeddings": 64}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "olmoe": SIZES | {"num_experts": 6, "num_experts_per_tok": 2},
 }
 
@@ -185,6 +188,19 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
             **{"num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 500000},
             **{"max_position_embeddings": 4096, "attention_bias": False},
+        },
+    ),
+    "olmo3": (
+        "allenai/Olmo-3-1025-7B",
+        {
+            **{"vocab_size": 100278, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 500000},
+            **{"max_position_embeddings": 65536, "attention_bias": False, "sliding_window": 4096},
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+            "rope_scaling": {
+                **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+                **{"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
+            },
         },
     ),
     "olmoe": (

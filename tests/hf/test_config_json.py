@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from gspax.config import ModelConfig, Yarn
+from gspax.config import ModelConfig, Yarn, layers_of
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.hf import config_json, families
@@ -177,11 +177,28 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
 
 
 PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
+OLMO3 = {name: DENSE[name] for name in DENSE if name in families.COPIED} | {"model_type": "olmo3"}
 KNOWN = " or ".join(json.dumps(name) for name in families.FAMILIES)
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
+
+
+def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
+    raw = OLMO3 | {"rope_scaling": YARN, "num_hidden_layers": 5}
+    config = read_config(write(tmp_path, raw))
+    assert (config.sliding_window, config.sliding_layers) == (4096, (0, 1, 2, 4))
+    assert (config.sliding_rope_theta, config.rope_theta) == (5e5, 5e5)
+    ropes = [layer.mixer.rope for layer in layers_of(config)]
+    assert [rope.scaling is None for rope in ropes] == [True, True, True, False, True]
+    other = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    config = read_config(write(tmp_path, raw | {"rope_parameters": other}))
+    assert [layer.mixer.rope.theta for layer in layers_of(config)] == [1e4, 1e4, 1e4, 1e6, 1e4]
+    assert read_config(write(tmp_path, to_json(config))) == config
+    plain = read_config(write(tmp_path, OLMO3 | {"layer_types": ["full_attention"] * 3}))
+    assert (plain.sliding_window, plain.sliding_rope_theta, plain.model_type) == (0, 0, "olmo3")
+    assert len({layer.mixer.rope for layer in layers_of(replace(config, sliding_window=0))}) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,6 +259,9 @@ LLAMA3 = {
             PHI3 | {"auto_map": {"AutoConfig": "own.Phi3Config"}},
             f"auto_map: wanted null or {json.dumps(families.PHI3_CODE)}, got " + '{"AutoConfig": "own.Phi3Config"}',
         ),
+        (OLMO3 | {"rope_parameters": {"sliding_attention": YARN}}, 'rope_type: wanted "default", got "yarn"'),
+        (OLMO3 | {"rope_parameters": {"full_attention": 1}}, "full_attention: wanted an object or null, got 1"),
+        (OLMO3 | {"sliding_window": None}, 'layer_types: wanted "full_attention", got "sliding_attention"'),
         (
             DENSE | {"rope_scaling": {"factor": 2.0}},
             "rope_scaling.factor: wanted no such key with rope_type default, got 2.0",

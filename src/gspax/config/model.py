@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from gspax.config.layers import DenseMlp, Experts, Layer, Rope, SelfAttention
 from gspax.config.ranges import (
     AtLeast2,
+    NonNegative,
     NonNegativeInt,
     OptionalSize,
     Positive,
@@ -108,6 +109,7 @@ class ModelConfig:
     rope_theta: Positive = 1e6
     rope_scaling: Yarn | Llama3Rope | AlphaRope | None = None
     rope_fraction: Share = 1.0  # of a head's dimensions, the first of which are rotated
+    sliding_rope_theta: NonNegative = 0.0  # RoPE of the layers with a window, without scaling; 0: as in the others
     rope_interleaved: bool = False  # dimensions 2h and 2h + 1 are a pair, rather than h and h + R/2
     attention_bias: bool = False  # in the four projections of an attention layer
     qkv_bias: bool = False  # in those of queries, keys and values only
@@ -136,7 +138,7 @@ class ModelConfig:
 
 ADDED = (
     *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
-    *("qk_norm_projection", "qk_norm_after_rope", "norm_place"),
+    *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
 )  # fields that the first runs of 0.2.0 do not record; without them these still resume
 
 
@@ -153,17 +155,19 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
 
 def _layer(config: ModelConfig, number: int) -> Layer:
     """The layer with this number, from 0."""
+    sliding = number in config.sliding_layers and config.sliding_window > 0
+    own_rope = sliding and config.sliding_rope_theta > 0
     attention = SelfAttention(
         heads=config.num_attention_heads,
         key_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         rope=Rope(
             dim=rotary_dim(config),
-            theta=config.rope_theta,
-            scaling=config.rope_scaling,
+            theta=config.sliding_rope_theta if own_rope else config.rope_theta,
+            scaling=None if own_rope else config.rope_scaling,
             interleaved=config.rope_interleaved,
         ),
-        window=config.sliding_window if number in config.sliding_layers else 0,
+        window=config.sliding_window if sliding else 0,
         bias="all" if config.attention_bias else "qkv" if config.qkv_bias else "none",
         qk_norm="none" if not config.qk_norm else "projection" if config.qk_norm_projection else "head",
         norm_after_rope=config.qk_norm_after_rope,

@@ -135,6 +135,7 @@ def _fits(config: ModelConfig, family: Family) -> bool:
         and ("mlp_only_layers" in family.copied or not experts or _leading(config, family) is not None)
         and (family.window != "all" or len(sliding) in (0, layers))
         and not (family.window == "none" and sliding and not experts)
+        and (not config.sliding_rope_theta or family.sliding_theta > 0)
         and (config.rope_scaling is None or ROPE_TYPES[type(config.rope_scaling)] in family.ropes)
     )
 
@@ -176,6 +177,10 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
         content["head_dim"] = config.head_dim
     content |= {"hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": config.dtype}
     content |= {"rope_theta": config.rope_theta, "rope_scaling": _scaling_json(config)}
+    if family.sliding_theta:  # only the newer key can express any two
+        full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
+        own: dict[str, Json] = full | {"rope_theta": config.sliding_rope_theta or config.rope_theta}
+        content["rope_parameters"] = {FULL: full | (_scaling_json(config) or {}), SLIDING: own}
     return content | _window_json(config, name)
 
 
@@ -214,6 +219,8 @@ def _window_json(config: ModelConfig, name: str) -> dict[str, Json]:
     layers, sliding, family = config.num_hidden_layers, _sliding(config), FAMILIES[name]
     if family.window == "all":
         return {"sliding_window": config.sliding_window if sliding else None}
+    if isinstance(family.window, int):
+        return {"sliding_window": config.sliding_window or None, "layer_types": _layer_types(config)}
     if family.window == "none" and not family.experts:
         return {}
     if not sliding:
@@ -225,8 +232,13 @@ def _window_json(config: ModelConfig, name: str) -> dict[str, Json]:
     content: dict[str, Json] = {"use_sliding_window": True, "sliding_window": config.sliding_window}
     content["max_window_layers"] = min(sliding)
     if len(sliding) < layers - min(sliding):  # not simply the last layers: only the newer key can express that
-        content["layer_types"] = [SLIDING if layer in sliding else FULL for layer in range(layers)]
+        content["layer_types"] = _layer_types(config)
     return content
+
+
+def _layer_types(config: ModelConfig) -> list[Json]:
+    sliding = _sliding(config)
+    return [SLIDING if layer in sliding else FULL for layer in range(config.num_hidden_layers)]
 
 
 def _parse(raw: Mapping[str, Json]) -> ModelConfig:
@@ -291,10 +303,21 @@ def _copied(family: Family, raw: Mapping[str, Json], part: str) -> Any:
 def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) -> dict[str, Any]:
     """The fields of `ModelConfig` about RoPE. As in transformers, the older object wins, also over the top level."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    own = None  # of the layers with a window
+    if family.sliding_theta:  # `rope_parameters` then has one object for each kind of layers
+        each = _object(raw, "rope_parameters")
+        rope, own = _object(each, FULL) | _object(raw, "rope_scaling"), _object(each, SLIDING)
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
     theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
-    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(rope, family, context)}
+    if own is not None:
+        expect("rope_type", _first(own, ("rope_type", "type"), "default"), ("default",))
+        key = family.keys_of("sliding_rope_theta")[0]
+        sliding = _read(
+            HINTS["rope_theta"], own, "rope_theta", _read(HINTS["rope_theta"], raw, key, family.sliding_theta)
+        )
+        fields["sliding_rope_theta"] = 0.0 if (sliding, None) == (theta, fields["rope_scaling"]) else sliding
     if "rope_fraction" in family.copied:
         source = raw if rope.get(FRACTION) is None else rope
         default = family.copied["rope_fraction"]
@@ -303,6 +326,19 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
         fields["rope_fraction"] = _read(HINTS["rope_fraction"], source, FRACTION, default)
     elif FRACTION in rope:
         expect(FRACTION, rope[FRACTION], (None, 1))
+    return fields
+
+
+def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
+    """The object of a key; null and absent count as empty."""
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}: wanted an object or null, got {show(value)}")
+    return value
+
+
+def _scaling(rope: Mapping[str, Json], family: Family, context: int) -> Yarn | Llama3Rope | AlphaRope | None:
+    """`rope_scaling` of `ModelConfig`."""
     kind = _first(rope, ("rope_type", "type"), "default")
     if kind in LONGROPE:
         raise ValueError("rope_scaling: longrope, whose frequencies depend on a row's length, is not implemented")
@@ -314,12 +350,12 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
         if key not in known + (BESIDE_ALPHA if kind == "dynamic" else ()):
             raise ValueError(f"rope_scaling.{key[:SHOWN]}: wanted no such key with rope_type {kind}, got {show(value)}")
     if scaling is None:
-        return fields
+        return None
     values: dict[str, Json] = {ORIGINAL: context} | {key: value for key, value in rope.items() if value is not None}
     if kind == "yarn":
         values = {"factor": context / _read(hints[ORIGINAL], values, ORIGINAL, REQUIRED)} | values
     needed = [name for name in hints if name in values or kind != "yarn"]
-    return fields | {"rope_scaling": scaling(**{name: _read(hints[name], values, name, REQUIRED) for name in needed})}
+    return scaling(**{name: _read(hints[name], values, name, REQUIRED) for name in needed})
 
 
 def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
@@ -328,25 +364,33 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
     transformers applies the window to every layer of a Qwen3-MoE and ignores `max_window_layers` and `layer_types`
     there; a file in which one of them disagrees is rejected.
     """
-    if family.window == "all":
+    if family.window == "all" or isinstance(family.window, int):
         absent = {"sliding_window": family.sliding_window}  # null is none, whatever an absent key stands for
         window = _read(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
+        if isinstance(every := family.window, int):
+            kinds = [FULL if layer % every == every - 1 else SLIDING for layer in range(layers)]
+            return _listed_window(raw, window, kinds)
         return window, tuple(range(layers)) if window else ()
     permitted = (False,) if family.window == "none" else (False, True)
     on = expect("use_sliding_window", _first(raw, ("use_sliding_window",), False), permitted)
     window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
     first = _read(int, raw, "max_window_layers", 0 if family.experts else 28)
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types: wanted a list of {layers} names, got {show(kinds)}")
-    for kind in kinds:
-        expect("layer_types", kind, (FULL, SLIDING) if window else (FULL,))
-    sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+    kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+    window, sliding = _listed_window(raw, window, kinds)
     if window and family.experts and len(sliding) < layers:
         key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
         raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
+    return window, sliding
+
+
+def _listed_window(raw: Mapping[str, Json], window: int, kinds: list[str]) -> tuple[int, tuple[int, ...]]:
+    """The same, of the layers that `layer_types` lists, or else of these kinds."""
+    listed = _first(raw, ("layer_types",), list[Json](kinds))
+    if not isinstance(listed, list) or len(listed) != len(kinds):
+        raise ValueError(f"layer_types: wanted a list of {len(kinds)} names, got {show(listed)}")
+    for kind in listed:
+        expect("layer_types", kind, (FULL, SLIDING) if window else (FULL,))
+    sliding = tuple(layer for layer, kind in enumerate(listed) if kind == SLIDING)
     return (window, sliding) if sliding else (0, ())
 
 

@@ -71,10 +71,12 @@ class Family:
     has_head_dim: bool = True  # False: its files have no such key, unless the size is another than that
     harmless: tuple[str, ...] = ()  # further keys that do not affect what gspax computes
     # Which layers a window is on: those that `layer_types` or `max_window_layers` says, if the switch
-    # `use_sliding_window` is on; all layers, if there is one; no family member has one.
-    window: Literal["switch", "all", "none"] = "switch"
-    sliding_window: int = 0  # of a file without the key, with window "all"
+    # `use_sliding_window` is on; all layers, if there is one; none; or those that `layer_types` says, or all but every
+    # n-th layer.
+    window: Literal["switch", "all", "none"] | int = "switch"
+    sliding_window: int = 0  # of a file without the key, with window "all" or a number
     theta: float = 1e4  # the RoPE base of a file without one
+    sliding_theta: float = 0.0  # the same of the layers with a window, where these have a RoPE of their own
     # Keys with the number of leading layers without experts, and with that of shared experts, each as wide as the
     # others; and what a file without them has.
     dense_layers: tuple[str, object] | None = None
@@ -251,6 +253,16 @@ FAMILIES = {
         has_head_dim=False,
         window="none",
     ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        COPIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False},
+        QWEN3 | {"qk_norm_projection": True, "norm_place": "after"},
+        has_head_dim=False,
+        window=4,
+        sliding_window=4096,
+        theta=5e5,
+        sliding_theta=5e5,
+    ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         ALL_SPARSE
@@ -273,7 +285,6 @@ MISSING = {  # what a model needs that gspax does not have, by model_type
     "gpt_oss": "attention with sinks",
     "gemma2": "a cap on attention scores",
     **dict.fromkeys(("gemma3", "gemma3_text"), "a norm after attention (and its scale, 1 + w)"),
-    "olmo3": "RoPE by kind of layer",
     "exaone4": "layers without RoPE",
     "phimoe": "a router that masks experts between its two choices",
     "llama4_text": "attention in chunks",

@@ -110,11 +110,13 @@ SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROU
     ),
 }
 FUSED_NAMES = (("block_sparse_moe.", "mlp."), ("mlp.moe_statics.", "mlp.gate.moe_statics."))  # in the fused layout
+NORMS_AFTER = (
+    Row("attention_norm/scale", "post_attention_layernorm.weight", "D -> D"),
+    Row("mlp_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
+)
 OWN = {  # by model_type, the rows that differ from `LAYER` and `DENSE`
-    "olmo2": (
-        Row("attention_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-        Row("mlp_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
-    ),
+    "olmo2": NORMS_AFTER,
+    "olmo3": NORMS_AFTER,
     "hunyuan_v1_moe": (
         Row("attention/query_norm/scale", "self_attn.query_layernorm.weight", "H -> H"),
         Row("attention/key_norm/scale", "self_attn.key_layernorm.weight", "H -> H"),

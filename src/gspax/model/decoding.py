@@ -208,7 +208,8 @@ def decode(
     """
     position_W1 = (slots.prompt_length_W + slots.first)[:, None]
     attend = _attend_over_cache(_attend_to_token, slots, config, mesh)
-    angles = jax.lax.optimization_barrier(rotary_angles(position_W1, config))  # once, not in every product's fusion
+    # Computed once, not in every product's fusion.
+    angles = {rope: jax.lax.optimization_barrier(each) for rope, each in rotary_angles(position_W1, config).items()}
     shared = LayerInputs(angles, slots.count_W[:, None] > 0, attend, mesh)
     hidden_W1D, cache, expert_W1LA = _run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
