@@ -59,6 +59,9 @@ SMALL = {  # keys of config.json, by model_type
     "olmo3": SIZES
     | {"num_hidden_layers": 5, "sliding_window": 5, "max_position_embeddings": 64}
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "gemma3_text": SIZES
+    | {"num_hidden_layers": 7, "head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "olmoe": SIZES | {"num_experts": 6, "num_experts_per_tok": 2},
 }
 
@@ -203,6 +206,16 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             },
         },
     ),
+    "gemma3_text": (
+        "google/gemma-3-1b-it",
+        {
+            **{"vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
+            **{"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256},
+            **{"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "rope_theta": 1000000},
+            **{"rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window": 512},
+            **{"sliding_window_pattern": 6, "cache_implementation": "hybrid", "attn_logit_softcapping": None},
+        },
+    ),
     "olmoe": (
         "allenai/OLMoE-1B-7B-0924",
         {
@@ -212,6 +225,8 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
         },
     ),
 }
+
+CONSTANT = ("inv_freq", "embed_scale")  # buffers that follow from the configuration
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
 
@@ -228,8 +243,8 @@ def make_model(model_type, dtype="float32", **changes):
     ).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" not in name:
-                tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in name))
+            if not name.endswith(CONSTANT):
+                tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in name) * tensor)  # ones, or zeros for 1 + w
     return model
 
 
@@ -380,5 +395,5 @@ def published_counts(model_type, folder):
     config = read_config(folder)
     with torch.device("meta"), contextlib.suppress(ImportError):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
-    buffers = sum(each.numel() for name, each in model.named_buffers() if "inv_freq" not in name)
+    buffers = sum(each.numel() for name, each in model.named_buffers() if not name.endswith(CONSTANT))
     return parameter_count(config), sum(each.numel() for each in model.parameters()) + buffers

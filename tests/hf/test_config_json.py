@@ -178,6 +178,7 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
 
 PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
 OLMO3 = {name: DENSE[name] for name in DENSE if name in families.COPIED} | {"model_type": "olmo3"}
+GEMMA3 = OLMO3 | {"model_type": "gemma3_text"}
 KNOWN = " or ".join(json.dumps(name) for name in families.FAMILIES)
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -247,8 +248,8 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
             "intermediate_size: wanted at least 1 for the dense layers, got 0",
         ),
         (
-            DENSE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            'rope_type: wanted "default" or "yarn" or "llama3", got "linear"',
+            DENSE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            'rope_type: wanted "default" or "yarn" or "llama3" or "linear", got "dynamic"',
         ),
         (
             DENSE | {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}},
@@ -261,6 +262,9 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         ),
         (OLMO3 | {"rope_parameters": {"sliding_attention": YARN}}, 'rope_type: wanted "default", got "yarn"'),
         (OLMO3 | {"rope_parameters": {"full_attention": 1}}, "full_attention: wanted an object or null, got 1"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: wanted null, got 50.0"),
+        (GEMMA3 | {"sliding_window_pattern": 5}, "sliding_window_pattern: wanted null or 6, got 5"),
+        (GEMMA3 | {"model_type": "gemma3"}, "model_type gemma3: a vision tower is not implemented"),
         (OLMO3 | {"sliding_window": None}, 'layer_types: wanted "full_attention", got "sliding_attention"'),
         (
             DENSE | {"rope_scaling": {"factor": 2.0}},

@@ -130,7 +130,8 @@ def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: 
 
     tokens_1T, mesh = jnp.asarray(tokens, jnp.int32)[None], single_device_mesh()
     segment_1T = jnp.ones_like(tokens_1T)
-    differences = [_difference("embedding", params["embedding"][tokens_1T][0], theirs.streams[0])]
+    embedded_1TD = transformer.scale_embeddings(params["embedding"][tokens_1T], config)
+    differences = [_difference("embedding", embedded_1TD[0], theirs.streams[0])]
     one_layer = jax.jit(transformer.apply_layer, static_argnames=("config", "stack", "mesh"))
     for number, (stack, index) in enumerate(layer_places(config)):
         before_1TD = jnp.asarray(theirs.streams[number])[None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from gspax.config.model import AlphaRope, Llama3Rope, Router, Yarn
+    from gspax.config.model import AlphaRope, LinearRope, Llama3Rope, Router, Yarn
 
 
 class Dimension(NamedTuple):
@@ -35,7 +35,7 @@ class Rope:
 
     dim: int  # of a head's dimensions, the first ones, which are rotated
     theta: float
-    scaling: Yarn | Llama3Rope | AlphaRope | None = None
+    scaling: Yarn | Llama3Rope | AlphaRope | LinearRope | None = None
     interleaved: bool = False
 
 
@@ -51,6 +51,7 @@ class SelfAttention:
     bias: Literal["none", "qkv", "all"] = "none"  # of the four projections
     qk_norm: Literal["none", "head", "projection"] = "head"
     norm_after_rope: bool = False
+    query_scale: float = 1.0  # of queries, before scores are divided by the square root of head_dim
 
     def parameters(self, D: int) -> int:
         """The number of parameters."""
@@ -88,6 +89,7 @@ class DenseMlp:
     """A gated feed-forward network."""
 
     width: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
 
     def parameters(self, D: int, experts: int | None = None) -> int:
         """The number of parameters."""
@@ -149,7 +151,7 @@ class Layer:
 
     mixer: SelfAttention
     mlp: DenseMlp | Experts
-    norms: Literal["before", "after"] = "before"  # of mixer and MLP: their inputs or outputs are normalized
+    norms: Literal["before", "after", "around"] = "before"  # the inputs of mixer and MLP, their outputs, or both
 
     @property
     def sparse(self) -> bool:
@@ -158,4 +160,5 @@ class Layer:
 
     def parameters(self, D: int, experts: int | None = None) -> int:
         """The number of parameters; `experts` replaces the number of experts."""
-        return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + 2 * D
+        norms = (4 if self.norms == "around" else 2) * D
+        return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms

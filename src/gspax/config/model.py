@@ -69,6 +69,13 @@ class AlphaRope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearRope:
+    """RoPE of positions that are divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: Annotated[float, at_least(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Router:
     """How a layer's router scores and chooses experts; `norm_topk_prob` says whether their gates sum to one.
 
@@ -104,10 +111,14 @@ class ModelConfig:
     norm_topk_prob: bool = True  # renormalize the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gates of dense layers
     rms_norm_eps: Positive = 1e-6
-    norm_place: Literal["before", "after"] = "before"  # of attention and MLP: their inputs or outputs are normalized
+    # Of attention and MLP: their inputs are normalized, their outputs, or both.
+    norm_place: Literal["before", "after", "around"] = "before"
+    norm_plus_one: bool = False  # norms scale by 1 + their weight
+    scale_embedding: bool = False  # by the square root of hidden_size
     rope_theta: Positive = 1e6
-    rope_scaling: Yarn | Llama3Rope | AlphaRope | None = None
+    rope_scaling: Yarn | Llama3Rope | AlphaRope | LinearRope | None = None
     rope_fraction: Share = 1.0  # of a head's dimensions, the first of which are rotated
     sliding_rope_theta: NonNegative = 0.0  # RoPE of the layers with a window, without scaling; 0: as in the others
     rope_interleaved: bool = False  # dimensions 2h and 2h + 1 are a pair, rather than h and h + R/2
@@ -116,6 +127,7 @@ class ModelConfig:
     qk_norm: bool = True  # queries and keys are normalized by head
     qk_norm_projection: bool = False  # ... or rather all heads of a projection together
     qk_norm_after_rope: bool = False  # ... and rotated before that
+    query_pre_attn_scalar: NonNegativeInt = 0  # scores are divided by its square root; 0: by that of head_dim
     sliding_window: NonNegativeInt = 0  # tokens visible to a token in `sliding_layers`, itself included
     sliding_layers: tuple[int, ...] = ()  # all other layers attend to everything before a token
     tie_word_embeddings: bool = False
@@ -139,6 +151,7 @@ class ModelConfig:
 ADDED = (
     *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
     *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
+    *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar"),
 )  # fields that the first runs of 0.2.0 do not record; without them these still resume
 
 
@@ -171,10 +184,12 @@ def _layer(config: ModelConfig, number: int) -> Layer:
         bias="all" if config.attention_bias else "qkv" if config.qkv_bias else "none",
         qk_norm="none" if not config.qk_norm else "projection" if config.qk_norm_projection else "head",
         norm_after_rope=config.qk_norm_after_rope,
+        query_scale=(config.head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0,
     )
     dense = number in config.mlp_only_layers or (number + 1) % config.decoder_sparse_step
     if not config.num_experts or dense:
-        return Layer(mixer=attention, mlp=DenseMlp(width=config.intermediate_size), norms=config.norm_place)
+        mlp = DenseMlp(width=config.intermediate_size, activation=config.activation)
+        return Layer(mixer=attention, mlp=mlp, norms=config.norm_place)
     experts = Experts(
         count=config.num_experts,
         active=config.num_experts_per_tok,

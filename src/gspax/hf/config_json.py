@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Router, Yarn, layers_of, rotary_dim
+from gspax.config import AlphaRope, LinearRope, Llama3Rope, ModelConfig, Router, Yarn, layers_of, rotary_dim
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
@@ -62,11 +62,15 @@ HARMLESS = (  # keys that do not affect what gspax computes
     *("id2label", "label2id", "num_labels", "problem_type"),  # of a classifier
 )
 HARMLESS_ROPE = ("attn_factor",)  # of DeepSeek-R1-0528-Qwen3-8B; what transformers reads is `attention_factor`
+ACTIVATIONS: dict[str, dict[str, Json]] = {
+    "silu": {"hidden_act": "silu"},
+    "gelu_tanh": {"hidden_activation": "gelu_pytorch_tanh"},
+}
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
-ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic"}
+ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear"}
 LONGROPE = ("longrope", "su")  # its names, the second in older files
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
@@ -74,7 +78,8 @@ HINTS |= {f"router.{name}": hint for name, hint in typing.get_type_hints(Router,
 # What distinguishes families: a field that a family neither copies nor implies has its default in all of its models.
 PARTS = (
     *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
-    *("rope_fraction", "rope_interleaved", "norm_place"),
+    *("rope_fraction", "rope_interleaved", "norm_place", "norm_plus_one"),
+    *("activation", "scale_embedding", "query_pre_attn_scalar"),
 )
 PARTS_OF_EXPERTS = ("norm_topk_prob", *(f"router.{field.name}" for field in dataclasses.fields(Router)))
 DEFAULT = ModelConfig(
@@ -175,7 +180,7 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
     content |= _experts_json(config, family) | family.written
     if family.has_head_dim or config.head_dim * config.num_attention_heads != config.hidden_size:
         content["head_dim"] = config.head_dim
-    content |= {"hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": config.dtype}
+    content |= ACTIVATIONS[config.activation] | {"attention_dropout": 0.0, "torch_dtype": config.dtype}
     content |= {"rope_theta": config.rope_theta, "rope_scaling": _scaling_json(config)}
     if family.sliding_theta:  # only the newer key can express any two
         full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -204,8 +209,8 @@ def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
     scaling = config.rope_scaling
     if scaling is None:
         return None
-    if isinstance(scaling, Llama3Rope):
-        return {"rope_type": "llama3"} | dataclasses.asdict(scaling)
+    if isinstance(scaling, Llama3Rope | LinearRope):
+        return {"rope_type": ROPE_TYPES[type(scaling)]} | dataclasses.asdict(scaling)
     if isinstance(scaling, AlphaRope):
         return {"rope_type": "dynamic", "factor": 1.0, "alpha": scaling.alpha}
     factor, original = scaling.factor, scaling.original_max_position_embeddings
@@ -337,7 +342,9 @@ def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
     return value
 
 
-def _scaling(rope: Mapping[str, Json], family: Family, context: int) -> Yarn | Llama3Rope | AlphaRope | None:
+def _scaling(
+    rope: Mapping[str, Json], family: Family, context: int
+) -> Yarn | Llama3Rope | AlphaRope | LinearRope | None:
     """`rope_scaling` of `ModelConfig`."""
     kind = _first(rope, ("rope_type", "type"), "default")
     if kind in LONGROPE:

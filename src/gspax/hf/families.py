@@ -47,6 +47,7 @@ GROUP_KEYS: Keys = {
 }
 ROUTED: Keys = {"num_experts": ("n_routed_experts", "num_local_experts")}
 SIGMOID_KEYS: dict[str, tuple[Json, ...]] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+GELU = "gelu_pytorch_tanh"
 # Of the first files of Phi-3: what became transformers' own class.
 PHI3_CODE: Json = {
     "AutoConfig": "configuration_phi3.Phi3Config",
@@ -82,7 +83,7 @@ class Family:
     dense_layers: tuple[str, object] | None = None
     shared_experts: tuple[str, object] | None = None
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
-    ropes: tuple[str, ...] = ("yarn", "llama3")  # its rope_types other than "default"
+    ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
 
     @property
@@ -244,7 +245,7 @@ FAMILIES = {
         | {"group_limited_greedy": (None, False), "routed_scaling_factor": (None, 1, False)},
         window="none",
         by_layer=("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"),
-        ropes=("yarn", "llama3", "dynamic"),  # its "dynamic" has an alpha, and does not depend on the length
+        ropes=("yarn", "llama3", "linear", "dynamic"),  # its "dynamic" has an alpha, and does not depend on the length
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -262,6 +263,23 @@ FAMILIES = {
         sliding_window=4096,
         theta=5e5,
         sliding_theta=5e5,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        COPIED
+        | {"max_position_embeddings": 131072, "tie_word_embeddings": True, "attention_bias": False}
+        | {"query_pre_attn_scalar": 256},
+        QWEN3 | {"norm_place": "around", "norm_plus_one": True} | {"activation": "gelu_tanh", "scale_embedding": True},
+        keys={"sliding_rope_theta": ("rope_local_base_freq",)},
+        permitted={"hidden_activation": (None, GELU), "hidden_act": (None, GELU)}
+        | {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}
+        | {"use_bidirectional_attention": (None, False), "sliding_window_pattern": (None, 6)},
+        harmless=("rope_local_base_freq", "cache_implementation", "_sliding_window_pattern"),
+        head_dim=256,
+        window=6,
+        sliding_window=4096,
+        theta=1e6,
+        sliding_theta=1e4,
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -284,10 +302,11 @@ MISSING = {  # what a model needs that gspax does not have, by model_type
     "kimi_linear": "Kimi delta attention",
     "gpt_oss": "attention with sinks",
     "gemma2": "a cap on attention scores",
-    **dict.fromkeys(("gemma3", "gemma3_text"), "a norm after attention (and its scale, 1 + w)"),
     "exaone4": "layers without RoPE",
     "phimoe": "a router that masks experts between its two choices",
     "llama4_text": "attention in chunks",
     **dict.fromkeys(("nemotron_h", "mamba2", "granitemoehybrid"), "a state space layer (Mamba-2)"),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "mllama"), "a vision tower"),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "mllama", "gemma3"), "a vision tower"
+    ),
 }

@@ -70,6 +70,8 @@ LAYER = (
     Row("attention/query_norm/scale", "self_attn.q_norm.weight", "H -> H"),
     Row("attention/key_norm/scale", "self_attn.k_norm.weight", "H -> H"),
     Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
+    Row("attention_out_norm/scale", "post_attention_layernorm.weight", "D -> D"),  # of layers with four norms, ...
+    Row("mlp_out_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
 )
 DENSE = _mlp("mlp", "mlp")
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
@@ -117,6 +119,7 @@ NORMS_AFTER = (
 OWN = {  # by model_type, the rows that differ from `LAYER` and `DENSE`
     "olmo2": NORMS_AFTER,
     "olmo3": NORMS_AFTER,
+    "gemma3_text": (Row("mlp_norm/scale", "pre_feedforward_layernorm.weight", "D -> D"),),  # ... and this
     "hunyuan_v1_moe": (
         Row("attention/query_norm/scale", "self_attn.query_layernorm.weight", "H -> H"),
         Row("attention/key_norm/scale", "self_attn.key_layernorm.weight", "H -> H"),

@@ -271,7 +271,8 @@ def _run_layers(
     params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInputs, cache: tuple[PyTree, ...]
 ) -> tuple[Array, tuple[PyTree, ...], Array]:
     """Final hidden states `[B, T, D]`, the layers' new caches, and the experts `[B, T, L, A]`."""
-    x_BTD = constrain_tokens(look_up(params["embedding"], tokens_BT, config.dtype), shared.mesh)
+    x_BTD = transformer.scale_embeddings(look_up(params["embedding"], tokens_BT, config.dtype), config)
+    x_BTD = constrain_tokens(x_BTD, shared.mesh)
     experts, updated = [jnp.zeros((*tokens_BT.shape, 0, config.num_experts_per_tok), jnp.int32)], []
     for number, (kind, layer, before) in enumerate(zip(layers_of(config), params["layers"], cache, strict=True)):
         module = nnx.merge(layer_graph(config, kind), layer)
@@ -279,7 +280,7 @@ def _run_layers(
         x_BTD = constrain_tokens(x_BTD, shared.mesh)
         updated.append(after)
         experts += [routing.expert[:, :, None]] if routing is not None else []
-    hidden_BTD = rms_norm(x_BTD, params["norm"]["scale"], config.rms_norm_eps)
+    hidden_BTD = rms_norm(x_BTD, params["norm"]["scale"], config.rms_norm_eps, config.norm_plus_one)
     return hidden_BTD, tuple(updated), jnp.concatenate(experts, axis=2)
 
 

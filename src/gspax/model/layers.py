@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gspax.config import AlphaRope, Llama3Rope, ModelConfig, Rope, SelfAttention, Yarn, layers_of
+from gspax import config as kinds
+from gspax.config import AlphaRope, LinearRope, Llama3Rope, ModelConfig, Rope, SelfAttention, Yarn, layers_of
 from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.quantization import contract
 from gspax.parallel.sharding import spec, token_spec
@@ -53,29 +54,34 @@ def expand_dims_like(vector: Array, like: Array) -> Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, computed in float32 and returned in x's dtype."""
+    """x / rms(x) * scale over the last axis, computed in float32 and returned in x's dtype.
 
-    def __init__(self, size: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(size), axes=("norm",))
-        self.eps = eps
+    With `plus_one` the factor is 1 + scale.
+    """
+
+    def __init__(self, size: int, eps: float, plus_one: bool = False):
+        self.scale = nnx.Param((jnp.zeros if plus_one else jnp.ones)(size), axes=("norm",))
+        self.eps, self.plus_one = eps, plus_one
 
     def __call__(self, x: Array) -> Array:
-        return rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.scale[...], self.eps, self.plus_one)
 
 
-@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+@partial(jax.checkpoint, static_argnums=(2, 3), prevent_cse=False)
+def rms_norm(x: Array, scale: Array, eps: float, plus_one: bool) -> Array:
     """The function of `RMSNorm`."""
     x32 = x.astype(jnp.float32)
+    scale = 1 + scale.astype(jnp.float32) if plus_one else scale
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * inverse * expand_dims_like(scale, x)).astype(x.dtype)
 
 
 class DenseMlp(nnx.Module):
-    """SwiGLU: down(silu(gate x) * up x)."""
+    """down(activation(gate x) * up x), SwiGLU with silu."""
 
-    def __init__(self, config: ModelConfig, *, width: int, rngs: nnx.Rngs):
-        D, F, scale = config.hidden_size, width, config.initializer_range
+    def __init__(self, kind: kinds.DenseMlp, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, F, scale = config.hidden_size, kind.width, config.initializer_range
+        self.activation = kind.activation
         self.gate = init_weight(rngs, scale, embed=D, mlp=F)
         self.up = init_weight(rngs, scale, embed=D, mlp=F)
         self.down = init_weight(rngs, scale, mlp=F, embed=D)
@@ -85,23 +91,25 @@ class DenseMlp(nnx.Module):
         # cannot be merged with the rows without gathering them.
         x = x_BTD if mesh.shape["context"] > 1 else x_BTD.reshape(-1, x_BTD.shape[-1])
         gate, up = (contract("...d,df->...f", x, weight.get_value()) for weight in (self.gate, self.up))
-        return contract("...f,fd->...d", _gated(gate, up), self.down.get_value()).reshape(x_BTD.shape)
+        return contract("...f,fd->...d", _gated(gate, up, self.activation), self.down.get_value()).reshape(x_BTD.shape)
 
 
-@partial(jax.checkpoint, prevent_cse=False)
-def _gated(gate: Array, up: Array) -> Array:
-    return jax.nn.silu(gate) * up
+@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def _gated(gate: Array, up: Array, activation: str) -> Array:
+    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
 def rotary_frequencies(rope: Rope) -> tuple[np.ndarray, float]:
     """Radians per position for each pair of rotated dimensions, float32 `[R/2]`, and the factor on cos and sin.
 
-    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or the scaling of Llama 3 or Hunyuan.
+    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or another scaling.
     """
     R, base, scaling = rope.dim, rope.theta, rope.scaling
     if isinstance(scaling, AlphaRope):
         base *= scaling.alpha ** (R / (R - 2))
     frequency = base ** -(np.arange(0, R, 2) / R)
+    if isinstance(scaling, LinearRope):
+        frequency /= scaling.factor
     if isinstance(scaling, Llama3Rope):
         return (frequency * _llama3_share(frequency, scaling)).astype(np.float32), 1.0
     if isinstance(scaling, Yarn):
@@ -179,7 +187,7 @@ class Attention(nnx.Module):
 
     def __init__(self, kind: SelfAttention, config: ModelConfig, *, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, kind.heads, kind.key_heads, kind.head_dim
-        scale, eps = config.initializer_range, config.rms_norm_eps
+        scale = config.initializer_range
         self.query = init_weight(rngs, scale, embed=D, heads=N, head=H)
         self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.value = init_weight(rngs, scale, embed=D, heads=K, head=H)
@@ -190,8 +198,9 @@ class Attention(nnx.Module):
         self.value_bias = init_bias(has_bias, heads=K, head=H)
         self.out_bias = init_bias(kind.bias == "all", embed=D)
         normed = {"none": None, "head": (H, H), "projection": (N * H, K * H)}[kind.qk_norm]
-        self.query_norm = RMSNorm(normed[0], eps) if normed else None
-        self.key_norm = RMSNorm(normed[1], eps) if normed else None
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
+        self.query_norm = norm(normed[0]) if normed else None
+        self.key_norm = norm(normed[1]) if normed else None
         self.kind = kind
 
     def __call__(
@@ -202,6 +211,7 @@ class Attention(nnx.Module):
         k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
         v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
         q_BTNH, k_BTKH = (self._place(*each, own) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
+        q_BTNH = q_BTNH if self.kind.query_scale == 1 else q_BTNH * self.kind.query_scale
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
 

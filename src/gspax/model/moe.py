@@ -84,7 +84,7 @@ class SparseMlp(nnx.Module):
         self.up = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.down = init_weight(rngs, scale, expert=E, mlp=F, expert_embed=D)
         self.correction_bias = init_bias(kind.router.correction_bias, router=E)
-        self.shared = DenseMlp(config, width=kind.shared, rngs=rngs) if kind.shared else None
+        self.shared = DenseMlp(kinds.DenseMlp(width=kind.shared), config, rngs=rngs) if kind.shared else None
         self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if kind.shared_gate else None
         self.kind = kind
 

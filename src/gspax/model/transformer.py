@@ -47,17 +47,23 @@ class LayerInputs(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward network, each added to the residual stream; their inputs or outputs are normalized."""
+    """Attention and feed-forward network, each added to the residual stream.
+
+    Their inputs, outputs, or both are normalized.
+    """
 
     def __init__(self, kind: Layer, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm, around = partial(_norm, config), kind.norms == "around"
+        self.attention_norm = norm()
         self.attention = Attention(kind.mixer, config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_out_norm = norm() if around else None
+        self.mlp_norm = norm()
         self.mlp: SparseMlp | DenseMlp
         if isinstance(kind.mlp, Experts):
             self.mlp = SparseMlp(kind.mlp, config, rngs=rngs)
         else:
-            self.mlp = DenseMlp(config, width=kind.mlp.width, rngs=rngs)
+            self.mlp = DenseMlp(kind.mlp, config, rngs=rngs)
+        self.mlp_out_norm = norm() if around else None
         self.norm_after = kind.norms == "after"
 
     def __call__(
@@ -67,15 +73,26 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("attention"):
             normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
             attended, cache = self.attention(normed_BTD, shared.angles, shared.attend, cache, layer)
-            attended = self.attention_norm(attended) if self.norm_after else attended
+            attended = self._normalize_output(attended, self.attention_norm, self.attention_out_norm)
         x_BTD += attended
         normed_BTD = x_BTD if self.norm_after else self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
             y_BTD, routing = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
-            return x_BTD + (self.mlp_norm(y_BTD) if self.norm_after else y_BTD), cache, routing
+            return x_BTD + self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm), cache, routing
         with jax.named_scope("mlp"):
             y_BTD = self.mlp(normed_BTD, shared.mesh)
-            return x_BTD + (self.mlp_norm(y_BTD) if self.norm_after else y_BTD), cache, None
+            return x_BTD + self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm), cache, None
+
+    def _normalize_output(self, y_BTD: Array, norm: RMSNorm, out_norm: RMSNorm | None) -> Array:
+        """What attention or the MLP adds to the residual stream; `out_norm` is its second norm, if it has two."""
+        if out_norm is not None:
+            return out_norm(y_BTD)
+        return norm(y_BTD) if self.norm_after else y_BTD
+
+
+def _norm(config: ModelConfig) -> RMSNorm:
+    """A norm of the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_plus_one)
 
 
 class Transformer(nnx.Module):
@@ -86,7 +103,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embedding = init_weight(rngs, scale, vocab=V, embed=D)
         self.runs = nnx.List([_init_group(config, group, rngs) for group in layer_groups(config)])
-        self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.norm = _norm(config)
         self.head = None if config.tie_word_embeddings else init_weight(rngs, scale, embed=D, vocab=V)
 
     def __call__(
@@ -101,7 +118,7 @@ class Transformer(nnx.Module):
         """As `apply`."""
         config, table_VD = self.config, _table(self.embedding.get_value(), mesh)
         shared = layer_inputs(config, segment_BT, mesh, prefix_BT)
-        x_BTD = constrain_tokens(table_VD[tokens_BT].astype(config.dtype), mesh)
+        x_BTD = constrain_tokens(scale_embeddings(table_VD[tokens_BT].astype(config.dtype), config), mesh)
         routings, first, first_sparse = [], 0, 0
         for group, run in zip(layer_groups(config), self.runs, strict=True):
             sparse = sum(kind.sparse for kind in group.pattern) * group.repeats
@@ -111,6 +128,11 @@ class Transformer(nnx.Module):
             if routing is not None:
                 routings.append(routing)
         return self.norm(x_BTD), _concatenate_routings(routings, tokens_BT.shape, config)
+
+
+def scale_embeddings(x_BTD: Array, config: ModelConfig) -> Array:
+    """The tokens' embeddings as the first layer gets them."""
+    return x_BTD * jnp.asarray(config.hidden_size**0.5, x_BTD.dtype) if config.scale_embedding else x_BTD
 
 
 def layer_inputs(
