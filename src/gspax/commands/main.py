@@ -38,6 +38,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "launch": ("SUBCOMMAND ...", "run a subcommand in several processes here, and again after a failure"),
     "report": ("DIR", "write report.html of a run"),
     "diagnose": ("DIR", "say why a run's reward is flat"),
+    "samples": ("DIR", "show completions of a run as a table, or one problem over its steps"),
     "compare": ("DIR…", "compare runs over seeds, at equal tokens"),
     "replay": ("FILE DUMP", "compute the update that a diverged run dumped again, and name what is not finite"),
     "convert": ("--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),

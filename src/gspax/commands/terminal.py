@@ -12,9 +12,15 @@ from gspax.data.chat import CLOSE, OPEN
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones turn the direction
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the program end as for every output whose reader has exited, not by an exit code of rich."""
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """A console of standard output that interprets no markup."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    return _Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:

@@ -1,0 +1,160 @@
+"""`gspax samples`: completions of a run as a table in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspax.commands.arguments import Parser, at_least, require_directory, subcommand_parser
+from gspax.errors import UserError
+from gspax.run.buckets import to_path
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from gspax.run.directory import RunDir
+
+Row = dict[str, Any]  # of a file of samples, with its `step` and its `source`
+SHOWN = 20  # rows without --best or --worst
+LONGEST = 600  # characters of a text in the table
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "samples",
+        "Show completions of a run with reward, advantage, and length: of the newest rollout whose samples were "
+        "written, of another step, or of one problem over all steps.",
+        "gspax samples runs/sort --worst 5\n  gspax samples runs/sort --problem 3142=",
+    )
+    parser.add_argument("workdir", type=to_path, metavar="DIR", help="the run directory")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", type=at_least(0), metavar="N", help="of this step; 0: held-out, before the first update"
+    )
+    which.add_argument(
+        "--problem", metavar="TEXT", help="of the problem whose prompt this is, or contains it, and what has changed"
+    )
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", type=at_least(1), metavar="N", help="the N with the highest rewards")
+    order.add_argument("--worst", type=at_least(1), metavar="N", help="the N with the lowest rewards")
+    parser.add_argument("--json", action="store_true", help="print JSON lines with every field instead of a table")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    require_directory(options.workdir)
+    from gspax.commands.terminal import make_console
+    from gspax.run.directory import RunDir
+    from gspax.run.record import to_line
+
+    files = [*find_files(run := RunDir(options.workdir))]
+    if not files:
+        raise UserError(f"{run.samples}: wanted completions, none were written yet")
+    if options.problem is not None:
+        rows = select_problem([*read(files)], options.problem)
+    else:
+        rows = select_step(files, options.step)
+    if count := options.best or options.worst:
+        rows = sorted(rows, key=lambda row: float(row["reward"]), reverse=bool(options.best))[:count]
+    if options.json:
+        print("".join(map(to_line, rows)), end="")
+        return 0
+    console, left = make_console(), 0
+    if not count and options.problem is None:
+        left, rows = max(0, len(rows) - SHOWN), rows[:SHOWN]
+    console.print(make_table(rows), soft_wrap=False)
+    if left:
+        console.print(f"and {left} more of this step: --best N, --worst N, --json")
+    if options.problem is not None and len(rows) > 1:
+        console.print(f"step {rows[0]['step']} -> step {rows[-1]['step']}: ", end="")
+        console.print(mark_changes(str(rows[0]["completion"]), str(rows[-1]["completion"])))
+    return 0
+
+
+def find_files(run: RunDir) -> Iterator[tuple[int, str, Path]]:
+    """(step, source, path) of each file of completions, in the order of the steps."""
+    found = [(0, "held-out", run.before)]
+    for path in run.samples.glob("step_*.jsonl"):
+        found.append((int(path.stem.removeprefix("step_")), "train", path))
+    for path in run.tasks.glob("step_*/*.jsonl"):
+        found.append((int(path.parent.name.removeprefix("step_")), path.stem, path))
+    last = max(step for step, source, _ in found if source in ("train", "held-out"))
+    found.append((last, "held-out", run.after))  # by the newest policy, which is evaluated when samples are written
+    yield from sorted((item for item in found if item[2].exists()), key=lambda item: item[0])
+
+
+def read(files: Sequence[tuple[int, str, Path]]) -> Iterator[Row]:
+    """The completions of the files, without foreign rows."""
+    from gspax.run.record import read_rows
+
+    for step, source, path in files:
+        for row in read_rows(path):
+            if {"prompt", "completion", "reward"} <= row.keys():
+                yield {"step": step, "source": source, **row}
+
+
+def select_step(files: Sequence[tuple[int, str, Path]], step: int | None) -> list[Row]:
+    """The training rollout of a step (default: the newest), for step 0 the held-out completions before it."""
+    own = [item for item in files if item[1] == "train" or item[0] == 0]
+    chosen = [item for item in own if item[0] == (own[-1][0] if step is None else step)]
+    if rows := [*read(chosen)]:
+        return rows
+    steps = ", ".join(str(item[0]) for item in own)
+    raise UserError(f"--step: wanted a step whose samples were written ({steps}), got {step}")
+
+
+def select_problem(rows: Sequence[Row], text: str) -> list[Row]:
+    """The rows of the problem with this prompt, or with the only prompt that contains it."""
+    prompts = {row["prompt"]: None for row in rows}
+    near = [text] if text in prompts else [prompt for prompt in prompts if text in prompt]
+    if len(near) != 1:
+        some = ", ".join(repr(prompt[:60]) for prompt in (near or [*prompts])[:5])
+        raise UserError(
+            f"--problem: wanted a text of one of the {len(prompts)} prompts, {text!r} is in {len(near)}: {some}"
+        )
+    return [row for row in rows if row["prompt"] == near[0]]
+
+
+def make_table(rows: Sequence[Row]) -> Table:
+    """The rows as a table; a prompt is left out where it is that of the row above."""
+    from rich.table import Table
+
+    from gspax.commands.terminal import dim_thinking, printable
+
+    table, before = Table("step", "of", "reward", "advantage", "length", "prompt", "completion", "note"), None
+    for row in rows:
+        prompt = "" if row["prompt"] == before else printable(shorten(row["prompt"]))
+        advantage = f"{float(row['advantage']):+.2f}" if "advantage" in row else ""
+        figures = str(row["step"]), row["source"], f"{float(row['reward']):.3g}", advantage, str(row.get("length", ""))
+        notes = ["" if row.get("finished", True) else "truncated", row.get("reason", ""), row.get("error", "")]
+        note = printable(", ".join(filter(None, notes)))
+        table.add_row(*figures, prompt, dim_thinking(shorten(row["completion"])), note)
+        before = row["prompt"]
+    return table
+
+
+def shorten(text: str) -> str:
+    """The beginning and the end of a long text."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} […] {text[-LONGEST // 2 :]}"
+
+
+def mark_changes(before: str, after: str) -> Text:
+    """The later text, with what it no longer has as [-words-] in red, and what is new as {+words+} in green."""
+    from rich.text import Text
+
+    from gspax.commands.terminal import printable
+
+    old, new = (re.findall(r"\s+|\w+|[^\w\s]", shorten(text)) for text in (before, after))
+    marked = Text()
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        gone, come = printable("".join(old[i:j])), printable("".join(new[k:m]))
+        if kind == "equal":
+            marked.append(come)
+            continue
+        marked.append(f"[-{gone}-]" if gone else "", style="red").append(f"{{+{come}+}}" if come else "", style="green")
+    return marked

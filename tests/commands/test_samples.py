@@ -1,0 +1,96 @@
+"""`gspax samples`: which completions are shown, in which order, and what has changed in one problem's."""
+
+import json
+import re
+
+import pytest
+
+from gspax.commands import main, samples
+from gspax.run.directory import RunDir
+
+
+def row(prompt, completion, reward, **more):
+    return {"prompt": prompt, "answer": "42", "completion": completion, "reward": reward, "length": 3, **more}
+
+
+ROWS = {
+    "samples/before.jsonl": [row("6*7=", "the answer is 41", 0.0), row("1+1=", "3", 0.0)],
+    "samples/step_000002.jsonl": [
+        row("6*7=", "it is 41", 0.0, advantage=-1.0, finished=False),
+        row("6*7=", "it is 42", 1.0, advantage=1.0, finished=True),
+        row("2+3=", "5", 0.5, advantage=0.0, finished=True, reason="half", error="late\x1b[2J"),
+    ],
+    "samples/step_000010.jsonl": [row(f"{n}+0=", str(n), n / 30, advantage=0.25) for n in range(30)],
+    "samples/after.jsonl": [row("1+1=", "2", 1.0), row("6*7=", "the answer is 42", 1.0)],
+    "evaluations/step_000004/small.jsonl": [row("6*7=", "42!", 1.0, problem=0, sample=0)],
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    for name, rows in ROWS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows) + '{"half')
+    return tmp_path
+
+
+def shown(capsys, run, *arguments):
+    assert main.main(["samples", str(run), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def objects(capsys, run, *arguments):
+    return [json.loads(line) for line in shown(capsys, run, *arguments, "--json").splitlines()]
+
+
+def test_the_newest_rollout_is_shown_up_to_a_screen(run, capsys):
+    text = shown(capsys, run)
+    assert re.search(r"10 +. train +. 0.633 +. \+0.25 +. 3 +. 19\+0= +. 19 ", text)
+    assert "20+0=" not in text and "and 10 more of this step" in text
+    assert len(objects(capsys, run)) == 30
+
+
+def test_a_step_the_best_and_the_worst(run, capsys):
+    assert [each["completion"] for each in objects(capsys, run, "--step", "2")] == ["it is 41", "it is 42", "5"]
+    assert [each["completion"] for each in objects(capsys, run, "--step", "0")] == ["the answer is 41", "3"]
+    assert [each["completion"] for each in objects(capsys, run, "--step", "2", "--best", "2")] == ["it is 42", "5"]
+    assert [each["completion"] for each in objects(capsys, run, "--worst", "2")] == ["0", "1"]
+
+
+def test_what_befell_a_completion_is_noted_without_control_characters(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = shown(capsys, run, "--step", "2")
+    assert "truncated" in text and r"half, late\x1b[2J" in text and "\x1b" not in text
+
+
+def test_a_problem_over_the_steps_and_what_changed(run, capsys):
+    rows = objects(capsys, run, "--problem", "6*7")
+    assert [(each["step"], each["source"]) for each in rows] == [
+        (0, "held-out"), (2, "train"), (2, "train"), (4, "small"), (10, "held-out")
+    ]  # fmt: skip
+    text = shown(capsys, run, "--problem", "6*7=")
+    assert text.endswith("step 0 -> step 10: the answer is [-41-]{+42+}\n") and text.count("6*7=") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--step", "3"], "--step: wanted a step whose samples were written (0, 2, 10), got 3"),
+        (["--problem", "+"], "--problem: wanted a text of one of the 33 prompts, '+' is in 32: '1+1=', "),
+        (["--step", "1", "--problem", "x"], "not allowed with argument"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(run, arguments, sentence, capsys):
+    assert main.main(["samples", str(run), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
+def test_a_run_without_samples_is_one_sentence(tmp_path, capsys):
+    assert main.main(["samples", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"gspax: {RunDir(tmp_path).samples}: wanted completions, none were written yet\n"
+
+
+def test_a_long_text_keeps_its_ends():
+    assert len(samples.shorten("a" * 999 + "end")) < 620 and samples.shorten("a" * 999 + "end").endswith("end")
