@@ -9,4 +9,4 @@ need GSPAX_PROJECT GSPAX_ZONE GSPAX_BUCKET
 tools gcloud
 
 call gcloud storage buckets create "gs://$GSPAX_BUCKET" --project="$GSPAX_PROJECT" --location="${GSPAX_ZONE%-*}" \
-  --uniform-bucket-level-access
+  --uniform-bucket-level-access --soft-delete-duration=0 # else deleted checkpoints are paid for, for a week
