@@ -472,7 +472,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "corrections.md").read_text(encodin
 
 
 def test_the_example_in_the_docs_runs():
-    example, composed, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    example, composed, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope = {}
     exec(compile(example, "docs/corrections.md", "exec"), scope)
     assert np.isfinite(scope["loss"]) and scope["metrics"]["mismatch_ess_tokens"] < 1

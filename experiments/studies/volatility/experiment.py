@@ -25,21 +25,22 @@ def volatile_router(learning_rate, *, sigma: float = 0.0):
     """
     inner = optimizers.adamw(learning_rate)
 
-    def init(params):
+    def init(params):  # with the dose in the state one program serves all doses
         total = sum(leaf.sum() for leaf in jax.tree.leaves(params))
-        return inner.init(params), jnp.zeros((), jnp.int32), jax.lax.bitcast_convert_type(total, jnp.uint32)
+        seed = jax.lax.bitcast_convert_type(total, jnp.uint32)
+        return inner.init(params), jnp.zeros((), jnp.int32), seed, jnp.float32(sigma)
 
     def update(grads, state, params=None):
-        moments, count, seed = state
+        moments, count, seed, dose = state
         updates, moments = inner.update(grads, moments, params)
 
         def add(path, leaf):
-            if not sigma or "router" not in jax.tree_util.keystr(path):
+            if "router" not in jax.tree_util.keystr(path):
                 return leaf
             before = jnp.where(count > 0, term(seed, count, leaf), 0)
-            return leaf + sigma * (term(seed, count + 1, leaf) - before)
+            return leaf + dose * (term(seed, count + 1, leaf) - before)
 
-        return jax.tree_util.tree_map_with_path(add, updates), (moments, count + 1, seed)
+        return jax.tree_util.tree_map_with_path(add, updates), (moments, count + 1, seed, dose)
 
     return optax.GradientTransformation(init, update)
 
