@@ -14,7 +14,7 @@ from gspax import config
 from gspax.commands.aot.programs import device_bytes
 from gspax.config import is_sparse
 from gspax.experiment import load, override
-from gspax.experiment.plan import plan, render
+from gspax.experiment.plan import overview, plan, render
 from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
@@ -106,6 +106,15 @@ def test_tokens_and_updates_are_counted():
     assert "64 rows, 4 updates, at most 512 tokens sampled, 1,024 trained on" in text
     assert "10 steps, 40 updates, at most 10,240 tokens" in text
     assert "60 supervised updates" in text
+
+
+def test_a_run_starts_with_a_table_of_its_model_objective_and_work():
+    experiment = override(EXPERIMENT, ["loss.clip_high=0.25", "optimizer.learning_rate=3e-4"])
+    rows = dict(overview(plan(experiment, 4)))
+    assert [*rows] == ["Experiment", "Model", "Objective", "Optimizer", "Mesh", "One step", "In total"]
+    assert rows["Objective"] == "experiment_file.gspo, clip_low=2e-4, clip_high=0.25, experiment_file.advantage"
+    assert (rows["Optimizer"], rows["Mesh"]) == ("learning rate 3e-4, constant", "fsdp=4: 4 devices")
+    assert rows["In total"] in render(plan(experiment, 4))
 
 
 def test_fsdp_shards_the_parameters_and_data_does_not():

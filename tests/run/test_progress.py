@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from gspax.run import progress
+from gspax.run.compilation import Compilations
 
 
 def show(terminal, total=20, start=0, every=10):
@@ -56,6 +57,45 @@ def test_a_long_step_prints_its_phase_without_a_terminal(monkeypatch):
     assert file.getvalue() == done
 
 
+def test_a_phase_shows_the_time_that_it_took_in_the_last_step_but_not_in_the_first(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    compiled = Compilations()
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with progress.track(4, 0, "sort", console=console, compiled=compiled) as bar:
+        said = []
+
+        def run(name, seconds):
+            progress.phase(name)
+            now[0] += seconds / 2
+            said.append(bar._clock.waiting()[2])
+            now[0] += seconds / 2
+
+        run("sampling", 60)
+        compiled.programs = 7
+        run("updating", 80)
+        bar.update(1, {})
+        for step in (2, 3):
+            run("sampling", 6)
+            run("updating", 8)
+            bar.update(step, {})
+        run("sampling", 20)
+    assert said == [
+        "sampling (the first step compiles: 0 programs so far), 0:30 so far",
+        "updating (the first step compiles: 7 programs so far), 0:40 so far",
+        *("sampling, 0:03 so far", "updating, 0:04 so far"),
+        *("sampling, 0:03 so far, 0:03 left", "updating, 0:04 so far, 0:04 left"),
+        "sampling, 0:10 so far",  # longer than the last time
+    ]
+
+
+def test_throughput_is_shown_without_an_exponent():
+    clock = progress._Clock(total=3, start=0)
+    assert clock.text(1, {"perf/tokens_per_second": 12345.6, "reward/mean": 0.25}).startswith(
+        "tokens/s 12,346  reward 0.25"
+    )
+
+
 def test_a_step_that_ends_after_a_silence_is_printed(monkeypatch):
     assert "sort 7/20" not in show(terminal=False)
     monkeypatch.setattr(progress, "SILENCE", 0.0)
@@ -77,6 +117,14 @@ def test_the_last_line_promises_no_time():
 def test_what_is_said_outside_of_a_bar_is_printed_at_once(capsys):
     progress.say("continuing from step 20 of 150 [x]")
     assert capsys.readouterr().out == "continuing from step 20 of 150 [x]\n"
+
+
+def test_a_table_of_settings_is_text_without_a_terminal(capsys):
+    progress.show_table([("Model", "a [red] one"), ("In total", "4 steps")])
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "Model     a [red] one",
+        "In total  4 steps",
+    ]
 
 
 def test_a_resumed_run_continues_its_count():

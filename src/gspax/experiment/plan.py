@@ -73,15 +73,14 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
 
 def render(plan: Plan) -> str:
     """The plan as text."""
-    experiment, sampling, steps = plan.experiment, plan.experiment.sampling, plan.experiment.schedule.steps
+    experiment, sampling = plan.experiment, plan.experiment.sampling
     settings, disaggregated = flatten(describe(experiment)), experiment.placement is not None
     lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
     width = max(map(len, settings))
     for key, value in settings.items():
         mark = "*" if any(f"{key}.".startswith(f"{overridden}.") for overridden in plan.overridden) else " "
         lines.append(f"{mark} {key:<{width}}  {show(value)}")
-    sizes, rows, updates = plan.sizes, sampling.prompts * sampling.group, updates_per_step(experiment.schedule)
-    sampled, trained_on = rows * sampling.max_tokens, rows * (sampling.max_prompt_tokens + sampling.max_tokens)
+    sizes, rows = plan.sizes, sampling.prompts * sampling.group
     lines += [
         "",
         f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
@@ -90,8 +89,7 @@ def render(plan: Plan) -> str:
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
         *_explain_sampler(plan),
-        f"One step    {rows:,} rows, {updates} updates, at most {sampled:,} tokens sampled, {trained_on:,} trained on",
-        f"In total    {steps:,} steps, {steps * updates:,} updates, at most {steps * trained_on:,} tokens",
+        *(f"{name:<12}{text}" for name, text in _work(plan)),
     ]
     if sizes.slots < rows and experiment.engine is None:
         lines.append(f"Slots       {sizes.slots:,} rows sampled at once; a slot of a finished row takes the next")
@@ -112,6 +110,37 @@ def render(plan: Plan) -> str:
         lines += ["", f"In host memory, for each device: {' and '.join(held)}, {_bytes(plan.host)}"]
     lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included"]
     return "\n".join(lines)
+
+
+def overview(plan: Plan) -> list[tuple[str, str]]:
+    """What a run prints at its start: a line for its model, its objective, its devices, and its work."""
+    experiment, settings = plan.experiment, flatten(describe(plan.experiment))
+    numbers = [  # such as the clip range
+        f"{key.removeprefix('loss.')}={show(value)}"
+        for key, value in settings.items()
+        if key.startswith("loss.") and isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+    rate, decay = experiment.optimizer.learning_rate, settings["optimizer.schedule"]
+    return [
+        ("Experiment", f"{experiment.name}, seed {experiment.seed}"),
+        ("Model", _parameters(experiment.model)),
+        ("Objective", ", ".join([str(settings["loss"]), *numbers, str(settings["advantage"])])),
+        ("Optimizer", f"learning rate {show(rate)}, {str(decay).rpartition('.')[2]}"),
+        ("Mesh", _axes(plan.mesh)),
+        *_work(plan),
+    ]
+
+
+def _work(plan: Plan) -> list[tuple[str, str]]:
+    """The rows, updates and tokens of a step and of the run."""
+    sampling, schedule = plan.experiment.sampling, plan.experiment.schedule
+    rows, updates, steps = sampling.prompts * sampling.group, updates_per_step(schedule), schedule.steps
+    sampled, trained_on = rows * sampling.max_tokens, rows * (sampling.max_prompt_tokens + sampling.max_tokens)
+    step = f"{rows:,} rows, {updates} updates, at most {sampled:,} tokens sampled, {trained_on:,} trained on"
+    return [
+        ("One step", step),
+        ("In total", f"{steps:,} steps, {steps * updates:,} updates, at most {steps * trained_on:,} tokens"),
+    ]
 
 
 def _layers(model: ModelConfig) -> str:

@@ -1,6 +1,7 @@
 """Progress on the screen: a bar on a terminal; elsewhere a line every few steps, and every 30 s.
 
-`phase` names what the run does now. It is shown when a step takes long: the first one, which compiles, for example.
+`phase` names what the run does now. It is shown when a step takes long, with the time that is left of the phase if it
+has been seen before. The first step compiles, so its phases have no such time: the programs compiled so far are shown.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import errno
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TextIO, cast
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from gspax.run import interrupt
+from gspax.run.compilation import Compilations
 
 # The metrics of a run (`group/name`) that are shown, and their labels. A metric without a group is always shown.
 SHOWN = {
@@ -26,11 +30,33 @@ SHOWN = {
     "response/length_mean": "length",
     "policy/entropy": "entropy",
     "eval/reward": "eval",
+    "perf/tokens_per_second": "tokens/s",
 }
 SILENCE = 30.0  # seconds without a line, after which the phase is printed where there is no terminal
 SHORT = 2.0  # seconds of a step before a bar shows its phase
 
-_phase = ""
+
+@dataclass
+class _Phases:
+    """What the run does now and since when, and how many seconds each phase took the last time."""
+
+    name: str = ""
+    since: float = 0.0
+    has_ended: bool = False  # with its step, until another phase or step begins
+    took: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, name: str) -> None:
+        if not self.has_ended:
+            self.end()
+        self.name, self.since, self.has_ended = name, time.monotonic(), False
+
+    def end(self) -> None:
+        now = time.monotonic()
+        self.took[self.name] = now - self.since
+        self.since, self.has_ended = now, True
+
+
+_phases = _Phases()
 
 
 def is_due(done: int, every: int, last: int) -> bool:
@@ -40,8 +66,7 @@ def is_due(done: int, every: int, last: int) -> bool:
 
 def phase(name: str) -> None:
     """Note what the run does from now on. Cheap: it prints nothing and waits for no device."""
-    global _phase
-    _phase = name
+    _phases.begin(name)
 
 
 def say(message: str) -> None:
@@ -49,17 +74,32 @@ def say(message: str) -> None:
     _print(_console(), message)
 
 
+def show_table(rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and texts in two columns, as `say`."""
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows:
+        table.add_row(Text(name, style="bold"), Text(text))
+    _console().print(table)
+
+
 @contextlib.contextmanager
 def track(
-    total: int, start: int = 0, title: str = "step", *, every: int = 10, console: Console | None = None
+    total: int,
+    start: int = 0,
+    title: str = "step",
+    *,
+    every: int = 10,
+    console: Console | None = None,
+    compiled: Compilations | None = None,
 ) -> Iterator[Bar]:
-    """Show progress from `start` to `total` steps.
+    """Show progress from `start` to `total` steps; during the first one also what was `compiled`.
 
     Without a terminal, print every `every`th step, the last, any that ends `SILENCE` seconds after the last line, and
     the current phase whenever `SILENCE` seconds pass without a line. Of several processes only process 0 shows it.
     """
-    console, clock = console or _console(), _Clock(total, start)
+    console, clock = console or _console(), _Clock(total, start, compiled)
     phase("running")  # until another is named
+    _phases.took.clear()
     if console.is_terminal:
         text = TextColumn("{task.fields[text]}", markup=False)
         columns = (TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, _Phase(clock))
@@ -120,25 +160,34 @@ def _hang_up_if_closed() -> Iterator[None]:
 class _Clock:
     """The latest values, and the remaining time by the mean step since the first one, which compiles."""
 
-    def __init__(self, total: int, start: int) -> None:
+    def __init__(self, total: int, start: int, compiled: Compilations | None = None) -> None:
         self.total = total
+        self.compiled = compiled
         self.values: dict[str, float] = {}
         self._marks = [(start, time.monotonic())]
 
     def text(self, step: int, values: Mapping[str, float]) -> str:
         self.values |= {SHOWN.get(name, name): x for name, x in values.items() if name in SHOWN or "/" not in name}
+        if len(self._marks) == 1:
+            _phases.took.clear()  # they compiled
         self._marks = [*self._marks[:2], (step, time.monotonic())]
         (first, began), (last, now) = self._marks[-2:]
         pace = (now - began) / max(last - first, 1)
-        shown = [f"{name} {value:.3g}" for name, value in self.values.items()]
+        shown = [
+            f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3g}" for name, value in self.values.items()
+        ]
         left = [f"{_duration(pace * (self.total - step))} left"] if step < self.total else []
         return "  ".join([*shown, f"{pace:.2g} s/step", *left])
 
     def waiting(self) -> tuple[int, float, str]:
-        """The last finished step, the seconds since then, and the phase of the step that is under way."""
-        step, since = self._marks[-1]
-        note = " (the first step compiles)" if len(self._marks) == 1 and step < self.total else ""
-        return step, time.monotonic() - since, f"{_phase}{note}".strip()
+        """The last finished step, and for how many seconds which phase of the next one has run, also as a phrase."""
+        name, seconds, note = _phases.name, time.monotonic() - _phases.since, ""
+        if len(self._marks) == 1 and self._marks[0][0] < self.total:
+            programs = f": {self.compiled.programs} programs so far" if self.compiled else ""
+            note = f" (the first step compiles{programs})"
+        left = _phases.took.get(name, 0.0) - seconds
+        promise = f", {_duration(left)} left" if left > 0 else ""
+        return self._marks[-1][0], seconds, f"{name}{note}, {_duration(seconds)} so far{promise}"
 
 
 class Bar:
@@ -151,6 +200,7 @@ class Bar:
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show a finished step. Metrics that are not given keep their last value."""
+        _phases.end()
         text = self._clock.text(step, values)
         if self._live is not None:
             self._live.update(self._live.task_ids[0], completed=step, text=text)
@@ -167,8 +217,8 @@ class Bar:
         """Until `finished`: print the phase whenever nothing else was printed for `SILENCE` seconds."""
         while not finished.wait(max(SILENCE - self._silence(), 0.01)):
             if self._silence() >= SILENCE:
-                step, seconds, doing = self._clock.waiting()
-                self.print(f"{self._title} {step}/{self._clock.total}  {doing}, {_duration(seconds)} so far")
+                step, _, doing = self._clock.waiting()
+                self.print(f"{self._title} {step}/{self._clock.total}  {doing}")
 
     def _silence(self) -> float:
         return time.perf_counter() - self._printed
@@ -183,7 +233,7 @@ class _Phase(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         _, seconds, doing = self._clock.waiting()
-        return Text(f"{doing}, {_duration(seconds)} so far" if seconds >= SHORT else "")
+        return Text(doing if seconds >= SHORT else "")
 
 
 def _duration(seconds: float) -> str:

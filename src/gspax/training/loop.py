@@ -12,6 +12,7 @@ import jax
 from gspax.config import Experiment, teacher_models
 from gspax.errors import DivergedError, UserError
 from gspax.evaluation.checkpoint import evaluate
+from gspax.experiment import plan
 from gspax.experiment.description import describe
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner.state import (
@@ -35,7 +36,7 @@ from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra, take_traffic
-from gspax.run.compilation import count_compilations
+from gspax.run.compilation import Compilations, count_compilations
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
@@ -56,6 +57,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     """
     runtime, keep = make_runtime(experiment), experiment.schedule.keep_checkpoints
     check_calls(experiment, multihost.warn_from_primary)
+    progress.show_table(plan.overview(plan.plan(experiment, jax.device_count())))
     with (
         enter_run(workdir, describe(experiment)) as run,
         runtime.rewards,
@@ -77,7 +79,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
         run_page.write(run.path)
 
 
-def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, compiled: object) -> None:
+def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, compiled: Compilations) -> None:
     """Restore the newest checkpoint, or start, and run the steps that are left.
 
     Raises:
@@ -101,7 +103,7 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
 
     with (
         Recorder(run, done) as recorder,
-        progress.track(schedule.steps, done, experiment.name) as bar,
+        progress.track(schedule.steps, done, experiment.name, compiled=compiled) as bar,
         interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started else None),
     ):
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
