@@ -38,6 +38,14 @@ GLM = {
     **{"head_dim": 8, "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 12, "first_k_dense_replace": 1},
 }
+LATENT = GLM | {
+    **{"num_key_value_heads": 4, "head_dim": 4, "kv_lora_rank": 6, "q_lora_rank": 10, "qk_rope_head_dim": 4},
+    **{"qk_nope_head_dim": 6, "v_head_dim": 8},
+}
+YARN = {
+    **{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.3},
+    **{"beta_fast": 4, "beta_slow": 1},
+}
 ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
 
 SMALL = {  # keys of config.json, by model_type
@@ -51,6 +59,12 @@ SMALL = {  # keys of config.json, by model_type
     "phi3": SIZES | {"partial_rotary_factor": 0.5, "sliding_window": 5},
     "glm4_moe": SIZES | GLM | {"attention_bias": True, "use_qk_norm": True},
     "dots1": SIZES | GLM | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    "deepseek_v2": SIZES
+    | LATENT
+    | {"q_lora_rank": None, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"}
+    | {"routed_scaling_factor": 2.5, "rope_scaling": YARN},
+    "deepseek_v3": SIZES | LATENT | {"n_group": 3, "topk_group": 2, "rope_scaling": YARN},
+    "glm4_moe_lite": SIZES | LATENT | {"v_head_dim": 12, "first_k_dense_replace": 1, "rope_interleave": False},
     "minimax_m2": SIZES | {"head_dim": 8, "rotary_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2},
     "ernie4_5_moe": SIZES
     | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 2},
@@ -153,6 +167,47 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "norm_topk_prob": True},
             **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
             **{"max_position_embeddings": 32768, "scoring_func": "sigmoid", "attention_bias": False},
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek-ai/DeepSeek-V2-Lite",
+        {
+            **{"vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27},
+            **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512},
+            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 1408},
+            **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+            **{"n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "seq_aux": True},
+            **{"routed_scaling_factor": 1.0, "norm_topk_prob": False, "moe_layer_freq": 1, "aux_loss_alpha": 0.001},
+            **{"max_position_embeddings": 163840, "rope_theta": 10000, "attention_bias": False, "pretraining_tp": 1},
+            "rope_scaling": {
+                **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32},
+                **{"beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+            },
+        },
+    ),
+    "deepseek_v3": (
+        "moonshotai/Moonlight-16B-A3B",
+        {
+            **{"vocab_size": 163840, "hidden_size": 2048, "intermediate_size": 11264, "num_hidden_layers": 27},
+            **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512},
+            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 1408},
+            **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+            **{"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True},
+            **{"routed_scaling_factor": 2.446, "norm_topk_prob": True, "moe_layer_freq": 1, "ep_size": 1},
+            **{"max_position_embeddings": 8192, "rope_theta": 50000.0, "rms_norm_eps": 1e-5, "rope_scaling": None},
+            **{"num_nextn_predict_layers": 0, "aux_loss_alpha": 0.001, "attention_bias": False, "pretraining_tp": 1},
+        },
+    ),
+    "glm4_moe_lite": (
+        "zai-org/GLM-4.7-Flash",
+        {
+            **{"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47},
+            **{"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512},
+            **{"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "moe_intermediate_size": 1536},
+            **{"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1},
+            **{"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "routed_scaling_factor": 1.8},
+            **{"norm_topk_prob": True, "rope_theta": 1000000, "rms_norm_eps": 1e-5, "rope_scaling": None},
+            **{"max_position_embeddings": 202752, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1},
         },
     ),
     "minimax_m2": (

@@ -31,11 +31,16 @@ def published(config, params, dtype=np.float32, *, fused=False):
         found |= {
             name + "input_layernorm.weight": layer["attention_norm"]["scale"],
             name + "post_attention_layernorm.weight": layer["mlp_norm"]["scale"],
-            name + "self_attn.q_proj.weight": attention["query"].reshape(D, N * H).T,
-            name + "self_attn.k_proj.weight": attention["key"].reshape(D, K * H).T,
-            name + "self_attn.v_proj.weight": attention["value"].reshape(D, K * H).T,
-            name + "self_attn.o_proj.weight": attention["out"].reshape(N * H, D).T,
         }
+        if config.latent is not None:
+            found |= {f"{name}self_attn.{key}.weight": x for key, x in latent(config, attention).items()}
+        else:
+            found |= {
+                name + "self_attn.q_proj.weight": attention["query"].reshape(D, N * H).T,
+                name + "self_attn.k_proj.weight": attention["key"].reshape(D, K * H).T,
+                name + "self_attn.v_proj.weight": attention["value"].reshape(D, K * H).T,
+                name + "self_attn.o_proj.weight": attention["out"].reshape(N * H, D).T,
+            }
         if config.qk_norm:
             found[name + "self_attn.q_norm.weight"] = attention["query_norm"]["scale"]
             found[name + "self_attn.k_norm.weight"] = attention["key_norm"]["scale"]
@@ -63,6 +68,21 @@ def published(config, params, dtype=np.float32, *, fused=False):
                 found[f"{name}mlp.experts.{expert}.{part}_proj.weight"] = mlp[part][expert].T
     dtypes = {name: np.float32 if name.endswith("correction_bias") else dtype for name in found}
     return {name: np.ascontiguousarray(tensor, dtype=dtypes[name]) for name, tensor in found.items()}
+
+
+def latent(config, attention):
+    """The tensors of latent attention by their names; keys and values alternate from head to head."""
+    C, low_rank = config.latent.rank, config.latent.query_rank
+    found = {
+        "q_b_proj" if low_rank else "q_proj": attention["query"].reshape(len(attention["query"]), -1).T,
+        "kv_a_proj_with_mqa": np.concatenate([attention["latent"].T, attention["rotated_key"].T]),
+        "kv_a_layernorm": attention["latent_norm"]["scale"],
+        "kv_b_proj": np.concatenate([attention["key"], attention["value"]], axis=2).reshape(C, -1).T,
+        "o_proj": attention["out"].reshape(-1, config.hidden_size).T,
+    }
+    if low_rank:
+        found |= {"q_a_proj": attention["query_latent"].T, "q_a_layernorm": attention["query_norm"]["scale"]}
+    return found
 
 
 def layers(config, params):

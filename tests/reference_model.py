@@ -27,8 +27,9 @@ def rotate_all(x, position, config):
         if config.rope_scaling is not None:
             frequency *= yarn_share(i, half, config) + (1 - yarn_share(i, half, config)) / config.rope_scaling.factor
         angle = position * frequency
-        out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
-        out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
+        a, b = (2 * i, 2 * i + 1) if config.rope_interleaved else (i, i + half)
+        out[a] = x[a] * np.cos(angle) - x[b] * np.sin(angle)
+        out[b] = x[b] * np.cos(angle) + x[a] * np.sin(angle)
     return out * yarn_factor(config.rope_scaling)
 
 
@@ -102,6 +103,29 @@ def layer_params(params, config, layer):
     return take(stack)
 
 
+def attend_to_latents(a, h_T, config):
+    """What latent attention adds to each token, given its normalized input."""
+    latent, N, yarn, keys, values, added = config.latent, config.num_attention_heads, config.rope_scaling, [], [], []
+    scale = 1 / np.sqrt(latent.nope_dim + config.head_dim)
+    if yarn is not None and yarn.mscale_all_dim:
+        scale *= (1 + yarn.mscale_all_dim * np.log(yarn.factor) / 10) ** 2
+    for t, h in enumerate(h_T):
+        c = rms_norm(h @ a["latent"], a["latent_norm"]["scale"], 1e-6)
+        rotated = rotate(h @ a["rotated_key"], t, config)
+        keys.append([np.concatenate([c @ a["key"][:, n], rotated]) for n in range(N)])
+        values.append([c @ a["value"][:, n] for n in range(N)])
+        if latent.query_rank:
+            h = rms_norm(h @ a["query_latent"], a["query_norm"]["scale"], 1e-6)
+        y = 0
+        for n in range(N):
+            plain, to_rotate = np.split(h @ a["query"][:, n], [latent.nope_dim])
+            q = np.concatenate([plain, rotate(to_rotate, t, config)])
+            share = softmax(np.array([q @ keys[s][n] * scale for s in range(t + 1)]))
+            y += sum(w * values[s][n] for s, w in enumerate(share)) @ a["out"][n]
+        added.append(y)
+    return added
+
+
 def forward(params, config, tokens, forced=None, streams=None):
     """Logits `[T, V]` of one unpadded sequence, and the expert ids `[sparse layers, T, A]`, best first.
 
@@ -117,11 +141,14 @@ def forward(params, config, tokens, forced=None, streams=None):
         p = layer_params(params, config, index)
         a, eps = p["attention"], config.rms_norm_eps
         keys, values, attended = [], [], []
+        if config.latent is not None:
+            h_T = [rms_norm(x, p["attention_norm"]["scale"], eps) for x in xs]
+            attended = [x + y for x, y in zip(xs, attend_to_latents(a, h_T, config), strict=True)]
         unit = {"query_norm": {"scale": None}, "key_norm": {"scale": None}}
         zero = {"query_bias": np.zeros((N, H)), "key_bias": np.zeros((K, H)), "value_bias": np.zeros((K, H))}
         a = {**zero, "out_bias": 0.0, **unit, **a}
         window = config.sliding_window if index in config.sliding_layers and config.sliding_window else len(xs)
-        for t, x in enumerate(xs):
+        for t, x in enumerate(xs if config.latent is None else []):
             h = rms_norm(x, p["attention_norm"]["scale"], eps)
             q = [h @ a["query"][:, n] + a["query_bias"][n] for n in range(N)]
             q = [rotate(head_norm(each, a["query_norm"]["scale"], eps), t, config) for each in q]

@@ -7,7 +7,7 @@ import jax
 import jax.extend
 import pytest
 
-from gspax.config import ModelConfig, Router, Yarn
+from gspax.config import Latent, ModelConfig, Router, Yarn
 from gspax.learner.forward import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
@@ -60,6 +60,20 @@ CONFIGS = {
         shared_expert_intermediate_size=24,
         shared_expert_gate=False,
         router=Router(scoring="sigmoid", correction_bias=True, groups=3, top_groups=2, scale=1.5),
+    ),
+    "latent attention": replace(
+        MOE,
+        num_experts=6,
+        mlp_only_layers=(0,),
+        num_key_value_heads=4,
+        head_dim=4,
+        qk_norm=False,
+        latent=Latent(rank=6, query_rank=10, nope_dim=6, value_dim=8),
+        rope_interleaved=True,
+        rope_scaling=YARN_MSCALE,
+        shared_expert_intermediate_size=24,
+        shared_expert_gate=False,
+        router=Router(scoring="sigmoid", correction_bias=True, scale=1.5),
     ),
     "yarn": replace(MOE, rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=64)),
     "yarn with mscale": replace(MOE, rope_scaling=YARN_MSCALE),

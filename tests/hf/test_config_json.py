@@ -68,7 +68,7 @@ def test_every_key_of_transformers_is_known(name, tmp_path):
     tables.append(family.harmless)
     keys = {key for part in family.copied for key in family.keys_of(part)}
     keys |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted}
-    keys |= {"moe_layer_end_index"}
+    keys |= {"moe_layer_end_index", family.dense_or_sparse}
     for key in {*theirs.to_dict(), *(field.name for field in fields(theirs))}:
         assert key in keys or any(key in table for table in tables), key
 
@@ -84,12 +84,14 @@ def test_no_key_is_in_two_tables(name):
 
 EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts", "shared_expert_intermediate_size")
 ACTIVE = ("moe_k", "moe_topk", "n_shared_experts")
+LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     family, sizes = families.FAMILIES[name], MOE | dict.fromkeys(EXPERTS, 5) | dict.fromkeys(ACTIVE, 2)
+    sizes |= dict.fromkeys(LATENT, 8) | ({"num_key_value_heads": 4} if "latent.rank" in family.copied else {})
     needed = {family.keys_of(part)[0] for part in family.copied if family.copied[part] is families.REQUIRED}
     needed |= {"n_shared_experts"} if name == "dots1" else set()
     least = {key: sizes[key] for key in sizes if key in needed} | {"model_type": name}
@@ -179,7 +181,7 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
 PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
 OLMO3 = {name: DENSE[name] for name in DENSE if name in families.COPIED} | {"model_type": "olmo3"}
 GEMMA3 = OLMO3 | {"model_type": "gemma3_text"}
-KNOWN = " or ".join(json.dumps(name) for name in families.FAMILIES)
+KNOWN = " or ".join(json.dumps(name) for name in (*families.FAMILIES, *families.ALIASES))
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,

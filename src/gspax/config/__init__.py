@@ -42,12 +42,13 @@ from gspax.config.experiment import (
     trained_dtype,
     updates_per_step,
 )
-from gspax.config.layers import DenseMlp, Dimension, Experts, Layer, Rope, SelfAttention
+from gspax.config.layers import DenseMlp, Dimension, Experts, LatentAttention, Layer, Rope, SelfAttention
 from gspax.config.model import (
     LOGIT_BUDGET,
     NO_WINDOW,
     SCORE_BUDGET,
     AlphaRope,
+    Latent,
     LayerGroup,
     LinearRope,
     Llama3Rope,
@@ -86,6 +87,8 @@ __all__ = [
     "Experts",
     "Grading",
     "Guard",
+    "Latent",
+    "LatentAttention",
     "Layer",
     "LayerGroup",
     "LinearRope",

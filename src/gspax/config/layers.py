@@ -85,6 +85,54 @@ class SelfAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention to keys and values that are projections of a latent vector of each token (MLA)."""
+
+    heads: int
+    rank: int  # of the latent
+    query_rank: int  # of a latent that queries are projections of; 0: of the layer's input
+    nope_dim: int  # of a query or key, without its rotated dimensions
+    value_dim: int
+    rope: Rope
+
+    def parameters(self, D: int) -> int:
+        """The number of parameters."""
+        queries = self.query_rank * (D + 1) + (self.query_rank or D) * self.heads * (self.nope_dim + self.rope.dim)
+        latents = D * (self.rank + self.rope.dim) + self.rank
+        return queries + latents + (self.rank * (self.nope_dim + self.value_dim) + self.value_dim * D) * self.heads
+
+    def flops(self, length: int | float) -> float:
+        """FLOPs of a token without its matrix products: attention to half a row of `length` tokens."""
+        return self.heads * (self.nope_dim + self.rope.dim + self.value_dim) * length
+
+    def activations(self, tensor: int, context: int) -> int:
+        """Numbers of a token that the backward pass reads, without scores: keys and values are gathered."""
+        keys, values = self.heads * (self.nope_dim + self.rope.dim), self.heads * self.value_dim
+        gathered = (keys + values) * context if context > 1 else 0
+        latents = 2 * (self.query_rank + self.rank + self.rope.dim)  # projected, and normalized or rotated
+        return latents + (4 * keys + 2 * values + gathered) // tensor
+
+    def cache(self, tensor: int) -> CacheSize:
+        """The latent with the rotated key, on every device."""
+        return CacheSize(vectors=1, width=self.rank + self.rope.dim)
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """What a mesh must divide."""
+        ranks = (("latent.rank", self.rank), ("latent.query_rank", self.query_rank))
+        sharded = (Dimension(field, size, "embed") for field, size in ranks)
+        return (Dimension("num_attention_heads", self.heads, "heads"), *sharded)
+
+    def adapted(self, D: int) -> dict[str, int]:
+        """The rows and columns, added, of the weights that adapters can have."""
+        return {
+            "query": (self.query_rank or D) + self.heads * (self.nope_dim + self.rope.dim),
+            "key": self.rank + self.heads * self.nope_dim,
+            "value": self.rank + self.heads * self.value_dim,
+            "out": D + self.heads * self.value_dim,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseMlp:
     """A gated feed-forward network."""
 
@@ -149,7 +197,7 @@ class Experts:
 class Layer:
     """One layer of a model."""
 
-    mixer: SelfAttention
+    mixer: SelfAttention | LatentAttention
     mlp: DenseMlp | Experts
     norms: Literal["before", "after", "around"] = "before"  # the inputs of mixer and MLP, their outputs, or both
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
-from gspax.config.layers import DenseMlp, Experts, Layer, Rope, SelfAttention
+from gspax.config.layers import DenseMlp, Experts, LatentAttention, Layer, Rope, SelfAttention
 from gspax.config.ranges import (
     AtLeast2,
     NonNegative,
@@ -84,11 +84,26 @@ class Router:
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     correction_bias: bool = False  # a bias of each expert that chooses and does not weigh; it is not trained
-    # Only the experts of the `top_groups` best groups are chosen from; a group is as good as its two best experts
-    # together (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    # Only the experts of the `top_groups` best groups are chosen from; a group is as good as its `group_best` best
+    # experts together (two in DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     groups: PositiveInt = 1
     top_groups: PositiveInt = 1
+    group_best: PositiveInt = 2
     scale: Positive = 1.0  # of the gates
+
+    def described(self) -> dict[str, object]:
+        """The fields that an experiment's description has, as `ModelConfig.described`."""
+        return _described(self, ("group_best",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Keys and values that are projections of a latent vector of each token (MLA, arXiv 2405.04434, section 2.1)."""
+
+    rank: Size
+    query_rank: OptionalSize = 0  # of a latent that queries are projections of; 0: of the layer's input
+    nope_dim: Size  # dimensions of a query or key beside the `head_dim` that are rotated
+    value_dim: Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +143,7 @@ class ModelConfig:
     qk_norm_projection: bool = False  # ... or rather all heads of a projection together
     qk_norm_after_rope: bool = False  # ... and rotated before that
     query_pre_attn_scalar: NonNegativeInt = 0  # scores are divided by its square root; 0: by that of head_dim
+    latent: Latent | None = None  # of latent attention
     sliding_window: NonNegativeInt = 0  # tokens visible to a token in `sliding_layers`, itself included
     sliding_layers: tuple[int, ...] = ()  # all other layers attend to everything before a token
     tie_word_embeddings: bool = False
@@ -144,14 +160,19 @@ class ModelConfig:
 
     def described(self) -> dict[str, object]:
         """The fields that an experiment's description has: `ADDED` ones only where they differ from their default."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        return {name: value for name, (value, default) in values.items() if name not in ADDED or value != default}
+        return _described(self, ADDED)
+
+
+def _described(record: Router | ModelConfig, added: Sequence[str]) -> dict[str, object]:
+    """The fields of a record, the `added` ones only where they differ from their default."""
+    values = {field.name: (getattr(record, field.name), field.default) for field in dataclasses.fields(record)}
+    return {name: value for name, (value, default) in values.items() if name not in added or value != default}
 
 
 ADDED = (
     *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
     *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
-    *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar"),
+    *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar", "latent"),
 )  # fields that the first runs of 0.2.0 do not record; without them these still resume
 
 
@@ -166,30 +187,38 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
     return tuple(_layer(config, number) for number in range(config.num_hidden_layers))
 
 
-def _layer(config: ModelConfig, number: int) -> Layer:
-    """The layer with this number, from 0."""
+def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention:
+    """The mixer of the layer with this number."""
     sliding = number in config.sliding_layers and config.sliding_window > 0
     own_rope = sliding and config.sliding_rope_theta > 0
-    attention = SelfAttention(
+    rope = Rope(
+        dim=rotary_dim(config),
+        theta=config.sliding_rope_theta if own_rope else config.rope_theta,
+        scaling=None if own_rope else config.rope_scaling,
+        interleaved=config.rope_interleaved,
+    )
+    if config.latent is not None:
+        return LatentAttention(heads=config.num_attention_heads, rope=rope, **vars(config.latent))
+    return SelfAttention(
         heads=config.num_attention_heads,
         key_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        rope=Rope(
-            dim=rotary_dim(config),
-            theta=config.sliding_rope_theta if own_rope else config.rope_theta,
-            scaling=None if own_rope else config.rope_scaling,
-            interleaved=config.rope_interleaved,
-        ),
+        rope=rope,
         window=config.sliding_window if sliding else 0,
         bias="all" if config.attention_bias else "qkv" if config.qkv_bias else "none",
         qk_norm="none" if not config.qk_norm else "projection" if config.qk_norm_projection else "head",
         norm_after_rope=config.qk_norm_after_rope,
         query_scale=(config.head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0,
     )
+
+
+def _layer(config: ModelConfig, number: int) -> Layer:
+    """The layer with this number, from 0."""
+    mixer = _mixer(config, number)
     dense = number in config.mlp_only_layers or (number + 1) % config.decoder_sparse_step
     if not config.num_experts or dense:
         mlp = DenseMlp(width=config.intermediate_size, activation=config.activation)
-        return Layer(mixer=attention, mlp=mlp, norms=config.norm_place)
+        return Layer(mixer=mixer, mlp=mlp, norms=config.norm_place)
     experts = Experts(
         count=config.num_experts,
         active=config.num_experts_per_tok,
@@ -199,7 +228,7 @@ def _layer(config: ModelConfig, number: int) -> Layer:
         shared=config.shared_expert_intermediate_size,
         shared_gate=config.shared_expert_gate and config.shared_expert_intermediate_size > 0,
     )
-    return Layer(mixer=attention, mlp=experts, norms=config.norm_place)
+    return Layer(mixer=mixer, mlp=experts, norms=config.norm_place)
 
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
@@ -234,7 +263,7 @@ def token_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16", "int32"]:
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     """How many tokens are visible to a token in each layer, itself included; empty if no layer has a window."""
-    windows = [layer.mixer.window for layer in layers_of(config)]
+    windows = [layer.mixer.window if isinstance(layer.mixer, SelfAttention) else 0 for layer in layers_of(config)]
     return tuple(window or NO_WINDOW for window in windows) if any(windows) else ()
 
 
@@ -258,7 +287,10 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
 
     Leading dense layers and experts after them are two groups of one kind each, layers that alternate are one group.
     """
-    kinds = [replace(layer, mixer=replace(layer.mixer, window=0)) for layer in layers_of(config)]
+    kinds = [
+        replace(layer, mixer=replace(layer.mixer, window=0)) if isinstance(layer.mixer, SelfAttention) else layer
+        for layer in layers_of(config)
+    ]
     groups = []
     while kinds:
         repeats = {size: _count_repeats(kinds, size) for size in range(1, len(kinds) // 2 + 1)} or {1: 1}
@@ -305,6 +337,8 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
             f"model.rope_fraction: wanted a share of model.head_dim ({m.head_dim}) that is an even number of "
             f"dimensions, got {m.rope_fraction:g}"
         )
+    if m.latent is not None:
+        yield from _latent_problems(m)
     sparse = sparse_layers(m)
     if outside := [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]:
         yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
@@ -320,13 +354,25 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
         yield from _group_problems(m)
 
 
+def _latent_problems(m: ModelConfig) -> Iterator[str]:
+    """What latent attention does not have."""
+    absent = {
+        "num_key_value_heads": m.num_attention_heads,
+        **{"qk_norm": False, "qkv_bias": False, "attention_bias": False, "sliding_window": 0},
+        **{"rope_fraction": 1.0, "norm_place": "before"},
+    }
+    for name, wanted in absent.items():
+        if (value := getattr(m, name)) != wanted:
+            yield f"model.{name}: wanted {wanted} with latent attention, got {value}"
+
+
 def _group_problems(m: ModelConfig) -> Iterator[str]:
     """Whether the groups of experts are equal, and enough of them are chosen from."""
-    groups, chosen = m.router.groups, m.router.top_groups
-    if groups > 1 and (m.num_experts % groups or m.num_experts < 2 * groups):
+    groups, chosen, best = m.router.groups, m.router.top_groups, m.router.group_best
+    if groups > 1 and (m.num_experts % groups or m.num_experts < best * groups):
         yield (
-            f"model.router.groups: wanted a divisor of model.num_experts ({m.num_experts}) with two experts or more in "
-            f"a group, got {groups}"
+            f"model.router.groups: wanted a divisor of model.num_experts ({m.num_experts}) with "
+            f"{'two experts' if best == 2 else best} or more in a group, got {groups}"
         )
     elif chosen > groups or chosen * (m.num_experts // groups) < m.num_experts_per_tok:
         yield (

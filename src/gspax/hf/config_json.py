@@ -20,11 +20,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspax.config import AlphaRope, LinearRope, Llama3Rope, ModelConfig, Router, Yarn, layers_of, rotary_dim
+from gspax.config import AlphaRope, Latent, LinearRope, Llama3Rope, ModelConfig, Router, Yarn, layers_of, rotary_dim
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
-from gspax.hf.families import FAMILIES, MISSING, REQUIRED, Family
+from gspax.hf.families import ALIASES, FAMILIES, MISSING, REQUIRED, Family
 from gspax.run.buckets import to_path
 
 T = TypeVar("T")
@@ -74,7 +74,8 @@ ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRo
 LONGROPE = ("longrope", "su")  # its names, the second in older files
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
-HINTS |= {f"router.{name}": hint for name, hint in typing.get_type_hints(Router, include_extras=True).items()}
+for part, kind in (("router", Router), ("latent", Latent)):
+    HINTS |= {f"{part}.{name}": hint for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
 # What distinguishes families: a field that a family neither copies nor implies has its default in all of its models.
 PARTS = (
     *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
@@ -113,9 +114,9 @@ def family_of(config: ModelConfig) -> str:
     fitting = [name for name, family in FAMILIES.items() if _fits(config, family)]
     if fitting and not config.model_type:
         return fitting[0]
-    if config.model_type in fitting:
-        return config.model_type
-    if config.model_type in FAMILIES:
+    if (name := ALIASES.get(config.model_type, config.model_type)) in fitting:
+        return name
+    if name in FAMILIES:
         raise UserError(
             "model.model_type: wanted a family with the parts of the model, "
             f"{' or '.join(fitting) or 'which no family has'}, got {config.model_type}"
@@ -136,6 +137,7 @@ def _fits(config: ModelConfig, family: Family) -> bool:
     return (
         all(_get(config, part) == defaults[part] for part in parts if part in defaults)
         and family.experts == experts
+        and ("latent.rank" in family.copied) == (config.latent is not None)
         and ("shared_expert_intermediate_size" in family.copied or family.shared_experts is not None) == shared
         and ("mlp_only_layers" in family.copied or not experts or _leading(config, family) is not None)
         and (family.window != "all" or len(sliding) in (0, layers))
@@ -172,13 +174,15 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
     """
     name = family_of(config)
     family = FAMILIES[name]
-    content: dict[str, Json] = {"architectures": [family.architecture], "model_type": name}
+    model_type = config.model_type if config.model_type in ALIASES else name
+    content: dict[str, Json] = {"architectures": [family.architecture], "model_type": model_type}
     for part in family.copied:
         value, key = _get(config, part), family.keys_of(part)[0]
         value = rotary_dim(config) if key == "rotary_dim" else value
-        content[key] = list(value) if isinstance(value, tuple) else value
+        content[key] = list(value) if isinstance(value, tuple) else value or None if part in family.null else value
     content |= _experts_json(config, family) | family.written
-    if family.has_head_dim or config.head_dim * config.num_attention_heads != config.hidden_size:
+    usual = not family.has_head_dim and config.head_dim * config.num_attention_heads == config.hidden_size
+    if "head_dim" not in family.copied and not usual:
         content["head_dim"] = config.head_dim
     content |= ACTIVATIONS[config.activation] | {"attention_dropout": 0.0, "torch_dtype": config.dtype}
     content |= {"rope_theta": config.rope_theta, "rope_scaling": _scaling_json(config)}
@@ -194,6 +198,10 @@ def _experts_json(config: ModelConfig, family: Family) -> dict[str, Json]:
     content: dict[str, Json] = {}
     if family.dense_layers is not None:
         content[family.dense_layers[0]] = _leading(config, family)
+    if family.dense_or_sparse:
+        content[family.dense_or_sparse] = ["sparse" if layer.sparse else "dense" for layer in layers_of(config)]
+    if family.ungrouped is not None:
+        content["topk_method"] = "group_limited_greedy" if config.router.groups > 1 else family.ungrouped
     if family.shared_experts is not None:
         width, each = config.shared_expert_intermediate_size, config.moe_intermediate_size
         if width % each:
@@ -250,13 +258,14 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     """The model of a parsed `config.json`. ValueError with a one-sentence message."""
     if isinstance(name := raw.get("model_type"), str) and name in MISSING:
         raise ValueError(f"model_type {name}: {MISSING[name]} is not implemented")
-    name = expect("model_type", name, FAMILIES)
-    family = FAMILIES[name]
+    name = expect("model_type", name, (*FAMILIES, *ALIASES))
+    family = FAMILIES[ALIASES.get(name, name)]
     expect("architectures", raw.get("architectures"), (None, [family.architecture]))
     raw = {key: _of_all_layers(value) if key in family.by_layer else value for key, value in raw.items()}
+    raw |= _implied_by_others(family, raw)
     known = {key for part in family.copied for key in family.keys_of(part)} | {*TRANSLATED, *HARMLESS}
     known |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted is not None}
-    known |= {*family.harmless}
+    known |= {*family.harmless, family.dense_or_sparse}
     permitted = _permitted(family, raw)
     for key, value in raw.items():
         if key in known:
@@ -265,8 +274,9 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
             raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(value)}")
         expect(key, value, permitted[key])
     fields: dict[str, Any] = {part: _copied(family, raw, part) for part in family.copied} | family.implied
-    head_dim = family.head_dim or fields["hidden_size"] // max(1, fields["num_attention_heads"])
-    fields["head_dim"] = _read(HINTS["head_dim"], raw, "head_dim", head_dim)
+    if "head_dim" not in fields:
+        head_dim = family.head_dim or fields["hidden_size"] // max(1, fields["num_attention_heads"])
+        fields["head_dim"] = _read(HINTS["head_dim"], raw, "head_dim", head_dim)
     expect("dtype", _first(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
     fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
     fields["sliding_window"], fields["sliding_layers"] = _window(raw, family, fields["num_hidden_layers"])
@@ -275,11 +285,33 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     if family.shared_experts is not None:
         count = _read(HINTS["vocab_size"], raw, *family.shared_experts)
         fields["shared_expert_intermediate_size"] = count * fields["moe_intermediate_size"]
-    router = {part.removeprefix("router."): fields.pop(part) for part in [*fields] if part.startswith("router.")}
-    config = ModelConfig(**fields, router=Router(**router))
+    router, latent = (
+        {part.removeprefix(prefix): fields.pop(part) for part in [*fields] if part.startswith(prefix)}
+        for prefix in ("router.", "latent.")
+    )
+    config = ModelConfig(**fields, router=Router(**router), latent=Latent(**latent) if latent else None)
     for problem in architecture_problems(config):
         raise ValueError(problem.replace("model.", ""))
     return config if family_of(config) == name else dataclasses.replace(config, model_type=name)
+
+
+def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:
+    """The values of keys that other keys of the file replace."""
+    values: dict[str, Json] = {}
+    for part in family.null:
+        values |= {key: 0 for key in family.keys_of(part) if key in raw and raw[key] is None}
+    if family.ungrouped is not None and _first(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
+        values |= {key: 1 for part in ("router.groups", "router.top_groups") for key in family.keys_of(part)}
+    if family.dense_layers is not None and (kinds := raw.get(family.dense_or_sparse)) is not None:
+        layers, leading = raw.get("num_hidden_layers"), kinds.count("dense") if isinstance(kinds, list) else 0
+        if not isinstance(layers, int) or kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
+            raise ValueError(
+                f'{family.dense_or_sparse}: wanted "dense" for the first layers and "sparse" for the others, '
+                f"got {show(kinds)}"
+            )
+        expect(family.dense_layers[0], raw.get(family.dense_layers[0], leading), (leading,))
+        values[family.dense_layers[0]] = leading
+    return values
 
 
 def _of_all_layers(value: Json) -> Json:

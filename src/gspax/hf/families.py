@@ -48,6 +48,30 @@ GROUP_KEYS: Keys = {
 ROUTED: Keys = {"num_experts": ("n_routed_experts", "num_local_experts")}
 SIGMOID_KEYS: dict[str, tuple[Json, ...]] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 GELU = "gelu_pytorch_tanh"
+LATENT: dict[str, object] = dict.fromkeys(
+    ("head_dim", "latent.rank", "latent.query_rank", "latent.nope_dim", "latent.value_dim"), REQUIRED
+)
+LATENT_KEYS: Keys = {
+    "head_dim": ("qk_rope_head_dim",),
+    "latent.rank": ("kv_lora_rank",),
+    "latent.query_rank": ("q_lora_rank",),
+    "latent.nope_dim": ("qk_nope_head_dim",),
+    "latent.value_dim": ("v_head_dim",),
+}
+PLAIN_LATENT: dict[str, Json] = PLAIN | {"attention_bias": False, "shared_expert_gate": False}
+# Computed from others, or of a loss in training.
+BESIDE_LATENT = ("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")
+
+
+def _code(version: str) -> dict[str, Json]:
+    """The code that comes with the files of DeepSeek, which became transformers' own classes."""
+    return {
+        "AutoConfig": f"configuration_deepseek.Deepseek{version}Config",
+        "AutoModel": f"modeling_deepseek.Deepseek{version}Model",
+        "AutoModelForCausalLM": f"modeling_deepseek.Deepseek{version}ForCausalLM",
+    }
+
+
 # Of the first files of Phi-3: what became transformers' own class.
 PHI3_CODE: Json = {
     "AutoConfig": "configuration_phi3.Phi3Config",
@@ -82,6 +106,9 @@ class Family:
     # others; and what a file without them has.
     dense_layers: tuple[str, object] | None = None
     shared_experts: tuple[str, object] | None = None
+    dense_or_sparse: str = ""  # a key that says the same as that of leading layers, by layer
+    ungrouped: Json = None  # the value of `topk_method` with which its router ignores groups; None: there is none
+    null: tuple[str, ...] = ()  # fields whose 0 is a null in its files
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
@@ -190,6 +217,56 @@ FAMILIES = {
         dense_layers=("first_k_dense_replace", 0),
         shared_experts=("n_shared_experts", REQUIRED),
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        COPIED
+        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "max_position_embeddings": 2048}
+        | (LATENT | GROUPS | NUM_EXPERTS),
+        PLAIN_LATENT | {"norm_topk_prob": False, "rope_interleaved": True, "router.group_best": 1},
+        keys=LATENT_KEYS | GROUP_KEYS | {"num_experts": ("n_routed_experts", "num_experts")},
+        permitted={"auto_map": (None, _code("V2")), "scoring_func": (None, "softmax"), "moe_layer_freq": (None, 1)}
+        | {"topk_method": (None, "greedy", "group_limited_greedy"), "mlp_bias": (None, False)},
+        harmless=BESIDE_LATENT,
+        window="none",
+        dense_layers=("first_k_dense_replace", 0),
+        shared_experts=("n_shared_experts", 2),
+        ungrouped="greedy",
+        null=("latent.query_rank",),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        COPIED
+        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": True}
+        | {"max_position_embeddings": 4096, "rope_interleaved": True}
+        | {"router.groups": 8, "router.top_groups": 4, "router.scale": 2.5}
+        | (LATENT | NUM_EXPERTS),
+        SIGMOID | PLAIN_LATENT,
+        keys=LATENT_KEYS | GROUP_KEYS | ROUTED | {"rope_interleaved": ("rope_interleave",)},
+        permitted=SIGMOID_KEYS | {"auto_map": (None, _code("V3")), "moe_layer_freq": (None, 1)},
+        harmless=BESIDE_LATENT,
+        window="none",
+        dense_layers=("first_k_dense_replace", 3),
+        shared_experts=("n_shared_experts", 1),
+        null=("latent.query_rank",),
+        written={"num_nextn_predict_layers": 0},
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        COPIED
+        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": True}
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "rope_interleaved": True}
+        | (LATENT | GROUPS | NUM_EXPERTS | {"router.scale": 1.8}),
+        SIGMOID | PLAIN_LATENT,
+        keys=LATENT_KEYS | GROUP_KEYS | ROUTED | {"rope_interleaved": ("rope_interleave",)},
+        permitted=SIGMOID_KEYS,
+        harmless=BESIDE_LATENT,
+        window="none",
+        dense_layers=("first_k_dense_replace", 1),
+        shared_experts=("n_shared_experts", 1),
+        dense_or_sparse="mlp_layer_types",
+        null=("latent.query_rank",),
+        written={"num_nextn_predict_layers": 0},
+    ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         ALL_SPARSE
@@ -295,8 +372,10 @@ FAMILIES = {
     ),
 }
 
+ALIASES = {"kimi_k2": "deepseek_v3"}  # model_types of files that are another family's in all but this name
+
 MISSING = {  # what a model needs that gspax does not have, by model_type
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"), "latent attention (MLA)"),
+    "mistral4": "a scale of queries by position",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "a gated delta net"),
     "kimi_linear": "Kimi delta attention",

@@ -73,6 +73,19 @@ LAYER = (
     Row("attention_out_norm/scale", "post_attention_layernorm.weight", "D -> D"),  # of layers with four norms, ...
     Row("mlp_out_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
 )
+LATENT = (  # in place of the rows of other attention
+    Row("attention_norm/scale", "input_layernorm.weight", "D -> D"),
+    Row("attention/query_latent", "self_attn.q_a_proj.weight", "Q D -> D Q"),
+    Row("attention/query_norm/scale", "self_attn.q_a_layernorm.weight", "Q -> Q"),
+    Row("attention/query", "self_attn.q_b_proj.weight", "(N H) Q -> Q N H"),
+    Row("attention/latent", "self_attn.kv_a_proj_with_mqa.weight", "C+ D -> D C"),
+    Row("attention/rotated_key", "self_attn.kv_a_proj_with_mqa.weight", "R+ D -> D R"),
+    Row("attention/latent_norm/scale", "self_attn.kv_a_layernorm.weight", "C -> C"),
+    Row("attention/key", "self_attn.kv_b_proj.weight", "(N H+) C -> C N H"),
+    Row("attention/value", "self_attn.kv_b_proj.weight", "(N H+) C -> C N H"),
+    Row("attention/out", "self_attn.o_proj.weight", "D (N H) -> N H D"),
+    Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
+)
 DENSE = _mlp("mlp", "mlp")
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
 EXPERTS = _mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which is also the one that is written
@@ -100,7 +113,11 @@ SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROU
     ),
     "mixtral": MIXTRAL,
     "minimax_m2": (*MIXTRAL, _correction("block_sparse_moe")),
-    "glm4_moe": (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
+    "deepseek_v2": (*ROUTER, *EXPERTS, *SHARED_EXPERTS),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe_lite", "glm4_moe"),
+        (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
+    ),
     "dots1": (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
     "ernie4_5_moe": (
         Row("mlp/router", "mlp.gate.weight", "E D -> D E", float32=True),
@@ -160,7 +177,7 @@ DELTA_PROJECTIONS = {  # by model_type, those of its inputs
     ),
 }
 LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), ".mtp_"
-WITH_MTP = ("glm4_moe", "ernie4_5_moe", "minimax_m2")
+WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "minimax_m2")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
 
@@ -190,7 +207,9 @@ def list_chunks(
         stacks.setdefault(place.stack, []).append(number)
     for stack, layers in stacks.items():
         path, sparse = "/".join(map(str, ("runs", *stack))), layers_of(config)[layers[0]].sparse
-        rows = _own(family, LAYER) + (_sparse_rows(family, fused=fused) if sparse else _own(family, DENSE))
+        rows = _own(family, _mixer_rows(config)) + (
+            _sparse_rows(family, fused=fused) if sparse else _own(family, DENSE)
+        )
         shapes = {row: parameters.get(f"{path}/{row.ours}") for row in rows}
         present = {row: shape[1:] for row, shape in shapes.items() if shape is not None}  # biases are not in each model
         for row, part in _parts(present).items():
@@ -213,6 +232,15 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
             places[row] = outer, start, length
             ends[row.published] = start + length
     return {row: Part(*places[row], ends[row.published]) if row in places else None for row in shapes}
+
+
+def _mixer_rows(config: ModelConfig) -> tuple[Row, ...]:
+    """The rows of a layer without its MLP."""
+    if config.latent is None:
+        return LAYER
+    if config.latent.query_rank:
+        return LATENT
+    return tuple(replace(row, published=row.published.replace("q_b_proj", "q_proj")) for row in LATENT)
 
 
 def _own(family: str, rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -24,7 +24,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from gspax.config import NO_WINDOW, ModelConfig, SamplerDtype, layer_windows, layers_of, sparse_layers
+from gspax.config import (
+    NO_WINDOW,
+    LatentAttention,
+    ModelConfig,
+    SamplerDtype,
+    SelfAttention,
+    layer_windows,
+    layers_of,
+    sparse_layers,
+)
 from gspax.losses import token_logp
 from gspax.model import transformer
 from gspax.model.kernels import segments
@@ -101,7 +110,7 @@ def prefill(
 
     def on_own_devices(results: PyTree) -> PyTree:
         hidden, cache, expert = results
-        cache = jax.tree.map(lambda x: constrain(x, mesh, "batch", "layer", "heads"), cache)
+        cache = jax.tree.map(lambda x: constrain(x, mesh, "batch", "layer", heads_axis(x.shape[2])), cache)
         return constrain(hidden, mesh, "batch"), cache, constrain(expert, mesh, "batch")
 
     def add(number: Array, results: PyTree) -> PyTree:
@@ -137,11 +146,19 @@ def _prefill(
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
     within = attend_within_segments(segment_PS, mesh, layer_windows(config))
 
-    def attend(q_PSNH: Array, k_PSKH: Array, v_PSKH: Array, cache: None, layer: Array | int) -> tuple[Array, Segments]:
-        context_PSNH, _ = within(q_PSNH, k_PSKH, v_PSKH, cache, layer)
-        k_PKSH, v_PKSH = (constrain(x.swapaxes(1, 2), mesh, "batch", "heads") for x in (k_PSKH, v_PSKH))
-        segment = segments.make_segment(k_PKSH, v_PKSH, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
-        return context_PSNH, (segment,)
+    def attend(
+        q_PSNH: Array,
+        k_PSKH: Array | None,
+        v_PSKU: Array,
+        cache: None,
+        layer: Array | int,
+        latent_PS1Z: Array | None = None,
+    ) -> tuple[Array, Segments]:
+        context_PSNU, _ = within(q_PSNH, k_PSKH, v_PSKU, cache, layer)
+        cached = (k_PSKH, v_PSKU) if latent_PS1Z is None else (None, latent_PS1Z)
+        k_PKSH, v_PKSU = jax.tree.map(lambda x: place_cache(x.swapaxes(1, 2), mesh, "batch"), cached)
+        segment = segments.make_segment(k_PKSH, v_PKSU, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
+        return context_PSNU, (segment,)
 
     shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
     hidden_PSD, cache, expert_PSLA = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
@@ -173,15 +190,32 @@ def new_cache(
     mesh: jax.sharding.Mesh,
 ) -> Cache:
     """The cache of these prompts, with `max_tokens` empty positions for each slot."""
-    K, H, rows, kernel = config.num_key_value_heads, config.head_dim, sample_axis(mesh, slots), on_tpu(mesh)
-
-    def empty(size: int) -> segments.Segment:
-        zeros_WKSH = jnp.zeros((slots, K, size, H), config.dtype)
-        segment = segments.make_segment(zeros_WKSH, zeros_WKSH, int8=kv_cache_dtype == "int8", kernel=kernel)
-        return jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), segment)
-
+    rows, kernel = sample_axis(mesh, slots), on_tpu(mesh)
     sizes = segments.segment_sizes(max_tokens, kernel=kernel)
-    return tuple(LayerCache(prompt=prompt, completion=tuple(map(empty, sizes))) for prompt in prompts)
+
+    def empty(mixer: SelfAttention | LatentAttention) -> Segments:
+        latent, width = isinstance(mixer, LatentAttention), mixer.cache(1).width
+        K = mixer.cache(1).vectors if latent else mixer.cache(1).vectors // 2
+        made = []
+        for size in sizes:
+            zeros_WKSH = jnp.zeros((slots, K, size, width), config.dtype)
+            keys = None if latent else zeros_WKSH
+            segment = segments.make_segment(keys, zeros_WKSH, int8=kv_cache_dtype == "int8", kernel=kernel)
+            made.append(jax.tree.map(lambda x: place_cache(x, mesh, rows), segment))
+        return tuple(made)
+
+    caches = zip(layers_of(config), prompts, strict=True)
+    return tuple(LayerCache(prompt=prompt, completion=empty(layer.mixer)) for layer, prompt in caches)
+
+
+def place_cache(x_XK: Array, mesh: jax.sharding.Mesh, rows: str) -> Array:
+    """An array of a cache on its devices; a latent is on all of those that the heads are sharded over."""
+    return constrain(x_XK, mesh, rows, heads_axis(x_XK.shape[1]))
+
+
+def heads_axis(K: int) -> str:
+    """The logical axis of a cache's K heads: one that all query heads share is not sharded."""
+    return "heads" if K > 1 else "layer"
 
 
 def on_tpu(mesh: jax.sharding.Mesh) -> bool:
@@ -297,19 +331,25 @@ def _attend_over_cache(
     windows = layer_windows(config)
     (rows,), (prompts, heads) = spec(sample_axis(mesh, len(slots.count_W))), spec("batch", "heads")
     by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, heads)
-    cached: PyTree = LayerCache._make((PartitionSpec(prompts, heads), by_head))
     placed = jax.tree.map(lambda x: by_row if x.ndim else PartitionSpec(), slots)
 
     def attend(
-        q_WMNH: Array, k_WMKH: Array, v_WMKH: Array, cache: LayerCache, layer: Array | int
+        q_WMNH: Array,
+        k_WMKH: Array | None,
+        v_WMKU: Array,
+        cache: LayerCache,
+        layer: Array | int,
+        latent_WM1Z: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         of_layer = partial(local, window=windows[int(layer)] if windows else NO_WINDOW, kernel=on_tpu(mesh))
         if mesh.size > 1:
-            in_specs = by_head, by_head, by_head, cached, placed
+            new = by_row if k_WMKH is None else by_head
+            cached: PyTree = LayerCache._make((PartitionSpec(prompts, *new[1:]), new))
+            in_specs = by_head, None if k_WMKH is None else new, new, cached, placed
             of_layer = jax.shard_map(
                 of_layer, mesh=mesh, in_specs=in_specs, out_specs=(by_head, cached), check_vma=False
             )
-        by_slot_and_head = (x.swapaxes(1, 2) for x in (q_WMNH, k_WMKH, v_WMKH))
+        by_slot_and_head = jax.tree.map(lambda x: x.swapaxes(1, 2), (q_WMNH, k_WMKH, v_WMKU))
         context_WNMH, cache = of_layer(*by_slot_and_head, cache, slots)
         return context_WNMH.swapaxes(1, 2).astype(q_WMNH.dtype), cache
 
@@ -317,10 +357,10 @@ def _attend_over_cache(
 
 
 def _attend_to_token(
-    q_WN1H: Array, k_WK1H: Array, v_WK1H: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+    q_WN1H: Array, k_WK1H: Array | None, v_WK1H: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
 ) -> tuple[Array, LayerCache]:
     """The context of each slot's new token, and the cache with that token's key and value."""
-    q_WNH, k_WKH, v_WKH = (x[:, :, 0] for x in (q_WN1H, k_WK1H, v_WK1H))
+    q_WNH, k_WKH, v_WKH = jax.tree.map(lambda x: x[:, :, 0], (q_WN1H, k_WK1H, v_WK1H))
     q_WNH, k_WKH = jax.lax.optimization_barrier((q_WNH, k_WKH))  # rotated once, not by every reader's fusion
     completion = segments.write(cache.completion, k_WKH, v_WKH, slots.first, kernel=kernel)
     active_W, first_W = slots.count_W > 0, jnp.broadcast_to(slots.first, slots.count_W.shape)
@@ -329,9 +369,18 @@ def _attend_to_token(
         oldest_W = jnp.maximum(first_W + 1 - window, 0)
         oldest_in_prompt_W = jnp.clip(slots.prompt_length_W + first_W + 1 - window, 0, slots.prompt_length_W)
     own = segments.attend(q_WNH, completion, oldest_W, jnp.where(active_W, first_W + 1, 0), kernel=kernel)
-    of_prompt = _attend_to_prompts(q_WNH, cache.prompt, oldest_in_prompt_W, slots, slots.prompt_W, kernel=kernel)
+    prompt_W = slots.prompt_W
+    if prompt_W is None and kernel and k_WKH is None:  # the heads of all of a prompt's slots do not fit on chip
+        prompt_W = _prompt_numbers(cache, slots)
+    of_prompt = _attend_to_prompts(q_WNH, cache.prompt, oldest_in_prompt_W, slots, prompt_W, kernel=kernel)
     context_WNH, _ = merge(of_prompt, own)
     return context_WNH.astype(q_WN1H.dtype)[:, :, None], LayerCache(cache.prompt, completion)
+
+
+def _prompt_numbers(cache: LayerCache, slots: Slots) -> Array:
+    """The prompt of each slot, where a prompt's slots are adjacent."""
+    W = len(slots.count_W)
+    return jnp.arange(W) // (W // cache.prompt[0].v_XKSH.shape[0])
 
 
 def _attend_to_prompts(
@@ -354,16 +403,16 @@ def _attend_to_prompts(
 
 
 def _attend_to_block(
-    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+    q_WNMH: Array, k_WKMH: Array | None, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
 ) -> tuple[Array, LayerCache]:
     """The context of each slot's new tokens, and the cache with their keys and values.
 
     A token attends to its prompt, to the slot's cached completion, and to the block up to itself; the three parts make
-    one softmax. With a window the tokens attend one after the other: each of them sees other positions.
+    one softmax. With a window the tokens attend one after the other: each of them sees other positions. So they do to
+    latents in the kernel, which would not hold all their heads at once.
     """
-    (W, N, M, H), prompt_W = q_WNMH.shape, slots.prompt_W
-    numbers_W = jnp.arange(W) // (W // cache.prompt[0].v_XKSH.shape[0])
-    if window < NO_WINDOW:
+    (W, N, M, H), prompt_W, numbers_W = q_WNMH.shape, slots.prompt_W, _prompt_numbers(cache, slots)
+    if window < NO_WINDOW or (kernel and k_WKMH is None):
         slots = slots._replace(prompt_W=numbers_W if prompt_W is None else prompt_W)
         return _attend_one_by_one(q_WNMH, k_WKMH, v_WKMH, cache, slots, window=window, kernel=kernel)
     if prompt_W is None and kernel:  # which reads rows by number, and holds the queries of few rows at a time
@@ -374,12 +423,14 @@ def _attend_to_block(
     q_WLH = q_WNMH.reshape(W, N * M, H)
     so_far = segments.attend(q_WLH, cache.completion, zeros_W, jnp.where(count_W > 0, first_W, 0), kernel=kernel)
     of_prompt = _attend_to_prompts(q_WLH, cache.prompt, zeros_W, slots, prompt_W, kernel=kernel)
-    context_WLH, _ = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, k_WKMH, v_WKMH, count_W))
+    keys_WKMH = v_WKMH if k_WKMH is None else k_WKMH
+    context_WLH, _ = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, keys_WKMH, v_WKMH, count_W))
 
     def write_one(m: Array, completion: Segments) -> Segments:
         """The positions beyond the new tokens get the last of them again, where it belongs."""
         m_W = jnp.clip(m, 0, jnp.maximum(count_W - 1, 0))
-        k_WKH, v_WKH = (jnp.take_along_axis(x, m_W[:, None, None, None], axis=2)[:, :, 0] for x in (k_WKMH, v_WKMH))
+        at_W111 = m_W[:, None, None, None]
+        k_WKH, v_WKH = jax.tree.map(lambda x: jnp.take_along_axis(x, at_W111, axis=2)[:, :, 0], (k_WKMH, v_WKMH))
         return segments.write(completion, k_WKH, v_WKH, first_W + m_W, kernel=kernel)
 
     # A slot without new tokens gets a key at its next position, which decoding replaces before it is read.
@@ -402,7 +453,7 @@ def _attend_within_block(q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, count_W: A
 
 
 def _attend_one_by_one(
-    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+    q_WNMH: Array, k_WKMH: Array | None, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
 ) -> tuple[Array, LayerCache]:
     """`_attend_to_block` in a layer with a window: each token as in a decoding pass of its own."""
 
@@ -411,7 +462,7 @@ def _attend_one_by_one(
         now = slots._replace(
             first=slots.first + jnp.minimum(m, slots.count_W), count_W=jnp.clip(slots.count_W - m, 0, 1)
         )
-        q, k, v = (jax.lax.dynamic_slice_in_dim(x, m, 1, axis=2) for x in (q_WNMH, k_WKMH, v_WKMH))
+        q, k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, m, 1, axis=2), (q_WNMH, k_WKMH, v_WKMH))
         context_WN1H, cache = _attend_to_token(q, k, v, cache, now, window=window, kernel=kernel)
         return jax.lax.dynamic_update_slice_in_dim(context_WNMH, context_WN1H, m, axis=2), cache
 

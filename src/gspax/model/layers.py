@@ -12,8 +12,8 @@ Axes: as in docs/architecture.md; R = N/K query heads share a key head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,22 @@ from gspax.model.kernels.quantization import contract
 from gspax.parallel.sharding import spec, token_spec
 from gspax.types import Array, PyTree
 
-# (q [B, T, N, H], k [B, T, K, H], v, cache, layer) -> (context [B, T, N, H], cache)
-Attend = Callable[[Array, Array, Array, PyTree, Array | int], tuple[Array, PyTree]]
+
+class Attend(Protocol):
+    """What queries attend to, and the cache after it."""
+
+    def __call__(
+        self,
+        q_BTNH: Array,
+        k_BTKH: Array | None,  # None: the values (a cache of latents, one of which all heads share)
+        v_BTKU: Array,
+        cache: PyTree,
+        layer: Array | int,
+        latent_BT1Z: Array | None = None,  # what is cached in place of keys and values
+        /,
+    ) -> tuple[Array, PyTree]: ...  # context [B, T, N, U]
+
+
 Angles = dict[Rope, tuple[Array, Array]]  # (cos, sin) float32 [B, T, 1, R/2]
 
 
@@ -143,11 +157,14 @@ def attention_factor(yarn: Yarn) -> float:
     """YaRN's factor on queries and keys (0.1 ln factor + 1 in the paper)."""
     if yarn.attention_factor is not None:
         return yarn.attention_factor
+    if yarn.mscale and yarn.mscale_all_dim:
+        return mscale(yarn, yarn.mscale) / mscale(yarn, yarn.mscale_all_dim)
+    return mscale(yarn, 1)
 
-    def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(yarn.factor) + 1
 
-    return scale(yarn.mscale) / scale(yarn.mscale_all_dim) if yarn.mscale and yarn.mscale_all_dim else scale(1)
+def mscale(yarn: Yarn, strength: float) -> float:
+    """YaRN's scale of queries and of keys, with a strength (`mscale`, `mscale_all_dim`) that is 1 in the paper."""
+    return 0.1 * strength * math.log(yarn.factor) + 1
 
 
 def rotary_angles(position_BT: Array, config: ModelConfig) -> Angles:
@@ -241,7 +258,14 @@ def attend_within_segments(
     by_row, by_time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
     rows = Rows(segment_BT, mesh, by_row, by_time, spec("heads")[0], windows, prefix_BT)
 
-    def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
-        return row_attention(q_BTNH, k_BTKH, v_BTKH, layer, rows), cache
+    def attend(
+        q_BTNH: Array,
+        k_BTKH: Array | None,
+        v_BTKU: Array,
+        cache: PyTree,
+        layer: Array | int,
+        latent_BT1Z: Array | None = None,
+    ) -> tuple[Array, PyTree]:
+        return row_attention(q_BTNH, v_BTKU if k_BTKH is None else k_BTKH, v_BTKU, layer, rows), cache
 
     return attend

@@ -66,7 +66,7 @@ def choose_experts(log_score: Array, bias_E: Array | None, router: Router, activ
         choice += expand_dims_like(jax.lax.stop_gradient(bias_E), choice)
     if router.groups > 1:
         groups = choice.reshape(*choice.shape[:-1], router.groups, -1)
-        worth = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
+        worth = jax.lax.top_k(groups, router.group_best)[0].sum(axis=-1)
         best = jax.lax.top_k(worth, router.top_groups)[1]
         is_best = jax.nn.one_hot(best, router.groups).sum(axis=-2) > 0
         choice = jnp.where(is_best[..., None], groups, -jnp.inf).reshape(choice.shape)

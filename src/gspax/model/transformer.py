@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from gspax.config import Experts, Layer, LayerGroup, ModelConfig, layer_groups, layer_windows
+from gspax.config import Experts, LatentAttention, Layer, LayerGroup, ModelConfig, layer_groups, layer_windows
+from gspax.model.latent_attention import LatentMixer
 from gspax.model.layers import (
     Angles,
     Attend,
@@ -55,7 +56,11 @@ class DecoderLayer(nnx.Module):
     def __init__(self, kind: Layer, config: ModelConfig, *, rngs: nnx.Rngs):
         norm, around = partial(_norm, config), kind.norms == "around"
         self.attention_norm = norm()
-        self.attention = Attention(kind.mixer, config, rngs=rngs)
+        self.attention: Attention | LatentMixer
+        if isinstance(kind.mixer, LatentAttention):
+            self.attention = LatentMixer(kind.mixer, config, rngs=rngs)
+        else:
+            self.attention = Attention(kind.mixer, config, rngs=rngs)
         self.attention_out_norm = norm() if around else None
         self.mlp_norm = norm()
         self.mlp: SparseMlp | DenseMlp

@@ -52,7 +52,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.teacher import Teach, own_teacher
 from gspax.learner.updates import make_steps
-from gspax.model.decoding import LayerCache
+from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
 from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
 from gspax.model.transformer import head_params
@@ -252,10 +252,11 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
         sharding = named_sharding(mesh, *axes)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
-    cache = tuple(
-        LayerCache(place(layer.prompt, "batch", "heads"), place(layer.completion, axis, "heads"))
-        for layer in state.cache
-    )
+    def place_layer(layer: LayerCache) -> LayerCache:
+        heads = heads_axis(layer.prompt[0].v_XKSH.shape[1])
+        return LayerCache(place(layer.prompt, "batch", heads), place(layer.completion, axis, heads))
+
+    cache = tuple(map(place_layer, state.cache))
     return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
 
 
