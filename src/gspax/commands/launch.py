@@ -26,7 +26,7 @@ PATIENCE = 30.0  # seconds for the other processes to end after one has failed
 
 
 class _LaunchParser(Parser):
-    """What follows the subcommand belongs to it, options too."""
+    """A parser that leaves all that follows the subcommand to it, options too."""
 
     parse_intermixed_args = Parser.parse_args
 

@@ -152,7 +152,7 @@ class RowShape(NamedTuple):
 
 
 def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
-    """The rows of a minibatch whose rows are sharded over so many devices.
+    """The rows of a minibatch that is sharded over this number of devices.
 
     Packed, each device has as many rows as its share of `schedule.microbatch_tokens` is times the longest response, and
     these divide that share; if prompts are shared, its share is one row. Not packed, a row has the length of the
@@ -397,7 +397,7 @@ class Mesh:
 class PartialRollouts:
     """Rollout batches end when enough groups have; the others go on with newer parameters (`rollout.pool`)."""
 
-    carried: NonNegativeInt = 0  # groups sampled besides those of a batch: so many may be carried over to the next
+    carried: NonNegativeInt = 0  # groups sampled besides those of a batch, the most that are carried over to the next
     ahead: NonNegativeInt = 1  # chunks sampled while the learner updates; the next ones have its new parameters
 
 

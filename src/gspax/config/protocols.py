@@ -1,4 +1,4 @@
-"""What an experiment's parts must provide, for type checkers and for `experiment.validation`.
+"""The interfaces of an experiment's parts, for type checkers and for `experiment.validation`.
 
 Nothing has to inherit from these. A function fits if it can be called with the positional arguments of `__call__`; a
 `functools.partial` sets its keywords. Arrays are float32 unless stated otherwise.
@@ -222,7 +222,7 @@ class Demonstration(Protocol):
 
 
 class LearningRate(Protocol):
-    """A learning-rate schedule: the rate after so many updates (an `optax.Schedule`), from a peak and a warm-up."""
+    """A maker of learning-rate schedules, `optax.Schedule`s from the number of updates to the rate."""
 
     def __call__(self, peak: float, warmup_updates: int, /) -> optax.Schedule: ...
 

@@ -113,7 +113,7 @@ def render(plan: Plan) -> str:
 
 
 def overview(plan: Plan) -> list[tuple[str, str]]:
-    """What a run prints at its start: a line for its model, its objective, its devices, and its work."""
+    """The table at the start of a run: a line for its model, its objective, its devices, and its work."""
     experiment, settings = plan.experiment, flatten(describe(plan.experiment))
     numbers = [  # such as the clip range
         f"{key.removeprefix('loss.')}={show(value)}"
@@ -159,7 +159,7 @@ def _axes(mesh: dict[str, int]) -> str:
 
 
 def _explain_sampler(plan: Plan) -> list[str]:
-    """What samples: the devices of a mesh, or servers."""
+    """The lines about the sampler: the devices of a mesh, or servers."""
     experiment = plan.experiment
     if (engine := experiment.engine) is None:
         of_its_own = " of its own" if experiment.placement is not None else ""

@@ -83,7 +83,7 @@ def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -
     """The subtree of a parameter-like tree that is adapted, with `change` applied to each leaf."""
 
     def of_stacks(stacks: Params) -> Params:
-        """The same of one stack of layers, or of several by their number."""
+        """The changed weights of one stack of layers, or of several by their number."""
         if "attention" not in stacks:
             return {number: of_stacks(stack) for number, stack in stacks.items()}
         return {

@@ -1,4 +1,4 @@
-"""What an update computes of a teacher: its divergence from the policy on the policy's own samples.
+"""A teacher's divergence from the policy on the policy's own samples, as an update computes it.
 
 The teacher's log-probs of the sampled tokens are computed before the updates, as those of a reference policy are.
 Where other tokens of the vocabulary are compared as well, its last hidden states are, and every chunk of

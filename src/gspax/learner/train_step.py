@@ -248,7 +248,7 @@ def _own_head(settings: StepSettings, state: TrainState) -> tuple[Params, ...]:
 def _of_teacher(
     settings: StepSettings, part: Batch, constants: UpdateConstants
 ) -> tuple[tuple[Params, ...], Array, Array | None] | None:
-    """What `forward` takes of teachers whose logits are compared."""
+    """The argument of `forward` for teachers: heads, hidden states, and each token's teacher; None without any."""
     if settings.compare is None:
         return None
     return constants.teacher_heads, known(part, "teacher_hidden_BTE"), part.teacher_BT

@@ -51,7 +51,7 @@ def top_entropy(minibatch: Minibatch, *, share: float = 0.2) -> Array:
 
 @at_level("token")
 def second_moment(minibatch: Minibatch, *, threshold: float = 0.04) -> Array:
-    """0 for the tokens with the largest log²(π_old/μ), so many that the mean of the others is below (M2PO, 2510.01161).
+    """0 for the tokens with the largest log²(π_old/μ), until the mean of the others is below (M2PO, 2510.01161).
 
     The mean bounds the second moment of the log-ratios, and with it the variance of importance weights, by cutting few
     tokens: most have a ratio near 1 even in samples that are many updates old. If even the smallest square is not below
@@ -112,7 +112,7 @@ def _covariance(minibatch: Minibatch) -> Array:
 
 
 def _count(share: float, mask_BT: Array) -> Array:
-    """That share of the mask's tokens, rounded, at least 1; int32."""
+    """The number of tokens in a share of the mask, rounded, at least 1; int32."""
     if not 0 < checks.number("share", share) <= 1:
         raise ValueError(f"share must be above 0 and at most 1; got {share}")
     return jnp.maximum(jnp.round(float(share) * jnp.sum(mask_BT)), 1).astype(jnp.int32)

@@ -24,7 +24,7 @@ Draw = Callable[["Axes"], None]
 BLUE, ORANGE, GREEN, GREY, PINK = COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#b83280")
 WIDTH, HEIGHT = 4.6, 3.0  # of a panel, inches
 MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, as fractions of the panel
-MANY_POINTS = 40  # a line of at least so many points is drawn pale, with its running mean over it
+MANY_POINTS = 40  # a line with more points is drawn pale, with its running mean over it
 
 
 @dataclass(frozen=True)

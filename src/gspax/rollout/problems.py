@@ -29,7 +29,7 @@ from gspax.sampler.sampler import check_length
 
 T = TypeVar("T")
 
-FIRST = 1000  # problems; the allowed share of skipped ones is a share of at least so many
+FIRST = 1000  # problems; the allowed share of skipped ones is a share of these, or of all if more were loaded
 _SHOWN = 3  # problems that a sentence names
 _LONGEST = 300  # characters of a reason
 

@@ -36,7 +36,7 @@ class Runtime:
 
     @property
     def engine(self) -> Engine:
-        """What samples: the sampler of this process, or servers."""
+        """The engine that samples: the sampler of this process, or servers."""
         return self.servers or InProcess(self.sampler, self.experiment.model)
 
 

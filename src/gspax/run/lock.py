@@ -241,7 +241,7 @@ def _is_touched(path: Path, text: str) -> bool:
 
 
 def _version(path: Path) -> int | bytes:
-    """What changes whenever the lock is renewed."""
+    """A value that changes whenever the lock is renewed."""
     return objects.read_object(path)[1] if is_bucket(path) else path.stat().st_mtime_ns
 
 

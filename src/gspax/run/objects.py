@@ -48,7 +48,7 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes] | 
 
 
 def ends_at(path: Path, size: int) -> bool:
-    """Whether an object has so many bytes. tensorstore does not say how many it has."""
+    """Whether an object has exactly `size` bytes. tensorstore does not say how many it has."""
     return read_ranges(path, [(size - 1, 1)]) is not None and read_ranges(path, [(size, 1)]) is None
 
 
@@ -90,7 +90,7 @@ def delete_folder(folder: Path) -> None:
 
 
 class Traffic(NamedTuple):
-    """What this process has asked of all buckets since it started, with the requests of Orbax."""
+    """The requests of this process to all buckets since it started, those of Orbax included."""
 
     requests: int  # with the repeated ones
     repeated: int  # because the answer was 429 or 5xx, was cut short, or did not come

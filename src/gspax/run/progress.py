@@ -38,7 +38,7 @@ SHORT = 2.0  # seconds of a step before a bar shows its phase
 
 @dataclass
 class _Phases:
-    """What the run does now and since when, and how many seconds each phase took the last time."""
+    """The phase of the run, since when, and the seconds that each phase took the last time."""
 
     name: str = ""
     since: float = 0.0

@@ -52,7 +52,7 @@ class SampleOptions:
     greedy: int = 0  # how many of each prompt's samples, the last ones, are greedy, with log-probs at temperature 1
     keep_experts: bool = False  # record the chosen experts
     keep_versions: bool = False  # record the version of the weights that each token was sampled with
-    mask_size: int = 0  # K: record the tokens that each token was chosen from, at most so many; 0: do not
+    mask_size: int = 0  # K: the most tokens that are recorded of those that each token was chosen from; 0: none
     admits: bool = False  # groups are put in the places of others (`admit`)
     turns: bool = False  # a sample is a conversation, which waits for a reply after a stop token
 

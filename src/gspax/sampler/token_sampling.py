@@ -38,7 +38,7 @@ def sample_at(
 ) -> Draw:
     """The token at a position of each sample, and its log-prob: a function of (key, sample id, position).
 
-    With `kept`, the log-prob is over the tokens that it was chosen from, at most so many (`sample_from_sets`).
+    With `kept`, the log-prob is over the tokens that it was chosen from, at most `kept` of them (`sample_from_sets`).
     """
     with jax.named_scope("sample"):
         key_B = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(

@@ -154,7 +154,8 @@ def find_collapse(settings: Collapse, watch: Watch) -> str:
     """A sentence if the run collapses with this step: an alarm has now lasted long enough. Otherwise nothing."""
     for name in settings.alarms:
         if watch.lasting.get(name, 0) == settings.steps:
-            return f"guard.collapse: wanted fewer than {settings.steps} steps in a row with alarm/{name}, got so many."
+            count = settings.steps
+            return f"guard.collapse: wanted fewer than {count} steps in a row with alarm/{name}, got {count}."
     return ""
 
 

@@ -127,7 +127,7 @@ def run_step(
 
 
 def refresh_if_due(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
-    """The state with a teacher that follows the policy, moved to it if that is due after so many steps."""
+    """The state after `done` steps, with its teacher moved to the policy if that is due."""
     if teacher is None or teacher_models(teacher) or not teacher.refresh_every or done % teacher.refresh_every:
         return state
     return refresh_teacher(state, teacher.refresh_share)

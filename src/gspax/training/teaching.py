@@ -1,4 +1,4 @@
-"""What a step's updates need of teachers: each reads its own responses once, with prompts of its own if it has any."""
+"""The teachers' part of a step: each reads its own responses once, with prompts of its own if it has any."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _make_teaching(
     held: int,
     runs: int,
 ) -> Iterator[Program]:
-    """Each teacher's pass over a minibatch, on devices that hold so many bytes, its parameters included.
+    """Each teacher's pass over a minibatch, on devices that already hold a number of bytes, its parameters included.
 
     Args:
       passes: its model, its pass, and its parameters.

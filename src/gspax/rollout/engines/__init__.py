@@ -1,1 +1,1 @@
-"""What a run samples with: this process's devices, or servers behind one contract (`engines.contract`)."""
+"""The engines that a run samples with: this process's devices, or servers, behind one contract (`engines.contract`)."""

@@ -31,7 +31,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to sample: `sampling.group` completions of each problem, or conversations about it.
+    """A request for `sampling.group` completions of each problem, or for conversations about it.
 
     Attributes:
       ready: the problems of P places; a process needs those of its own rows, None elsewhere.
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine says about itself."""
+    """The state that an engine reports."""
 
     address: str  # empty: this process
     # Of the weights that it samples with; None before the first push, after a restart, and for this process, which
@@ -65,7 +65,7 @@ class Served:
 
 
 class Engine(Protocol):
-    """What a run samples with. Every method is collective: all processes of a run call it in the same order."""
+    """The engine of a run. Every method is collective: all processes of the run call it in the same order."""
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -104,4 +104,4 @@ class Engine(Protocol):
         """Sample on, with the weights of the newest push."""
 
     def state(self) -> list[Served]:
-        """What each server, or this process, says about itself."""
+        """The state of each server, or of this process."""

@@ -41,7 +41,7 @@ class Pushed(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """What a server has computed for the probes."""
+    """A server's log-probs of the probes."""
 
     scores: list[np.ndarray]
     answers: list[tuple[list[int], list[float]]]  # tokens and log-probs that it sampled after the probes' beginnings
@@ -141,7 +141,7 @@ class Pusher:
             return None
 
     def _collect(self, futures: Sequence[Future[Probed | None]], end: float) -> list[ProbedParts]:
-        """What the servers that are there have computed; empty if none is, after a pause."""
+        """The answers of the servers that are there; empty if none is, after a pause."""
         self.servers.raise_problem()
         try:
             found = [(one.scores, one.answers) for future in futures if (one := future.result()) is not None]
@@ -176,7 +176,7 @@ class Pusher:
         return probe.largest_difference(self.pushed.learner, scores)
 
     def _sampled_difference(self, params: Params, answers: Sequence[tuple[list[int], list[float]]]) -> float:
-        """Of the tokens that a server has sampled after the beginnings of probes. Collective."""
+        """The largest difference for the tokens that a server has sampled after the probes' beginnings. Collective."""
         assert self.pushed is not None
         whole = []
         for row, (tokens, _) in zip(self.pushed.probes, answers, strict=True):

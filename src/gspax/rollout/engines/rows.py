@@ -90,7 +90,7 @@ def is_active(row: Row, sampling: Sampling) -> bool:
 
 
 def describe_progress(rows: Mapping[int, Row], count: int, options: SampleOptions) -> Progress:
-    """What `episodes.answer` reads; the arrays are placed as those of the sampler are."""
+    """The arguments of `episodes.answer`; the arrays are placed as those of the sampler are."""
     C = options.sampling.max_tokens
     tokens_BC, length_B = np.zeros((count, C), np.int32), np.zeros(count, np.int32)
     ended_B, waiting_B = np.zeros(count, bool), np.zeros(count, bool)

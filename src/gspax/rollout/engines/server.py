@@ -1,4 +1,4 @@
-"""What `remote.Remote` needs of one server, whichever program it runs (`vllm`, `sglang`): structs in, structs out."""
+"""The interface of one server for `remote.Remote`, whichever program it runs (`vllm`, `sglang`)."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class VLLM:
         return Served(self.address, loaded["version"], loaded["digest"], limits, first["dtype"], loaded["instance"])
 
     def _workers(self, method: str, *args: str, timeout: float | None = None) -> list[dict[str, Any]]:
-        """What a method of our extension gives on each worker."""
+        """The results of a method of our extension, one for each worker."""
         try:
             answer = self._client.post("/collective_rpc", {"method": method, "args": list(args)}, timeout=timeout)
         except (RefusedError, BrokenError) as problem:
