@@ -294,7 +294,7 @@ def test_the_files_of_a_runs_tokenizer_and_starting_checkpoint_are_exported(toke
     experiment = replace(experiment_with(tmp_path), tokenizer=tokenizer(str(tmp_path / "tok")))
     run = a_run(tmp_path / "run", experiment, steps=(1,))
     export.run(run, tmp_path / "out")
-    assert names_in(tmp_path / "out") == sorted(["config.json", "model.safetensors", *COMPANIONS])
+    assert names_in(tmp_path / "out") == sorted(["README.md", "config.json", "model.safetensors", *COMPANIONS])
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "of the tokenizer"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 9
 

@@ -12,6 +12,7 @@ from gspax import config
 from gspax.evaluation import benchmark
 from gspax.evaluation.benchmark import Policy, split_problems
 from gspax.parallel.sharding import make_mesh
+from gspax.report import statistics
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.engines import in_process
 from gspax.rollout.engines.in_process import InProcess
@@ -84,7 +85,8 @@ def test_samples_do_not_depend_on_chunks_and_devices_and_problems_are_held_out()
     spread, spread_rows, _ = run(small(prompts=8, group=4), devices=8)
     assert metrics == spread and rows == spread_rows
     assert [each.texts.prompt for each in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
-    assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated", "eval/reward_failed", "eval/skipped"}
+    names = ("reward", "reward_low", "reward_high", "greedy_reward", "truncated", "reward_failed", "skipped")
+    assert set(metrics) == {f"eval/{name}" for name in names}
     other, other_rows, _ = run(small(prompts=4, group=3), seed=1)
     assert [each.texts.completion for each in other_rows] != [each.texts.completion for each in rows]
     assert other["eval/greedy_reward"] == metrics["eval/greedy_reward"]
@@ -129,6 +131,8 @@ def test_metrics_are_means_over_the_requested_problems_without_those_that_fill_t
     assert [call["ids"] for call in calls] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 9, 9]]
     assert metrics["eval/reward"] == metrics["eval/greedy_reward"] == np.mean(range(10))
     assert metrics["eval/truncated"] == 0.3, "0, 4 and 8 of ten"
+    interval = statistics.estimate(np.arange(10.0))  # a value for each problem, whatever the number of its samples
+    assert (metrics["eval/reward_low"], metrics["eval/reward_high"]) == (interval.low, interval.high)
     assert [each.texts.completion for each in rows] == [str(i) for i in range(10)], "the first sample of each problem"
 
 

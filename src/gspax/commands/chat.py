@@ -9,15 +9,14 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
-from gspax.commands.export import find_checkpoints, read_recorded
-from gspax.config.functions import name_of, parse
+from gspax.commands.export import find_checkpoints, read_recorded, read_tokenizer
 from gspax.errors import UserError
 from gspax.run.buckets import to_path
 
@@ -254,14 +253,3 @@ def find_run(name: str) -> tuple[RunDir, Path, int | None] | None:
     if run.path.name == above.warm_start.path.name and above.experiment.is_file():
         return above, run.checkpoints, int(step) if step else None
     return None
-
-
-def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a run's description. UserError if its class is not one of gspax's."""
-    from gspax.data.chat import CharChat, ChatTokenizer
-    from gspax.data.tokenizer import CharTokenizer, HFTokenizer
-
-    kinds = {name_of(kind): kind for kind in (CharTokenizer, CharChat, HFTokenizer, ChatTokenizer)}
-    if described["type"] not in kinds:
-        raise UserError(f"tokenizer: wanted --file with the experiment's file, which defines {described['type']}")
-    return cast("Tokenizer", parse(kinds[described["type"]], described))

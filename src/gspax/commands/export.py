@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from gspax.commands.arguments import Parser, add_target, at_least, require_directory, size, subcommand_parser
 from gspax.config import Lora, ModelConfig
-from gspax.config.functions import parse
-from gspax.errors import UserError, warn
+from gspax.config.functions import name_of, parse
+from gspax.errors import FailureError, UserError, brief, describe_error, warn
 from gspax.hf.config_json import read_config
 from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
 from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
+    from gspax.config.protocols import Tokenizer
     from gspax.run.checkpoints import StoredArray
     from gspax.run.directory import RunDir
     from gspax.types import JsonObject
@@ -54,13 +57,18 @@ def make_parser() -> Parser:
         help="write the adapters of a LoRA run in PEFT's layout, not the merged weights",
     )
     parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    parser.add_argument("--push", metavar="NAME", help="then upload it to a new repository OWNER/NAME on the Hub")
     return parser
 
 
 def execute(options: argparse.Namespace) -> int:
     require_directory(options.source)
     settings = {name: getattr(options, name) for name in ("dtype", "shard_size", "step", "adapter")}
+    if options.push is not None:
+        check_push(options.push, options.target)
     run(options.source, options.target, **settings)
+    if options.push is not None:
+        print(push(options.push, options.target))
     return 0
 
 
@@ -73,7 +81,8 @@ def run(
     step: int | None = None,
     adapter: bool = False,
 ) -> None:
-    """Write `target`: config.json, safetensors with their index, and the tokenizer's files if known.
+    """Write `target`: config.json, safetensors with their index, the tokenizer's files if known, and for a run its
+    model card (`report.card`) and generation_config.json.
 
     A parameter is read and written a few layers at a time, as many as the checkpoint stores together. Adapters are
     merged into the weights, or with `adapter` written alone, in PEFT's layout.
@@ -91,10 +100,11 @@ def run(
     """
     from gspax.hf.parameters import write_checkpoint
     from gspax.hf.peft import write_adapters
+    from gspax.report import card
     from gspax.run.checkpoints import Checkpoints, open_array
     from gspax.run.directory import RunDir
 
-    config, lora, companions = _read_source(source)
+    recorded, config, lora, companions = _read_source(source)
     run = RunDir(source)
     with Checkpoints(find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
         chosen = checkpoints.latest() if step is None else step
@@ -111,13 +121,23 @@ def run(
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
         else:
             shapes, base = _factor_shapes(config, lora), _find_base(config.checkpoint)
-
-            def factor(name: str) -> np.ndarray:
-                return stored(f"params/{name}", shapes[name])[()]
-
+            factor = partial(_read_factor, stored, shapes)
             write_adapters(temporary, config, lora, shapes, factor, base=base, dtype=dtype)
+        if recorded is not None:
+            is_first = checkpoints.directory != run.checkpoints
+            about = {"README.md": card.render(run, recorded, chosen, of_warm_start=is_first, adapter=adapter)}
+            if not (adapter or "generation_config.json" in copied):
+                about["generation_config.json"] = json.dumps(describe_generation(recorded), indent=2) + "\n"
+            for name, text in about.items():
+                (temporary / name).write_text(text, encoding="utf-8")
     files = f"with {', '.join(copied)}" if copied else "without a tokenizer: none is known"
     print(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
+
+
+def _read_factor(
+    stored: Callable[[str, tuple[int, ...]], StoredArray], shapes: Mapping[str, tuple[int, ...]], name: str
+) -> np.ndarray:
+    return stored(f"params/{name}", shapes[name])[()]
 
 
 def _parameters(
@@ -171,18 +191,87 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
     return named_shapes(adapters.abstract(config, lora))
 
 
-def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
-    """The model, its adapters, and the folders that may have its tokenizer's files, the likeliest first."""
+def describe_generation(recorded: JsonObject) -> JsonObject:
+    """generation_config.json of a run: its temperature and filters, and its stop ids if its tokenizer is gspax's."""
+    sampling = recorded["sampling"]
+    content: JsonObject = {"do_sample": sampling["temperature"] > 0}
+    if content["do_sample"]:
+        content |= {name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    with contextlib.suppress(UserError):
+        content["eos_token_id"] = list(read_tokenizer(recorded["tokenizer"]).stop_ids)
+    return content
+
+
+def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a run's description. UserError if its class is not one of gspax's."""
+    from gspax.data.chat import CharChat, ChatTokenizer
+    from gspax.data.tokenizer import CharTokenizer, HFTokenizer
+
+    kinds = {name_of(kind): kind for kind in (CharTokenizer, CharChat, HFTokenizer, ChatTokenizer)}
+    if described["type"] not in kinds:
+        raise UserError(f"tokenizer: wanted --file with the experiment's file, which defines {described['type']}")
+    return cast("Tokenizer", parse(kinds[described["type"]], described))
+
+
+def check_push(name: str, target: Path) -> None:
+    """UserError or FailureError if a new repository of this name cannot be pushed to: before anything is computed."""
+    from huggingface_hub import HfApi
+
+    if is_bucket(target):
+        raise UserError(f"--push: wanted --to with a folder of this machine, got {target}")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"--push: wanted OWNER/NAME, got {name!r}")
+    with _explained(name):
+        HfApi().whoami()
+        if HfApi().repo_exists(name):
+            raise UserError(f"--push {name}: wanted the name of a new repository, this one exists")
+
+
+def push(name: str, folder: Path) -> str:
+    """Upload a folder to a new repository on the Hub. The address of the commit. UserError or FailureError."""
+    from huggingface_hub import HfApi
+
+    with _explained(f"{name} ({folder} is complete)"):
+        HfApi().create_repo(name)
+        commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Export from gspax")
+    return str(commit.commit_url)
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what the Hub's client raises into one sentence."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    token = "wanted a token that may write there: `hf auth login`, or the variable HF_TOKEN"
+    try:
+        yield
+    except UserError:
+        raise
+    except LocalTokenNotFoundError as problem:
+        raise UserError(f"--push {name}: {token}, got none") from problem
+    except HfHubHTTPError as problem:
+        code = problem.response.status_code
+        if code in (401, 403):
+            raise UserError(f"--push {name}: {token}, the Hub refused it ({code})") from problem
+        if code == 409:
+            raise UserError(f"--push {name}: wanted the name of a new repository, this one exists") from problem
+        raise FailureError(f"--push {name}: the Hub answered {code}: {brief(problem)}") from problem
+    except Exception as problem:  # of many kinds: no network, offline mode, a time limit
+        raise FailureError(f"--push {name}: the Hub cannot be reached: {describe_error(problem)}") from problem
+
+
+def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | None, list[Path]]:
+    """The experiment of a run, the model, its adapters, and folders that may have the tokenizer's files, best first."""
     from gspax.learner.state import require_intact
     from gspax.run.directory import RunDir
 
     run = RunDir(source)
     if run.experiment.is_file():
         experiment, config, lora = read_recorded(run)
-        return config, lora, _find_companions(experiment.get("tokenizer"), config.checkpoint)
+        return experiment, config, lora, _find_companions(experiment.get("tokenizer"), config.checkpoint)
     if (source / "config.json").is_file():
         require_intact(source)
-        return read_config(source), None, [source]
+        return None, read_config(source), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
 
 

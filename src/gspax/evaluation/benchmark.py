@@ -204,8 +204,12 @@ def evaluate_heldout(
         raise UserError(f"evaluation: wanted held-out problems, got none of {settings.problems} that can be used")
     greedy = usable[settings.samples :: group]
     sampled = [completion for number, completion in enumerate(usable) if number % group < settings.samples]
+    reward_B = np.array([completion.reward for completion in sampled])
+    interval = statistics.to_json(statistics.estimate(reward_B.reshape(-1, settings.samples).mean(axis=1)))
+    bounds = {"eval/reward_low": interval["low"], "eval/reward_high": interval["high"]}
     metrics = {
-        "eval/reward": float(np.mean([completion.reward for completion in sampled])),
+        "eval/reward": float(np.mean(reward_B)),
+        **{name: bound for name, bound in bounds.items() if bound is not None},
         "eval/greedy_reward": float(np.mean([completion.reward for completion in greedy])),
         "eval/truncated": float(np.mean([not completion.finished for completion in sampled])),
         "eval/skipped": float(settings.problems - len(usable) // group),

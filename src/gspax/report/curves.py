@@ -54,7 +54,16 @@ def _phases(group: str) -> dict[str, str]:
 
 PANELS = (
     Panel("Reward", "mean over completions", {"training": "reward/mean"}),
-    Panel("Held-out reward", "mean over completions", {"sampled": "eval/reward", "greedy": "eval/greedy_reward"}),
+    Panel(
+        "Held-out reward",
+        "mean over completions",
+        {
+            "sampled": "eval/reward",
+            "greedy": "eval/greedy_reward",
+            "95 % from": "eval/reward_low",
+            "to": "eval/reward_high",
+        },
+    ),
     Panel("Reward deviation", "standard deviation", {"all completions": "reward/std"}),
     Panel("Groups without signal", "fraction of prompts", {"all rewards equal": "reward/zero_std_groups"}),
     Panel(

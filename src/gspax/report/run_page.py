@@ -148,7 +148,7 @@ def _tasks(run: RunDir) -> str:
         name = path.name.removesuffix(".json")
         link = quote(f"{run.tasks.name}/{path.parent.name}/{name}.html")
         try:
-            cells = _describe_task(read_json(path)["summary"])
+            cells = describe_task(read_json(path)["summary"])
         except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
             warn(f"{path} cannot be read and is not in the report ({type(error).__name__})")
             continue
@@ -157,7 +157,7 @@ def _tasks(run: RunDir) -> str:
     return render_table(TASK_COLUMNS, lines) if lines else ""
 
 
-def _describe_task(summary: Mapping[str, Any]) -> list[str]:
+def describe_task(summary: Mapping[str, Any]) -> list[str]:
     """The columns about a summary (`evaluation.benchmark.Summary`), with pass@k and maj@k of the largest k."""
     largest = []
     for of_k in (summary.get("pass") or {}, summary.get("majority") or {}):

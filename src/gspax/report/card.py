@@ -1,0 +1,104 @@
+"""The model card of an exported run: README.md of its folder, as the Hugging Face Hub shows it.
+
+It has what the run directory records: the base model, the data, the loss and the other settings, the held-out results
+with 95 % intervals, and the commit and versions. Absolute paths are cut to their last part, secrets are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import gspax
+from gspax.experiment.description import flatten, show
+from gspax.hf.source import HUB_NAME
+from gspax.report import statistics
+from gspax.report.run_page import TASK_COLUMNS, describe_task
+from gspax.run.directory import RunDir, read_attempts, read_json
+from gspax.run.record import read_metrics, read_rows
+from gspax.run.redaction import is_secret, redact
+from gspax.types import JsonObject
+
+PARTS = (  # of an experiment, in the table of settings
+    *("data", "reward", "environment", "advantage", "loss", "regularizers", "reference", "teacher", "correction"),
+    *("sampling", "schedule", "optimizer", "lora", "warm_start", "seed"),
+)
+
+
+def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bool, adapter: bool) -> str:
+    """The card of the parameters after a step of a run.
+
+    Args:
+      run: the run directory.
+      description: its experiment (`experiment.json`).
+      step: of the checkpoint; counted in the warm start if it is one of that.
+      of_warm_start: the parameters are those of the warm start, before any reinforcement learning.
+      adapter: the folder has adapters alone.
+    """
+    flat, name = flatten(description), str(description["name"])
+    base, loss = _public(str(description["model"].get("checkpoint", ""))), str(flat["loss"]).rpartition(".")[2]
+    front = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    front |= {"base_model": base.partition("@")[0]} if HUB_NAME.fullmatch(base) else {}
+    how = "the supervised warm start" if of_warm_start else f"reinforcement learning with the loss `{loss}`"
+    lines = [
+        *("---", *(f"{key}: {json.dumps(value)}" for key, value in front.items())),
+        *("tags:", "- gspax", "- reinforcement-learning", f"- {loss}", "---", "", f"# {name}", ""),
+        f"{'Adapters' if adapter else 'Parameters'} after step {step} of {how}, trained with gspax from "
+        f"{f'`{base}`' if base else 'random parameters'}.",
+    ]
+    if results := [] if of_warm_start else [*_held_out(run, step), *_tasks(run, step)]:
+        lines += ["", "## Results", "", *results]
+    settings = {key: value for key, value in flat.items() if key.partition(".")[0] in PARTS and value is not None}
+    rows = [(key, _public(show(value))) for key, value in settings.items() if not is_secret(key)]
+    lines += ["", "## Settings", "", *_table(("field", "value"), [(f"`{key}`", f"`{value}`") for key, value in rows])]
+    return "\n".join([*lines, "", "## Versions", "", *_versions(run), ""])
+
+
+def _held_out(run: RunDir, step: int) -> Iterator[str]:
+    """The held-out rewards before the first update and at a step, of the evaluation with the most problems."""
+    recorded = [(row, 0) for row in read_metrics(run.metrics)] if run.metrics.exists() else []
+    if run.evaluations.exists():
+        recorded += [(row, row["evaluation"]["problems"]) for row in read_rows(run.evaluations)]
+    rows = []
+    for wanted in dict.fromkeys((0, step)):
+        found = [item for item in recorded if item[0]["step"] == wanted and "eval/reward" in item[0]]
+        if found:
+            row = max(found, key=lambda item: item[1])[0]
+            bounds = {side: row.get(f"eval/reward_{side}") for side in ("low", "high")}
+            sampled = statistics.show({"mean": row["eval/reward"], **bounds})  # type: ignore[typeddict-item]
+            rows.append(
+                (str(wanted), sampled, f"{row['eval/greedy_reward']:.3f}", f"{100 * row['eval/truncated']:.1f} %")
+            )
+    if rows:
+        yield from _table(("step", "held-out reward, 95 % interval", "greedy", "truncated"), rows)
+
+
+def _tasks(run: RunDir, step: int) -> Iterator[str]:
+    """The results of the tasks that were evaluated at a step."""
+    rows = [
+        (path.stem, *describe_task(read_json(path)["summary"])) for path in sorted(run.tasks_at(step).glob("*.json"))
+    ]
+    if rows:
+        yield from ("", *_table((TASK_COLUMNS[0], *TASK_COLUMNS[2:]), rows))
+
+
+def _versions(run: RunDir) -> Iterator[str]:
+    attempt: Mapping[str, object] = (read_attempts(run) or [{}])[-1]
+    packages = attempt.get("packages")
+    yield f"gspax {gspax.__version__} wrote this card. The run used:"
+    yield ""
+    named = {**(packages if isinstance(packages, dict) else {}), "devices": attempt.get("devices")}
+    named |= {"commit of gspax": attempt.get("commit"), "started": attempt.get("started")}
+    yield from _table(("what", "version"), [(key, str(value)) for key, value in named.items() if value])
+
+
+def _public(text: str) -> str:
+    """The text of a value without secrets and without the folders of an absolute path, on one line."""
+    text = os.path.basename(text.rstrip("/")) if os.path.isabs(text) else text
+    return " ".join(redact(text).split()).replace("|", "\\|").replace("`", "'")
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    for row in (head, ("---",) * len(head), *rows):
+        yield f"| {' | '.join(row)} |"
