@@ -28,7 +28,7 @@ MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test unit release costs test-python study study-page faults soak vllm-test docs clean
+.PHONY: train test unit release costs lock test-python study study-page faults soak vllm-test docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -52,6 +52,11 @@ costs: $(TESTS) $(TORCH) $(TPU)
 	rm -f .cache/costs
 	TEST_COSTS=.cache/costs $(PYTEST)
 	awk '$$1 >= 0.5 {sub(/^[0-9.]+ /, ""); print}' .cache/costs | LC_ALL=C sort > tests/costly.txt
+
+# requirements.lock, again from requirements.txt: a package keeps its version while it can. It needs uv.
+lock:
+	uv pip compile requirements.txt --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--no-emit-index-url --custom-compile-command "make lock" --output-file requirements.lock
 
 # Another Python, in a virtual environment of its own: make test-python PYTHON=python3.13 VENV=.venv-3.13
 test-python: $(TESTS)

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -482,17 +481,6 @@ def test_a_cluster_has_a_pool_for_each_slice(cloud):
     assert calls[-1][-1].endswith(
         "projects/4242/locations/global/workloadIdentityPools/proj.svc.id.goog/subject/ns/default/sa/gspax"
     )
-
-
-def test_the_files_of_the_image_exist_and_are_sent():
-    lines = (TPU / "Dockerfile").read_text().splitlines()
-    ignored = (TPU / "Dockerfile.dockerignore").read_text().splitlines()
-    assert ignored[0] == "*"
-    sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    assert sources and all((ROOT / source).exists() for source in sources)
-    assert all(any(fnmatch(source, line[1:]) for line in ignored if line.startswith("!")) for source in sources)
-    assert 'ENTRYPOINT ["gspax"]' in lines  # no shell between SIGTERM and gspax
-    assert any("--constraint requirements.txt" in line and ".[train,tpu]" in line for line in lines)
 
 
 # Invalid input

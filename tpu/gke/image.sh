@@ -8,5 +8,5 @@ read_options "$@"
 need GSPAX_IMAGE
 tools docker
 
-call docker build --platform=linux/amd64 --file="$tpu/Dockerfile" --tag="$GSPAX_IMAGE" "$root"
+call docker build --platform=linux/amd64 --file="$root/docker/tpu.Dockerfile" --tag="$GSPAX_IMAGE" "$root"
 call docker push "$GSPAX_IMAGE"

@@ -1,4 +1,6 @@
-# The image of the pods, built by tpu/gke/image.sh from the root of the checkout. It contains no secrets.
+# gspax for TPU VMs and for GKE, where tpu/gke/image.sh builds it as the image of the pods. It contains no secrets.
+#   docker build --platform=linux/amd64 --file=docker/tpu.Dockerfile --tag=gspax:tpu .
+#   docker run --rm --privileged --net=host --volume="$PWD/runs:/gspax/runs" gspax:tpu train FILE --workdir runs/NAME
 FROM python:3.12-slim
 WORKDIR /gspax
 COPY requirements.txt setup.cfg pyproject.toml README.md LICENSE ./

@@ -1,0 +1,102 @@
+"""The lock file is the one of requirements.txt, and the Dockerfiles follow the rules that hadolint has for them."""
+
+import importlib.metadata
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+PLATFORMS = [
+    {"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.1", "sys_platform": system}
+    for minor in (11, 12, 13, 14)
+    for system in ("linux", "darwin")
+]
+
+
+def read_requirements(name):
+    """The requirements of a file with their hashes: each line of it, continued after a backslash."""
+    text = (ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [
+        (Requirement(line.partition(" --hash")[0]), re.findall(r"--hash=sha256:([0-9a-f]{64})\b", line))
+        for line in lines
+    ]
+
+
+def versions(name, platform):
+    """The version of each package that a file pins on a platform."""
+    pins = {}
+    for requirement, _ in read_requirements(name):
+        if requirement.marker is None or requirement.marker.evaluate(platform):
+            (pin,) = requirement.specifier
+            assert pin.operator == "==" and canonicalize_name(requirement.name) not in pins
+            pins[canonicalize_name(requirement.name)] = pin.version
+    return pins
+
+
+@pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: "-".join(platform.values()))
+def test_the_lock_file_has_the_versions_of_the_requirements(platform):
+    wanted, locked = versions("requirements.txt", platform), versions("requirements.lock", platform)
+    assert len(wanted) >= 20
+    assert {name: locked.get(name) for name in wanted} == wanted
+
+
+def test_the_lock_file_has_what_the_requirements_need():
+    """The packages that those installed here require, and so on."""
+    needed = [name for name in versions("requirements.txt", {})]
+    for name in needed:
+        for line in importlib.metadata.requires(name) or ():
+            requirement = Requirement(line)
+            other = canonicalize_name(requirement.name)
+            if other not in needed and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                needed.append(other)
+    assert len(needed) > 40
+    assert not {*needed} - versions("requirements.lock", {}).keys()
+
+
+def test_every_locked_package_has_a_hash_and_none_names_an_index():
+    assert all(hashes for _, hashes in read_requirements("requirements.lock"))
+    assert "//" not in (ROOT / "requirements.lock").read_text(encoding="utf-8")
+
+
+def instructions(image):
+    """(name, arguments) of each instruction, without comments, continued after a backslash."""
+    text = re.sub(r"^#.*\n", "", image.read_text(encoding="utf-8"), flags=re.M).replace("\\\n", " ")
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_an_image_follows_the_rules(image):
+    """Those of hadolint that apply: DL3000, 3002, 3006, 3007, 3013, 3020, 3025, 3042."""
+    found = instructions(image)
+    named = {name: [rest for word, rest in found if word == name] for name, _ in found}
+    assert {*named} <= {"FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "ENTRYPOINT", "CMD"} and found[0][0] == "FROM"
+    assert all(re.fullmatch(r"[\w/]+:\d[\w.-]*", base) for base in named["FROM"]), "a base image with its version"
+    assert all(path.startswith("/") for path in named["WORKDIR"])
+    for command in named["RUN"]:
+        if "pip install" in command:
+            assert "--no-cache-dir" in command
+            assert any(option in command for option in ("--require-hashes", "--constraint", "--no-deps")), "pinned"
+    assert "root" not in named.get("USER", []) and ("USER" in named or image.stem == "tpu"), "a TPU needs root"
+    assert named["ENTRYPOINT"] == ['["gspax"]'], "the list form: no shell between SIGTERM and gspax"
+    assert all(command.startswith('["') for command in named.get("CMD", []))
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_the_files_of_an_image_exist_and_are_sent(image):
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignored[0] == "*"
+    sources = [path for word, rest in instructions(image) if word == "COPY" for path in rest.split()[:-1]]
+    assert sources and all((ROOT / source).exists() for source in sources)
+    assert all(any(fnmatch(source, line[1:]) for line in ignored if line.startswith("!")) for source in sources)
+
+
+def test_there_is_an_image_for_each_platform():
+    assert [image.stem for image in IMAGES] == ["cpu", "cuda", "tpu"]
+    extras = {image.stem: re.findall(r"'\.\[([\w,]+)\]'", image.read_text()) for image in IMAGES}
+    assert extras == {"cpu": [], "cuda": ["train,gpu"], "tpu": ["train,tpu"]}
