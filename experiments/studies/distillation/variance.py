@@ -5,7 +5,7 @@ KL. With none it is estimated from the sampled token, with all of the vocabulary
 gradient vary with some tokens kept, and does it matter whose most probable ones they are?
 
 Rule, written before the runs. Five seeds; none is left out. Student and teacher of a seed are the warm start and the
-policy of "GRPO, no filter" after 60 rollouts, from the study `filters`. The student samples a response to each of 512
+policy of "GRPO, no filter" after 60 rollouts, from the study `filters`. The student samples a response to each of 256
 training problems. Primary measure: the trace of the covariance, over responses, of the gradient of the mean divergence
 of a response's tokens, divided by the one without kept tokens. A number of kept tokens lowers the variance if the 95 %
 interval over seeds of the logarithm of this ratio is below 0, and raises it if it is above. The square of the mean
@@ -37,7 +37,7 @@ from gspax.run.folders import write_atomically
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- results: written from variance.csv -->", "<!-- end of results -->"
-SEEDS, RESPONSES, LONGEST = (0, 1, 2, 3, 4), 512, 8
+SEEDS, RESPONSES, LONGEST = (0, 1, 2, 3, 4), 256, 8
 V = sort.tokenizer.vocab_size
 KEPT = ((0, "teacher"), *((k, by) for k in (1, 2, 4, 8) for by in ("teacher", "policy")), (V, "teacher"))
 MESH = make_mesh(config.Mesh(), jax.devices()[:1])
