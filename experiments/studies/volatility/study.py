@@ -66,7 +66,7 @@ study = Study(
             for name, (overrides, against) in LOSSES.items()
         ),
         Variant("GRPO, R3, 0.05", START, (*GRPO, "routing_replay=sampler", *DOSES[", 0.05"]), "GRPO, 0.05"),
-        Variant("GRPO, frozen router", START, (*GRPO, 'optimizer.frozen=("router",)'), "GRPO"),
+        Variant("GRPO, frozen router", START, (*GRPO, "optimizer.frozen=router"), "GRPO"),
     ),
     measures=(
         REWARD,
