@@ -46,6 +46,18 @@ YARN = {
     **{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.3},
     **{"beta_fast": 4, "beta_slow": 1},
 }
+DELTA = {
+    **{"num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "partial_rotary_factor": 0.5},
+}
+MROPE = {  # one position for each token of a text, three of an image's
+    **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000},
+    "partial_rotary_factor": 0.25,
+}
+PUBLISHED_DELTA = {
+    **{"full_attention_interval": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "head_dim": 256, "attention_bias": False},
+}
 ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
 
 SMALL = {  # keys of config.json, by model_type
@@ -77,6 +89,12 @@ SMALL = {  # keys of config.json, by model_type
     | {"num_hidden_layers": 7, "head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "olmoe": SIZES | {"num_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_next": SIZES | EXPERTS | DELTA | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+    "qwen3_5_text": SIZES | DELTA | {"num_hidden_layers": 5, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {name: SIZES[name] for name in SIZES if name != "intermediate_size"}
+    | EXPERTS
+    | DELTA
+    | {"shared_expert_intermediate_size": 20},
 }
 
 PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without keys that have their default
@@ -277,6 +295,39 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16},
             **{"num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
             **{"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None},
+        },
+    ),
+    "qwen3_next": (
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        PUBLISHED_DELTA
+        | {
+            **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48},
+            **{"num_attention_heads": 16, "num_key_value_heads": 2, "partial_rotary_factor": 0.25},
+            **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
+            **{"shared_expert_intermediate_size": 512, "linear_num_value_heads": 32, "decoder_sparse_step": 1},
+            **{"rope_theta": 10000000, "rope_scaling": None, "max_position_embeddings": 262144},
+        },
+    ),
+    "qwen3_5_text": (
+        "Qwen/Qwen3.5-27B",
+        PUBLISHED_DELTA
+        | {
+            **{"vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64},
+            **{"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48},
+            **{"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+            **{"mtp_use_dedicated_embeddings": False, "mlp_only_layers": [], "max_position_embeddings": 262144},
+            "rope_parameters": MROPE,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen/Qwen3.5-35B-A3B",
+        PUBLISHED_DELTA
+        | {
+            **{"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
+            **{"num_key_value_heads": 2, "linear_num_value_heads": 32, "num_experts": 256, "num_experts_per_tok": 8},
+            **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "attn_output_gate": True},
+            **{"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+            **{"max_position_embeddings": 262144, "rope_parameters": MROPE},
         },
     ),
 }

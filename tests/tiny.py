@@ -7,7 +7,7 @@ import jax
 import jax.extend
 import pytest
 
-from gspax.config import Latent, ModelConfig, Router, Yarn
+from gspax.config import GatedDelta, Latent, ModelConfig, Router, Yarn
 from gspax.learner.forward import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
@@ -80,6 +80,18 @@ CONFIGS = {
     "every layer slides": replace(MOE, sliding_window=4, sliding_layers=(0, 1, 2)),
     "some layers slide": replace(MOE, num_experts=0, sliding_window=3, sliding_layers=(0, 2)),
 }
+
+DELTA = replace(  # layers with gated delta nets and with attention, as in Qwen3-Next
+    MOE,
+    num_hidden_layers=4,
+    mlp_only_layers=(1,),
+    shared_expert_intermediate_size=20,
+    delta=GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=12),
+    delta_layers=(0, 1, 2),
+    rope_fraction=0.5,
+    attention_gate=True,
+    norm_plus_one=True,
+)
 
 
 def slow_but(*fast):

@@ -218,7 +218,7 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         (DENSE | {"model_type": "gpt2"}, f'model_type: wanted {KNOWN}, got "gpt2"'),
         (DENSE | {"model_type": None}, f"model_type: wanted {KNOWN}, got null"),
         (DENSE | {"model_type": "glm_moe_dsa"}, "model_type glm_moe_dsa: sparse attention is not implemented"),
-        (DENSE | {"model_type": "qwen3_next"}, "model_type qwen3_next: a gated delta net is not implemented"),
+        (DENSE | {"model_type": "kimi_linear"}, "model_type kimi_linear: Kimi delta attention is not implemented"),
         (
             DENSE | {"architectures": ["Qwen3ForSequenceClassification"]},
             'architectures: wanted null or ["Qwen3ForCausalLM"], got ["Qwen3ForSequenceClassification"]',

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gspax.config import GatedDelta
 from gspax.hf import names, tensors
-from gspax.model.delta_net import DeltaSizes, GatedDeltaNet, empty_state
+from gspax.model.delta_net import GatedDeltaNet
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")
 
-SIZES = DeltaSizes(embed=16, key_heads=2, value_heads=4, key_dim=8, value_dim=12)
+SIZES, EMBED = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=12), 16
 FAMILIES = {  # by model_type: the rows of its projections, and its class in transformers
-    "qwen3_5_moe_text": ("qwen3_5", "qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
-    "qwen3_5_text": ("qwen3_5", "qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
+    "qwen3_5_moe_text": ("qwen3_5_text", "qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
+    "qwen3_5_text": ("qwen3_5_text", "qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
     "qwen3_next": ("qwen3_next", "qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"),
 }
 EPS = 1e-6
@@ -29,7 +30,7 @@ def theirs(family):
     """A random layer of transformers."""
     config = transformers.AutoConfig.for_model(
         family,
-        **{"hidden_size": SIZES.embed, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"hidden_size": EMBED, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
         **{"linear_num_key_heads": SIZES.key_heads, "linear_num_value_heads": SIZES.value_heads},
         **{"linear_key_head_dim": SIZES.key_dim, "linear_value_head_dim": SIZES.value_dim, "rms_norm_eps": EPS},
     )
@@ -48,7 +49,7 @@ def random(*shape):
 
 
 def split():
-    return nnx.split(GatedDeltaNet(SIZES, EPS, 0.02, rngs=nnx.Rngs(0)))
+    return nnx.split(GatedDeltaNet(SIZES, EMBED, EPS, 0.02, rngs=nnx.Rngs(0)))
 
 
 def shapes(family):
@@ -100,7 +101,7 @@ def close(ours, theirs, tolerance=1e-5):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_of_rows_are_those_of_transformers(family, tmp_path):
-    params, x = read(tmp_path, family), random(2, 90, SIZES.embed).requires_grad_()
+    params, x = read(tmp_path, family), random(2, 90, EMBED).requires_grad_()
     y = theirs(family)(x)
     probe = torch.flip(x, (1,)).detach()
     (y * probe).sum().backward()
@@ -117,7 +118,7 @@ def test_outputs_and_gradients_of_rows_are_those_of_transformers(family, tmp_pat
 
 def test_prompts_steps_and_blocks_are_the_row_of_transformers(tmp_path):
     """Padded prompts, then steps of all rows, one of which waits, then blocks of different lengths, then steps."""
-    params, x = read(tmp_path, "qwen3_5_text"), random(3, 60, SIZES.embed)
+    params, x = read(tmp_path, "qwen3_5_text"), random(3, 60, EMBED)
     whole, inputs = theirs("qwen3_5_text")(x).detach().numpy(), x.numpy()
     done = np.array([20, 1, 7])
 
@@ -145,13 +146,10 @@ def test_prompts_steps_and_blocks_are_the_row_of_transformers(tmp_path):
 
 
 def test_a_row_from_an_empty_state_is_a_row_without_one(tmp_path):
-    params, x = read(tmp_path, "qwen3_next"), jax.random.normal(jax.random.key(0), (2, 9, SIZES.embed))
+    params, x = read(tmp_path, "qwen3_next"), jax.random.normal(jax.random.key(0), (2, 9, EMBED))
     segment_BT = jnp.ones((2, 9), jnp.int32)
     without, state = jitted(params, x, segment_BT)
-    empty = empty_state(SIZES, 2, "float32")
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), empty) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), state
-    )
+    empty = jax.tree.map(jnp.zeros_like, state)
     np.testing.assert_array_equal(jitted(params, x, segment_BT, empty)[0], without)
 
 

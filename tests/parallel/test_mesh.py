@@ -125,6 +125,25 @@ def test_an_update_of_adapters_equals_one_device(mesh):
     assert_close(got, wanted)
 
 
+DELTA = replace(
+    tiny.DELTA,
+    **{"num_experts": 4, "vocab_size": 24, "num_hidden_layers": 3, "delta_layers": (0, 1), "mlp_only_layers": (0,)},
+)
+
+
+@pytest.mark.parametrize("mesh", ["tensor", pytest.param("slices of tensor", marks=pytest.mark.slow)])
+def test_gated_delta_nets_are_sharded_by_heads(mesh):
+    made = make(MESHES[mesh])
+    got, wanted = update(DELTA, made), alone(DELTA)
+    got[1].pop("ring_fallbacks", None)
+    assert_close(got, wanted)
+    memory = got[0].params["runs"][0]["mixer"]["value"]
+    assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // 2
+    drawn, want = jax.device_get(draw(DELTA, made, slots=8)), drawn_alone(DELTA)
+    np.testing.assert_array_equal(drawn.tokens_BT, want.tokens_BT)
+    np.testing.assert_allclose(drawn.logp_BT, want.logp_BT, atol=1e-5)
+
+
 def check_bytes(params, sizes):
     """Each device holds its shard: matrices are sharded over three axes, biases over one, norms are replicated."""
     across, along = sizes["fsdp"] * sizes["expert"], sizes["tensor"]

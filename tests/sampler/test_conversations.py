@@ -66,6 +66,9 @@ EIGHT_BITS = ("moe", "tied", "some layers slide")
         ("dense", (60, 16), ("auto", "auto")),
         ("dense", (60, 16), ("int8", "int8")),
         ("moe", (60, 16), ("auto", "auto")),
+        ("delta", (60, 16), ("auto", "auto")),
+        pytest.param("delta", LONG, ("auto", "auto"), marks=pytest.mark.slow),
+        pytest.param("delta", LONG, ("int8", "auto"), marks=pytest.mark.slow),
         *(
             pytest.param(name, LONG, (dtype, cached), marks=pytest.mark.slow)
             for name, dtype, cached in (
@@ -77,7 +80,7 @@ EIGHT_BITS = ("moe", "tied", "some layers slide")
 )
 def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     """Conversations that end early, and a row without a reply beside others with one; in 8 bits, of rounded weights."""
-    model, rng, key = tiny.CONFIGS[name], np.random.default_rng(0), jax.random.key(1)
+    model, rng, key = (tiny.CONFIGS | {"delta": tiny.DELTA})[name], np.random.default_rng(0), jax.random.key(1)
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0], kv_cache_dtype=dtypes[1])
     whole = rounded(tiny.params(model), model) if dtypes[0] == "int8" else tiny.params(model)
     options = tiny.options(model, sampling, STOPS, turns=True, keep_experts=True)
@@ -107,7 +110,9 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
         assert rerouted.mean() < 0.05 and error[~rerouted].max() < 0.1, (rerouted.mean(), error[~rerouted].max())
         assert 1e-4 < error.mean() < 0.03
     else:
-        assert error.max() < (1e-5 if dtypes[0] == "auto" else 1e-4)
+        # a gated norm amplifies the rounding of an output that is nearly 0
+        assert error.max() < (3e-4 if name == "delta" else 1e-5 if dtypes[0] == "auto" else 1e-4)
+        assert np.median(error) < 3e-6
         np.testing.assert_array_equal(np.asarray(rollout.tokens_BT)[mask_BT], np.asarray(sampled_BT)[mask_BT])
         experts = np.where(run_BT[None, ..., None], routing.expert, model.num_experts)
         np.testing.assert_array_equal(np.asarray(rollout.expert_BLTA).swapaxes(0, 1), experts)

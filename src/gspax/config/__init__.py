@@ -42,7 +42,7 @@ from gspax.config.experiment import (
     trained_dtype,
     updates_per_step,
 )
-from gspax.config.layers import DenseMlp, Dimension, Experts, LatentAttention, Layer, Rope, SelfAttention
+from gspax.config.layers import DenseMlp, Dimension, Experts, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
 from gspax.config.model import (
     LOGIT_BUDGET,
     NO_WINDOW,
@@ -85,6 +85,7 @@ __all__ = [
     "Evaluation",
     "Experiment",
     "Experts",
+    "GatedDelta",
     "Grading",
     "Guard",
     "Latent",

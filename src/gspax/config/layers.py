@@ -8,7 +8,9 @@ array elements; D is the model dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+from gspax.config.ranges import Size, at_least, at_most
 
 if TYPE_CHECKING:
     from gspax.config.model import AlphaRope, LinearRope, Llama3Rope, Router, Yarn
@@ -25,8 +27,10 @@ class Dimension(NamedTuple):
 class CacheSize(NamedTuple):
     """What a mixer keeps of a row while it is sampled, on each device."""
 
-    vectors: int  # of each token; in 8 bits a vector has a scale of its own
-    width: int  # numbers in a vector
+    vectors: int = 0  # of each token; in 8 bits a vector has a scale of its own
+    width: int = 0  # numbers in a vector
+    state: int = 0  # float32 numbers, whatever the row's length
+    inputs: int = 0  # numbers in the compute dtype, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +56,14 @@ class SelfAttention:
     qk_norm: Literal["none", "head", "projection"] = "head"
     norm_after_rope: bool = False
     query_scale: float = 1.0  # of queries, before scores are divided by the square root of head_dim
+    gate: bool = False  # the context is scaled by a sigmoid of a projection
 
     def parameters(self, D: int) -> int:
         """The number of parameters."""
         heads, keys = self.heads * self.head_dim, 2 * self.key_heads * self.head_dim
         biases = {"none": 0, "qkv": heads + keys, "all": heads + keys + D}
         norms = {"none": 0, "head": 2 * self.head_dim, "projection": heads + keys // 2}
-        return D * (2 * heads + keys) + biases[self.bias] + norms[self.qk_norm]
+        return D * ((3 if self.gate else 2) * heads + keys) + biases[self.bias] + norms[self.qk_norm]
 
     def flops(self, length: int | float) -> float:
         """FLOPs of a token without its matrix products: attention to half a row of `length` tokens."""
@@ -133,6 +138,50 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """A gated delta net (`model.delta_net`): a state of fixed size instead of keys and values."""
+
+    key_heads: Size
+    value_heads: Size  # a multiple of `key_heads`
+    key_dim: Size
+    value_dim: Size
+    taps: Annotated[int, at_least(2), at_most(64)] = 4  # inputs that the convolution reads, a token's own included
+
+    @property
+    def channels(self) -> int:
+        """The numbers of a token that the convolution reads: queries, keys, and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def parameters(self, D: int) -> int:
+        """The number of parameters."""
+        N, U = self.value_heads, self.value_dim
+        return D * (self.channels + 2 * N * U + 2 * N) + self.channels * self.taps + 2 * N + U
+
+    def flops(self, length: int | float) -> float:
+        """FLOPs of a token without its matrix products: the state is read twice and written once."""
+        return 6 * self.value_heads * self.key_dim * self.value_dim
+
+    def activations(self, tensor: int, context: int) -> int:
+        """Numbers of a token that the backward pass reads, with the states between chunks of 64, in float32."""
+        N, U = self.value_heads, self.value_dim
+        states = 2 * N * self.key_dim * U // 64
+        return (3 * self.channels + 3 * N * U + 4 * N + states) // tensor  # projected, convolved, normalized; outputs
+
+    def cache(self, tensor: int) -> CacheSize:
+        """The state of a device's heads."""
+        state = self.value_heads * self.key_dim * self.value_dim
+        return CacheSize(state=state // tensor, inputs=(self.taps - 1) * self.channels // tensor)
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """What a mesh must divide; the key heads divide the value heads."""
+        return (Dimension("delta.key_heads", self.key_heads, "heads"),)
+
+    def adapted(self, D: int) -> dict[str, int]:
+        """No weight can have adapters."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseMlp:
     """A gated feed-forward network."""
 
@@ -197,7 +246,7 @@ class Experts:
 class Layer:
     """One layer of a model."""
 
-    mixer: SelfAttention | LatentAttention
+    mixer: SelfAttention | LatentAttention | GatedDelta
     mlp: DenseMlp | Experts
     norms: Literal["before", "after", "around"] = "before"  # the inputs of mixer and MLP, their outputs, or both
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
-from gspax.config.layers import DenseMlp, Experts, LatentAttention, Layer, Rope, SelfAttention
+from gspax.config.layers import DenseMlp, Experts, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
 from gspax.config.ranges import (
     AtLeast2,
     NonNegative,
@@ -146,6 +146,9 @@ class ModelConfig:
     latent: Latent | None = None  # of latent attention
     sliding_window: NonNegativeInt = 0  # tokens visible to a token in `sliding_layers`, itself included
     sliding_layers: tuple[int, ...] = ()  # all other layers attend to everything before a token
+    attention_gate: bool = False  # the context is scaled by a sigmoid of a projection
+    delta: GatedDelta | None = None  # the gated delta net that mixes tokens in `delta_layers`
+    delta_layers: tuple[int, ...] = ()  # all other layers have attention
     tie_word_embeddings: bool = False
     initializer_range: Positive = 0.02
     max_position_embeddings: PositiveInt = 40960  # tokens
@@ -173,6 +176,7 @@ ADDED = (
     *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
     *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
     *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar", "latent"),
+    *("attention_gate", "delta", "delta_layers"),
 )  # fields that the first runs of 0.2.0 do not record; without them these still resume
 
 
@@ -187,8 +191,10 @@ def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
     return tuple(_layer(config, number) for number in range(config.num_hidden_layers))
 
 
-def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention:
+def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention | GatedDelta:
     """The mixer of the layer with this number."""
+    if config.delta is not None and number in config.delta_layers:
+        return config.delta
     sliding = number in config.sliding_layers and config.sliding_window > 0
     own_rope = sliding and config.sliding_rope_theta > 0
     rope = Rope(
@@ -209,6 +215,7 @@ def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention:
         qk_norm="none" if not config.qk_norm else "projection" if config.qk_norm_projection else "head",
         norm_after_rope=config.qk_norm_after_rope,
         query_scale=(config.head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0,
+        gate=config.attention_gate,
     )
 
 
@@ -339,6 +346,7 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
         )
     if m.latent is not None:
         yield from _latent_problems(m)
+    yield from _delta_problems(m)
     sparse = sparse_layers(m)
     if outside := [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]:
         yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
@@ -352,6 +360,19 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
         )
     elif sparse:
         yield from _group_problems(m)
+
+
+def _delta_problems(m: ModelConfig) -> Iterator[str]:
+    """Whether the value heads of gated delta nets have key heads, and their layers exist."""
+    if m.delta is not None and m.delta.value_heads % m.delta.key_heads:
+        yield (
+            f"model.delta.value_heads: wanted a multiple of model.delta.key_heads ({m.delta.key_heads}), "
+            f"got {m.delta.value_heads}"
+        )
+    if m.delta is None and m.delta_layers:
+        yield f"model.delta_layers: wanted none without model.delta, got {m.delta_layers}"
+    if outside := [layer for layer in m.delta_layers if not 0 <= layer < m.num_hidden_layers]:
+        yield f"model.delta_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
 
 
 def _latent_problems(m: ModelConfig) -> Iterator[str]:

@@ -20,7 +20,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspax.config import AlphaRope, Latent, LinearRope, Llama3Rope, ModelConfig, Router, Yarn, layers_of, rotary_dim
+from gspax.config import (
+    AlphaRope,
+    GatedDelta,
+    Latent,
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    Router,
+    Yarn,
+    layers_of,
+    rotary_dim,
+)
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
@@ -66,20 +77,21 @@ ACTIVATIONS: dict[str, dict[str, Json]] = {
     "silu": {"hidden_act": "silu"},
     "gelu_tanh": {"hidden_activation": "gelu_pytorch_tanh"},
 }
+MROPE = ("mrope_section", "mrope_interleaved")  # of images; a text's tokens have one position, and this is RoPE
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
 ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear"}
 LONGROPE = ("longrope", "su")  # its names, the second in older files
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
-for part, kind in (("router", Router), ("latent", Latent)):
+for part, kind in (("router", Router), ("latent", Latent), ("delta", GatedDelta)):
     HINTS |= {f"{part}.{name}": hint for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
 # What distinguishes families: a field that a family neither copies nor implies has its default in all of its models.
 PARTS = (
     *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
-    *("rope_fraction", "rope_interleaved", "norm_place", "norm_plus_one"),
+    *("rope_fraction", "rope_interleaved", "norm_place", "norm_plus_one", "attention_gate"),
     *("activation", "scale_embedding", "query_pre_attn_scalar"),
 )
 PARTS_OF_EXPERTS = ("norm_topk_prob", *(f"router.{field.name}" for field in dataclasses.fields(Router)))
@@ -138,6 +150,7 @@ def _fits(config: ModelConfig, family: Family) -> bool:
         all(_get(config, part) == defaults[part] for part in parts if part in defaults)
         and family.experts == experts
         and ("latent.rank" in family.copied) == (config.latent is not None)
+        and family.delta == (config.delta is not None)
         and ("shared_expert_intermediate_size" in family.copied or family.shared_experts is not None) == shared
         and ("mlp_only_layers" in family.copied or not experts or _leading(config, family) is not None)
         and (family.window != "all" or len(sliding) in (0, layers))
@@ -190,6 +203,8 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
         full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
         own: dict[str, Json] = full | {"rope_theta": config.sliding_rope_theta or config.rope_theta}
         content["rope_parameters"] = {FULL: full | (_scaling_json(config) or {}), SLIDING: own}
+    if family.delta:
+        content["layer_types"] = [LINEAR if n in config.delta_layers else FULL for n in range(config.num_hidden_layers)]
     return content | _window_json(config, name)
 
 
@@ -265,7 +280,7 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     raw |= _implied_by_others(family, raw)
     known = {key for part in family.copied for key in family.keys_of(part)} | {*TRANSLATED, *HARMLESS}
     known |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted is not None}
-    known |= {*family.harmless, family.dense_or_sparse}
+    known |= {*family.harmless, family.dense_or_sparse} | ({"full_attention_interval"} if family.delta else set())
     permitted = _permitted(family, raw)
     for key, value in raw.items():
         if key in known:
@@ -279,17 +294,24 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
         fields["head_dim"] = _read(HINTS["head_dim"], raw, "head_dim", head_dim)
     expect("dtype", _first(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
     fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
+    if family.delta:
+        fields["delta_layers"], raw = _delta_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
     fields["sliding_window"], fields["sliding_layers"] = _window(raw, family, fields["num_hidden_layers"])
     if family.dense_layers is not None:
         fields["mlp_only_layers"] = tuple(range(_read(HINTS["intermediate_size"], raw, *family.dense_layers)))
     if family.shared_experts is not None:
         count = _read(HINTS["vocab_size"], raw, *family.shared_experts)
         fields["shared_expert_intermediate_size"] = count * fields["moe_intermediate_size"]
-    router, latent = (
+    router, latent, delta = (
         {part.removeprefix(prefix): fields.pop(part) for part in [*fields] if part.startswith(prefix)}
-        for prefix in ("router.", "latent.")
+        for prefix in ("router.", "latent.", "delta.")
     )
-    config = ModelConfig(**fields, router=Router(**router), latent=Latent(**latent) if latent else None)
+    config = ModelConfig(
+        **fields,
+        router=Router(**router),
+        latent=Latent(**latent) if latent else None,
+        delta=GatedDelta(**delta) if delta else None,
+    )
     for problem in architecture_problems(config):
         raise ValueError(problem.replace("model.", ""))
     return config if family_of(config) == name else dataclasses.replace(config, model_type=name)
@@ -312,6 +334,16 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
         expect(family.dense_layers[0], raw.get(family.dense_layers[0], leading), (leading,))
         values[family.dense_layers[0]] = leading
     return values
+
+
+def _delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
+    """The layers with a gated delta net: by default three of four."""
+    interval, kinds = _read(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4), raw.get("layer_types")
+    if kinds is None:
+        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types: wanted a list of {layers} names, got {show(kinds)}")
+    return tuple(layer for layer, kind in enumerate(kinds) if expect("layer_types", kind, (FULL, LINEAR)) == LINEAR)
 
 
 def _of_all_layers(value: Json) -> Json:
@@ -384,7 +416,7 @@ def _scaling(
     kind = expect("rope_type", kind, ("default", *family.ropes))
     scaling = next((each for each, name in ROPE_TYPES.items() if name == kind), None)
     hints = {} if scaling is None else typing.get_type_hints(scaling, include_extras=True)
-    known = ("rope_theta", "rope_type", "type", FRACTION, *hints, *HARMLESS_ROPE)
+    known = ("rope_theta", "rope_type", "type", FRACTION, *hints, *HARMLESS_ROPE, *(MROPE if family.delta else ()))
     for key, value in rope.items():
         if key not in known + (BESIDE_ALPHA if kind == "dynamic" else ()):
             raise ValueError(f"rope_scaling.{key[:SHOWN]}: wanted no such key with rope_type {kind}, got {show(value)}")

@@ -72,6 +72,24 @@ def _code(version: str) -> dict[str, Json]:
     }
 
 
+# Qwen3-Next and Qwen3.5: three layers of four have a gated delta net, unless the file says which.
+DELTA_KEYS: Keys = {
+    "delta.key_heads": ("linear_num_key_heads",),
+    "delta.value_heads": ("linear_num_value_heads",),
+    "delta.key_dim": ("linear_key_head_dim",),
+    "delta.value_dim": ("linear_value_head_dim",),
+    "delta.taps": ("linear_conv_kernel_dim",),
+    "rope_fraction": ("partial_rotary_factor",),
+}
+DELTA: dict[str, object] = {"delta.key_heads": 16, "delta.value_heads": 32, "delta.key_dim": 128} | {
+    **{"delta.value_dim": 128, "delta.taps": 4, "rope_fraction": 0.25, "attention_bias": False}
+}
+GATED: dict[str, Json] = QWEN3 | {"attention_gate": True, "norm_plus_one": True}
+GATED_KEYS: dict[str, tuple[Json, ...]] = {
+    **{"attn_output_gate": (None, True), "output_gate_type": (None, "swish"), "mamba_ssm_dtype": (None, "float32")},
+    "mlp_only_layers": (None, list[Json]()),
+}
+OF_MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # what predicts several tokens ahead is not run
 # Of the first files of Phi-3: what became transformers' own class.
 PHI3_CODE: Json = {
     "AutoConfig": "configuration_phi3.Phi3Config",
@@ -109,6 +127,7 @@ class Family:
     dense_or_sparse: str = ""  # a key that says the same as that of leading layers, by layer
     ungrouped: Json = None  # the value of `topk_method` with which its router ignores groups; None: there is none
     null: tuple[str, ...] = ()  # fields whose 0 is a null in its files
+    delta: bool = False  # it has gated delta nets, in the layers that `layer_types` says
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
@@ -370,6 +389,45 @@ FAMILIES = {
         has_head_dim=False,
         window="none",
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        COPIED
+        | COPIED_OF_EXPERTS
+        | {"shared_expert_intermediate_size": 512, "norm_topk_prob": True}
+        | DELTA
+        | NUM_EXPERTS,
+        GATED,
+        keys=EXPERT_KEYS | DELTA_KEYS,
+        permitted=GATED_KEYS,
+        head_dim=256,
+        window="none",
+        delta=True,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        COPIED | DELTA,
+        GATED,
+        keys=DELTA_KEYS,
+        permitted=GATED_KEYS,
+        harmless=OF_MTP,
+        head_dim=256,
+        window="none",
+        delta=True,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        ALL_SPARSE
+        | {"num_experts_per_tok": REQUIRED, "shared_expert_intermediate_size": REQUIRED}
+        | DELTA
+        | NUM_EXPERTS,
+        GATED | {"norm_topk_prob": True},
+        keys=EXPERT_KEYS | DELTA_KEYS,
+        permitted=GATED_KEYS,
+        harmless=OF_MTP,
+        head_dim=256,
+        window="none",
+        delta=True,
+    ),
 }
 
 ALIASES = {"kimi_k2": "deepseek_v3"}  # model_types of files that are another family's in all but this name
@@ -377,7 +435,6 @@ ALIASES = {"kimi_k2": "deepseek_v3"}  # model_types of files that are another fa
 MISSING = {  # what a model needs that gspax does not have, by model_type
     "mistral4": "a scale of queries by position",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "a gated delta net"),
     "kimi_linear": "Kimi delta attention",
     "gpt_oss": "attention with sinks",
     "gemma2": "a cap on attention scores",
@@ -385,6 +442,7 @@ MISSING = {  # what a model needs that gspax does not have, by model_type
     "phimoe": "a router that masks experts between its two choices",
     "llama4_text": "attention in chunks",
     **dict.fromkeys(("nemotron_h", "mamba2", "granitemoehybrid"), "a state space layer (Mamba-2)"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "a vision tower"),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "mllama", "gemma3"), "a vision tower"
     ),

@@ -106,11 +106,12 @@ def _correction(published: str, axes: str = "E -> E") -> Row:
 
 
 SHARED_EXPERTS = _mlp("mlp/shared", "mlp.shared_experts")
+GATED_EXPERT = (
+    *_mlp("mlp/shared", "mlp.shared_expert"),
+    Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
+)
 SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROUTER and EXPERTS
-    "qwen2_moe": (
-        *(*ROUTER, *EXPERTS, *_mlp("mlp/shared", "mlp.shared_expert")),
-        Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
-    ),
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), (*ROUTER, *EXPERTS, *GATED_EXPERT)),
     "mixtral": MIXTRAL,
     "minimax_m2": (*MIXTRAL, _correction("block_sparse_moe")),
     "deepseek_v2": (*ROUTER, *EXPERTS, *SHARED_EXPERTS),
@@ -149,6 +150,10 @@ OWN = {  # by model_type, the rows that differ from `LAYER` and `DENSE`
         Row("mlp/up", "mlp.gate_up_proj.weight", "F+ D -> D F"),
     ),
 }
+GATED_QUERY = (
+    Row("attention/query", "self_attn.q_proj.weight", "(N H+) D -> D N H"),
+    Row("attention/gate", "self_attn.q_proj.weight", "(N H+) D -> D N H"),
+)
 DELTA_NET = (  # a gated delta net, with R value heads for each of K key heads
     Row("mixer/decay_rate", "linear_attn.A_log", "(K R) -> K R"),
     Row("mixer/decay_bias", "linear_attn.dt_bias", "(K R) -> K R"),
@@ -159,7 +164,7 @@ DELTA_NET = (  # a gated delta net, with R value heads for each of K key heads
     Row("mixer/out", "linear_attn.out_proj.weight", "D (K R U) -> K R U D"),
 )
 DELTA_PROJECTIONS = {  # by model_type, those of its inputs
-    "qwen3_5": (
+    "qwen3_5_text": (
         Row("mixer/query", "linear_attn.in_proj_qkv.weight", "(K H)+ D -> D K H"),
         Row("mixer/key", "linear_attn.in_proj_qkv.weight", "(K H)+ D -> D K H"),
         Row("mixer/value", "linear_attn.in_proj_qkv.weight", "(K R U)+ D -> D K R U"),
@@ -176,8 +181,9 @@ DELTA_PROJECTIONS = {  # by model_type, those of its inputs
         Row("mixer/decay", "linear_attn.in_proj_ba.weight", "(K R+) D -> D K R"),
     ),
 }
-LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), ".mtp_"
-WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "minimax_m2")
+DELTA_PROJECTIONS["qwen3_5_moe_text"] = DELTA_PROJECTIONS["qwen3_5_text"]
+LAYER_NUMBER, MTP, MTP_OF_QWEN = re.compile(r"model\.layers\.(\d+)\."), ".mtp_", "mtp."
+WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "minimax_m2", *DELTA_PROJECTIONS)
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
 
@@ -235,7 +241,10 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
 
 
 def _mixer_rows(config: ModelConfig) -> tuple[Row, ...]:
-    """The rows of a layer without its MLP."""
+    """The rows of a layer without its MLP, whichever mixer it has."""
+    if config.delta is not None:
+        attention = [row for row in LAYER if row.ours != "attention/query"]
+        return (*GATED_QUERY, *attention, *DELTA_PROJECTIONS[family_of(config)], *DELTA_NET)
     if config.latent is None:
         return LAYER
     if config.latent.query_rank:
@@ -265,7 +274,8 @@ def is_unread(tensor: str, config: ModelConfig) -> bool:
     that predicts several tokens ahead (MTP)."""
     layer = LAYER_NUMBER.match(tensor)
     after_last = layer is not None and int(layer[1]) >= config.num_hidden_layers
-    return BUFFER.fullmatch(tensor) is not None or ((after_last or MTP in tensor) and family_of(config) in WITH_MTP)
+    ahead = after_last or MTP in tensor or tensor.startswith(MTP_OF_QWEN)
+    return BUFFER.fullmatch(tensor) is not None or (ahead and family_of(config) in WITH_MTP)
 
 
 def tensor_shapes(

@@ -84,12 +84,12 @@ def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -
 
     def of_stacks(stacks: Params) -> Params:
         """The changed weights of one stack of layers, or of several by their number."""
-        if "attention" not in stacks:
+        if "mlp" not in stacks:
             return {number: of_stacks(stack) for number, stack in stacks.items()}
         return {
             part: {name: change(leaf) for name, leaf in stacks[part].items() if name in chosen}
             for part, chosen in adapted_weights(lora).items()
-            if chosen
+            if chosen and part in stacks
         }
 
     return {"runs": of_stacks(tree["runs"])}

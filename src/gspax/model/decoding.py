@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from gspax.config import (
     NO_WINDOW,
+    GatedDelta,
     LatentAttention,
     ModelConfig,
     SamplerDtype,
@@ -36,6 +37,7 @@ from gspax.config import (
 )
 from gspax.losses import token_logp
 from gspax.model import transformer
+from gspax.model.delta_net import Advance, DeltaState, GatedDeltaNet, advance_rows
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
 from gspax.model.kernels.online_softmax import MASKED
@@ -51,14 +53,18 @@ BLOCK = 32  # tokens of `extend`; the scores of a block of 32 query heads and 51
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, in the compute dtype or in 8 bits: the prompts', and the slots' completions'."""
+    """What one layer keeps of the prompts, and of the slots' completions.
 
-    prompt: Segments  # one; X = P
-    completion: Segments  # X = W
+    Attention: keys and values in the compute dtype or in 8 bits. A gated delta net: the states after the prompts, and
+    after the slots' last tokens.
+    """
+
+    prompt: PyTree  # Segments, of which there is one, or a DeltaState; X = P
+    completion: PyTree  # X = W
 
 
 Cache = tuple[LayerCache, ...]  # by layer
-PromptCache = tuple[Segments, ...]  # by layer
+PromptCache = tuple[PyTree, ...]  # by layer
 
 
 class Slots(NamedTuple):
@@ -160,7 +166,11 @@ def _prefill(
         segment = segments.make_segment(k_PKSH, v_PKSU, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
         return context_PSNU, (segment,)
 
-    shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
+    def advance(net: GatedDeltaNet, x_PSD: Array, cache: None) -> tuple[Array, DeltaState]:
+        y_PSD, state = net(x_PSD, segment_PS)
+        return y_PSD, jax.tree.map(lambda x: constrain(x, mesh, "batch", "heads"), state)
+
+    shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, advance, mesh)
     hidden_PSD, cache, expert_PSLA = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
 
@@ -173,8 +183,8 @@ def score(params: Params, config: ModelConfig, tokens_PS: Array, length_P: Array
     P, S = tokens_PS.shape
     index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
-    attend = attend_within_segments(segment_PS, mesh, layer_windows(config))
-    shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
+    attend, advance = attend_within_segments(segment_PS, mesh, layer_windows(config)), advance_rows(segment_PS)
+    shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, advance, mesh)
     hidden_PSD, _, _ = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     logits_PSV = logits(params, hidden_PSD.reshape(P * S, -1)).reshape(P, S, -1)
     return token_logp(logits_PSV, tokens_PS)
@@ -189,11 +199,14 @@ def new_cache(
     kv_cache_dtype: SamplerDtype = "auto",
     mesh: jax.sharding.Mesh,
 ) -> Cache:
-    """The cache of these prompts, with `max_tokens` empty positions for each slot."""
+    """The cache of these prompts, with `max_tokens` empty positions, or an empty state, for each slot."""
     rows, kernel = sample_axis(mesh, slots), on_tpu(mesh)
     sizes = segments.segment_sizes(max_tokens, kernel=kernel)
 
-    def empty(mixer: SelfAttention | LatentAttention) -> Segments:
+    def empty(mixer: SelfAttention | LatentAttention | GatedDelta, prompt: PyTree) -> PyTree:
+        if isinstance(mixer, GatedDelta):
+            zeros = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), prompt)
+            return jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), zeros)
         latent, width = isinstance(mixer, LatentAttention), mixer.cache(1).width
         K = mixer.cache(1).vectors if latent else mixer.cache(1).vectors // 2
         made = []
@@ -205,7 +218,7 @@ def new_cache(
         return tuple(made)
 
     caches = zip(layers_of(config), prompts, strict=True)
-    return tuple(LayerCache(prompt=prompt, completion=empty(layer.mixer)) for layer, prompt in caches)
+    return tuple(LayerCache(prompt=prompt, completion=empty(layer.mixer, prompt)) for layer, prompt in caches)
 
 
 def place_cache(x_XK: Array, mesh: jax.sharding.Mesh, rows: str) -> Array:
@@ -244,7 +257,8 @@ def decode(
     attend = _attend_over_cache(_attend_to_token, slots, config, mesh)
     # Computed once, not in every product's fusion.
     angles = {rope: jax.lax.optimization_barrier(each) for rope, each in rotary_angles(position_W1, config).items()}
-    shared = LayerInputs(angles, slots.count_W[:, None] > 0, attend, mesh)
+    live_W1 = slots.count_W[:, None] > 0
+    shared = LayerInputs(angles, live_W1, attend, _advance_over_cache(live_W1, slots, mesh), mesh)
     hidden_W1D, cache, expert_W1LA = _run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
@@ -279,7 +293,9 @@ def extend(
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
         position_WM = (part.prompt_length_W + part.first)[:, None] + index_1M
         attend = _attend_over_cache(_attend_to_block, part, config, mesh)
-        shared = LayerInputs(rotary_angles(position_WM, config), index_1M < count_W[:, None], attend, mesh)
+        live_WM = index_1M < count_W[:, None]
+        advance = _advance_over_cache(live_WM, part, mesh)
+        shared = LayerInputs(rotary_angles(position_WM, config), live_WM, attend, advance, mesh)
         hidden_WMD, cache, expert_WMLA = _run_layers(params, config, tokens_WM, shared, cache)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
         here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]
@@ -354,6 +370,41 @@ def _attend_over_cache(
         return context_WNMH.swapaxes(1, 2).astype(q_WMNH.dtype), cache
 
     return attend
+
+
+def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -> Advance:
+    """Gated delta nets over the slots' new tokens, from their own states; at position 0 from their prompts'.
+
+    A state whose slot has no new token is kept bit for bit: unlike a key, a wrong one would never be replaced.
+    """
+    rows = sample_axis(mesh, len(slots.count_W))
+
+    def advance(net: GatedDeltaNet, x_WMD: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+        before: Callable[..., DeltaState] = _states_before
+        if mesh.size > 1:
+            (by_row,), by_prompt, by_head = spec(rows), spec("batch", "heads"), spec(rows, "heads")
+            cached: PyTree = LayerCache._make((by_prompt, by_head))
+            placed = jax.tree.map(lambda x: PartitionSpec(by_row) if x.ndim else PartitionSpec(), slots)
+            before = jax.shard_map(before, mesh=mesh, in_specs=(cached, placed), out_specs=by_head, check_vma=False)
+        y_WMD, state = net(x_WMD, live_WM.astype(jnp.int32), before(cache, slots))
+        return y_WMD, LayerCache(cache.prompt, jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), state))
+
+    return advance
+
+
+def _states_before(cache: LayerCache, slots: Slots) -> DeltaState:
+    """The states that the slots' new tokens continue."""
+    W, P = len(slots.count_W), len(cache.prompt[0])
+    begins_W = jnp.broadcast_to(slots.first, (W,)) == 0
+    prompt_W = jnp.arange(W) // (W // P) if slots.prompt_W is None else slots.prompt_W
+
+    def begin(cache: LayerCache) -> PyTree:
+        def choose(of_prompts: Array, own: Array) -> Array:
+            return jnp.where(begins_W.reshape(W, *[1] * (own.ndim - 1)), of_prompts[prompt_W], own)
+
+        return jax.tree.map(choose, cache.prompt, cache.completion)
+
+    return cast(DeltaState, jax.lax.cond(begins_W.any(), begin, lambda cache: cache.completion, cache))
 
 
 def _attend_to_token(

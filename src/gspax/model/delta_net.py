@@ -10,12 +10,14 @@ last projection.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gspax.config import GatedDelta
 from gspax.model.kernels.gated_delta import (
     Tokens,
     chunked_rule,
@@ -26,20 +28,9 @@ from gspax.model.kernels.gated_delta import (
 )
 from gspax.model.kernels.quantization import contract
 from gspax.model.layers import init_weight
-from gspax.types import Array
+from gspax.types import Array, PyTree
 
 RATES = 0.01, 16.0  # of decay, at the start: uniform between these, as in transformers
-
-
-class DeltaSizes(NamedTuple):
-    """The sizes of a gated delta net."""
-
-    embed: int
-    key_heads: int
-    value_heads: int  # a multiple of `key_heads`
-    key_dim: int
-    value_dim: int
-    taps: int = 4  # inputs that the convolution reads, a token's own included
 
 
 class DeltaState(NamedTuple):
@@ -54,18 +45,28 @@ class DeltaState(NamedTuple):
     value_XKJRU: Array
 
 
+# (a layer's net, its inputs [B, T, D], cache) -> (outputs, cache), as `layers.Attend` for attention
+Advance = Callable[["GatedDeltaNet", Array, PyTree], tuple[Array, PyTree]]
+
+
+def advance_rows(segment_BT: Array) -> Advance:
+    """Whole rows from an empty state; the cache is the state after each row."""
+    return lambda net, x_BTD, _: net(x_BTD, segment_BT)
+
+
 class GatedDeltaNet(nnx.Module):
     """The mixer of Qwen3-Next and Qwen3.5 (`Qwen3_5GatedDeltaNet` in transformers).
 
     Args:
-      sizes: of its heads.
+      kind: its sizes.
+      embed: D.
       eps: of the norm.
       scale: standard deviation of the random weights.
     """
 
-    def __init__(self, sizes: DeltaSizes, eps: float, scale: float, *, rngs: nnx.Rngs):
-        D, K, N, H, U, taps = sizes
-        R = N // K
+    def __init__(self, kind: GatedDelta, embed: int, eps: float, scale: float, *, rngs: nnx.Rngs):
+        D, K, H, U, taps = embed, kind.key_heads, kind.key_dim, kind.value_dim, kind.taps
+        R = kind.value_heads // K
         self.query = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.value = init_weight(rngs, scale, embed=D, heads=K, group=R, head=U)
@@ -76,8 +77,8 @@ class GatedDeltaNet(nnx.Module):
         self.key_taps = init_weight(rngs, scale, heads=K, head=H, tap=taps)
         self.value_taps = init_weight(rngs, scale, heads=K, group=R, head=U, tap=taps)
         rates_KR = jax.random.uniform(rngs.params(), (K, R), minval=RATES[0], maxval=RATES[1])
-        self.decay_rate = nnx.Param(jnp.log(rates_KR), axes=("heads", "group"))
-        self.decay_bias = nnx.Param(jnp.ones((K, R)), axes=("heads", "group"))
+        self.decay_rate = nnx.Param(jnp.log(rates_KR), axes=("heads", "rate"))
+        self.decay_bias = nnx.Param(jnp.ones((K, R)), axes=("heads", "rate"))
         self.norm = nnx.Param(jnp.ones(U), axes=("norm",))
         self.out = init_weight(rngs, scale, heads=K, group=R, head=U, embed=D)
         self.eps = eps
@@ -123,11 +124,3 @@ class GatedDeltaNet(nnx.Module):
         before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
         y_BTK, after_BJK = convolve(projected, taps[...], segment_BT, before_BJK)
         return y_BTK, after_BJK.swapaxes(1, 2)
-
-
-def empty_state(sizes: DeltaSizes, rows: int, dtype: str) -> DeltaState:
-    """The state of rows before their first token."""
-    _, K, N, H, U, taps = sizes
-    R, J = N // K, taps - 1
-    shapes = (rows, K, J, H), (rows, K, J, H), (rows, K, J, R, U)
-    return DeltaState(jnp.zeros((rows, K, R, H, U), jnp.float32), *(jnp.zeros(shape, dtype) for shape in shapes))

@@ -169,7 +169,9 @@ def mscale(yarn: Yarn, strength: float) -> float:
 
 def rotary_angles(position_BT: Array, config: ModelConfig) -> Angles:
     """The angles of rotary positions in each of the model's embeddings."""
-    return {rope: _angles(position_BT, rope) for rope in {layer.mixer.rope: None for layer in layers_of(config)}}
+    mixers = (layer.mixer for layer in layers_of(config))
+    ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, SelfAttention))
+    return {rope: _angles(position_BT, rope) for rope in ropes}
 
 
 def _angles(position_BT: Array, rope: Rope) -> tuple[Array, Array]:
@@ -218,6 +220,7 @@ class Attention(nnx.Module):
         norm = partial(RMSNorm, eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
         self.query_norm = norm(normed[0]) if normed else None
         self.key_norm = norm(normed[1]) if normed else None
+        self.gate = init_weight(rngs, scale, embed=D, heads=N, head=H) if kind.gate else None
         self.kind = kind
 
     def __call__(
@@ -230,6 +233,8 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH = (self._place(*each, own) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
         q_BTNH = q_BTNH if self.kind.query_scale == 1 else q_BTNH * self.kind.query_scale
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
+        if self.gate is not None:
+            context_BTNH *= jax.nn.sigmoid(contract("btd,dnh->btnh", x_BTD, self.gate.get_value()))
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
 
     def _place(self, x_BTNH: Array, norm: RMSNorm | None, angles: tuple[Array, Array]) -> Array:

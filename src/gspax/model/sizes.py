@@ -90,7 +90,7 @@ def trained_count(config: ModelConfig, lora: Lora | None) -> int:
     sides = 0
     for layer in layers_of(config):
         mixer = layer.mixer.adapted(D)
-        sides += sum(mixer[name] for name in adapted["attention"]) + len(adapted["mlp"]) * layer.mlp.adapted(D)
+        sides += sum(mixer.get(name, 0) for name in adapted["attention"]) + len(adapted["mlp"]) * layer.mlp.adapted(D)
     return lora.rank * sides
 
 
@@ -320,6 +320,7 @@ class SamplerSizes(NamedTuple):
     fitting: int  # slots whose caches fit `sampling.cache_gib`
     device_slots: int
     position: int  # bytes of the keys, the values and their scales of one position of a row
+    state: int  # bytes of what gated delta nets keep of a row, whatever its length
     prompt_cache: int  # bytes
     completion_cache: int  # bytes
     prefill_chunk: int  # prompts that a device prefills at once
@@ -337,17 +338,18 @@ def sampler_sizes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> S
     kept = [layer.mixer.cache(mesh["tensor"]) for layer in layers_of(config)]
     scale = FLOAT32 if dtype == "int8" else 0
     position = sum(each.vectors * (size_of(dtype) * each.width + scale) for each in kept)
+    state = sum(FLOAT32 * each.state + size_of(config.dtype) * each.inputs for each in kept)
     prompts = sampling.prompts // math.gcd(sampling.prompts, shards)
-    prompt_cache = prompts * sampling.max_prompt_tokens * position
+    prompt_cache = prompts * (sampling.max_prompt_tokens * position + state)
     slots = fitting = min(sampling.slots or samples, samples)
     if sampling.cache_gib:
         left = sampling.cache_gib * 2**30 - prompt_cache
-        fitting = max(0, int(left // (position * sampling.max_tokens))) * shards
+        fitting = max(0, int(left // (position * sampling.max_tokens + state))) * shards
         slots = max(shards, min(slots, fitting))
     device_slots = math.ceil(slots / shards)
     if device_slots % mesh["context"] == 0:  # sharded over it too (`sharding.sample_axis`)
         device_slots //= mesh["context"]
-    completion_cache = device_slots * sampling.max_tokens * position
+    completion_cache = device_slots * (sampling.max_tokens * position + state)
     one_prompt = math.ceil(sampling.max_prompt_tokens / mesh["context"]) * _layer_bytes(config, mesh)
     if sampling.prefill_prompts:
         chunk = min(prompts, math.ceil(sampling.prefill_prompts / shards))
@@ -360,6 +362,7 @@ def sampler_sizes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> S
         fitting=fitting,
         device_slots=device_slots,
         position=position,
+        state=state,
         prompt_cache=prompt_cache,
         completion_cache=completion_cache,
         prefill_chunk=chunk,
@@ -373,7 +376,7 @@ def slot_problems(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> I
         return
     sizes = sampler_sizes(config, sampling, mesh)
     if not sizes.fitting:
-        needed = sizes.prompt_cache + sizes.position * sampling.max_tokens
+        needed = sizes.prompt_cache + sizes.position * sampling.max_tokens + sizes.state
         yield (
             f"sampling.cache_gib: wanted at least {needed / 2**30:.3g} for the cache of a device's prompts and of one "
             f"slot, got {sampling.cache_gib:g}"

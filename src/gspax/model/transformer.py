@@ -16,7 +16,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from gspax.config import Experts, LatentAttention, Layer, LayerGroup, ModelConfig, layer_groups, layer_windows
+from gspax.config import (
+    Experts,
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    LayerGroup,
+    ModelConfig,
+    layer_groups,
+    layer_windows,
+)
+from gspax.model.delta_net import Advance, GatedDeltaNet, advance_rows
 from gspax.model.latent_attention import LatentMixer
 from gspax.model.layers import (
     Angles,
@@ -34,7 +44,11 @@ from gspax.parallel.sharding import constrain, constrain_tokens
 from gspax.types import Array, Params, PyTree
 
 LayerOutput = tuple[Array, Routing | None]  # the residual stream, and a sparse layer's routing
-FLOAT32 = ("correction_bias",)  # parameters that are float32 whatever the dtype of the others, as in published files
+FLOAT32 = (
+    "correction_bias",
+    "decay_rate",
+    "decay_bias",
+)  # parameters that are so whatever the dtype of the others
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
 
 
@@ -44,11 +58,12 @@ class LayerInputs(NamedTuple):
     angles: Angles
     valid_BT: Array  # not padding
     attend: Attend
+    advance: Advance
     mesh: jax.sharding.Mesh
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward network, each added to the residual stream.
+    """Mixer and feed-forward network, each added to the residual stream.
 
     Their inputs, outputs, or both are normalized.
     """
@@ -56,8 +71,12 @@ class DecoderLayer(nnx.Module):
     def __init__(self, kind: Layer, config: ModelConfig, *, rngs: nnx.Rngs):
         norm, around = partial(_norm, config), kind.norms == "around"
         self.attention_norm = norm()
+        self.delta = isinstance(kind.mixer, GatedDelta)
         self.attention: Attention | LatentMixer
-        if isinstance(kind.mixer, LatentAttention):
+        if isinstance(kind.mixer, GatedDelta):
+            D, eps = config.hidden_size, config.rms_norm_eps
+            self.mixer = GatedDeltaNet(kind.mixer, D, eps, config.initializer_range, rngs=rngs)
+        elif isinstance(kind.mixer, LatentAttention):
             self.attention = LatentMixer(kind.mixer, config, rngs=rngs)
         else:
             self.attention = Attention(kind.mixer, config, rngs=rngs)
@@ -75,11 +94,14 @@ class DecoderLayer(nnx.Module):
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
     ) -> tuple[Array, PyTree, Routing | None]:
         """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
-        with jax.named_scope("attention"):
+        with jax.named_scope("delta_net" if self.delta else "attention"):
             normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
-            attended, cache = self.attention(normed_BTD, shared.angles, shared.attend, cache, layer)
-            attended = self._normalize_output(attended, self.attention_norm, self.attention_out_norm)
-        x_BTD += attended
+            if self.delta:
+                mixed_BTD, cache = shared.advance(self.mixer, normed_BTD, cache)
+            else:
+                mixed_BTD, cache = self.attention(normed_BTD, shared.angles, shared.attend, cache, layer)
+            mixed_BTD = self._normalize_output(mixed_BTD, self.attention_norm, self.attention_out_norm)
+        x_BTD += mixed_BTD
         normed_BTD = x_BTD if self.norm_after else self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
             y_BTD, routing = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
@@ -145,7 +167,8 @@ def layer_inputs(
 ) -> LayerInputs:
     """The layers' inputs for whole rows of segments."""
     attend = attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT)
-    return LayerInputs(rotary_angles(positions(segment_BT, prefix_BT), config), segment_BT > 0, attend, mesh)
+    angles = rotary_angles(positions(segment_BT, prefix_BT), config)
+    return LayerInputs(angles, segment_BT > 0, attend, advance_rows(segment_BT), mesh)
 
 
 def _stacks(run: DecoderLayer | nnx.List[DecoderLayer]) -> list[DecoderLayer]:

@@ -103,7 +103,7 @@ def validate(
         lambda: _async_rewards(e.reward, e.evaluation),
         lambda: _tasks(e.evaluation, e.sampling, e.model),
         lambda: [*_rows(e.sampling, e.schedule), *_packed_rows(e.sampling, e.schedule, 1)],
-        lambda: _shared_prompts(e.schedule, e.model),
+        lambda: [*_shared_prompts(e.schedule, e.model), *_delta_nets(e.model, e.sampling)],
         lambda: _sampled_ahead(e.sampling, e.placement),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: [*_tokens(e.sampling), *_filters(e.sampling, e.teacher)],
@@ -299,6 +299,14 @@ def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
     if layer_windows(model):
         yield "schedule.share_prompts: wanted False in a model with sliding windows, got True"
+    if model.delta is not None:
+        yield "schedule.share_prompts: wanted False in a model with gated delta nets, got True"
+
+
+def _delta_nets(model: ModelConfig, sampling: Sampling) -> Iterator[str]:
+    """A state is in float32."""
+    if model.delta is not None and sampling.kv_cache_dtype == "int8":
+        yield 'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"'
 
 
 def _sampled_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:

@@ -1,0 +1,120 @@
+"""Models with gated delta nets: states of waiting slots, memory, meshes, and what is refused."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from small_experiment import experiment
+
+from gspax.config import Mesh, Sampling, Schedule, layer_groups, layers_of
+from gspax.experiment import validate
+from gspax.model import decoding
+from gspax.model.decoding import Slots
+from gspax.model.delta_net import DeltaState
+from gspax.model.kernels.quantization import is_quantized
+from gspax.model.sizes import sampler_sizes
+from gspax.parallel import sharding
+from gspax.sampler.inference_weights import make_inference_weights
+
+DELTA = tiny.DELTA
+
+
+def test_three_layers_and_one_are_a_pattern():
+    model = replace(DELTA, num_hidden_layers=8, mlp_only_layers=(), delta_layers=(0, 1, 2, 4, 5, 6))
+    assert [(len(group.pattern), group.repeats) for group in layer_groups(model)] == [(4, 2)]
+
+
+def cache_of(model, slots, lengths, max_tokens=8):
+    """The inference weights, and the cache after random prompts of these lengths."""
+    mesh, size = tiny.one_device(), max(lengths)
+    tokens_PS = np.random.default_rng(0).integers(0, model.vocab_size, (len(lengths), size)).astype(np.int32)
+    weights = make_inference_weights(tiny.params(model), model, mesh)
+    _, prompts, _ = decoding.prefill(weights, model, tokens_PS, np.array(lengths, np.int32), mesh=mesh)
+    return weights, decoding.new_cache(prompts, model, slots, max_tokens, mesh=mesh)
+
+
+def states(cache):
+    return [layer.completion for layer in cache if isinstance(layer.completion, DeltaState)]
+
+
+def test_a_slot_that_waits_keeps_its_state_bit_for_bit():
+    """Four slots of two prompts decode; then two of them wait while the others decode, and get a block."""
+    weights, cache = cache_of(DELTA, 4, [5, 3])
+    length_W, prompt_W = np.array([5, 5, 3, 3], np.int32), np.array([0, 0, 1, 1], np.int32)
+    slots = Slots(length_W, prompt_W, np.zeros(4, np.int32), np.ones(4, np.int32))
+    token_W, mesh = np.arange(4, dtype=np.int32), tiny.one_device()
+    _, before, _ = decoding.decode(weights, DELTA, token_W, cache, slots, mesh=mesh)
+    some = slots._replace(first=np.ones(4, np.int32), count_W=np.array([1, 0, 0, 1], np.int32))
+    _, after, _ = decoding.decode(weights, DELTA, token_W, before, some, mesh=mesh)
+    blocks = np.arange(12, dtype=np.int32).reshape(4, 3)
+    some = some._replace(count_W=np.array([3, 0, 0, 2], np.int32))
+    _, later, _ = decoding.extend(weights, DELTA, blocks, before, some, mesh=mesh)
+    for new in (after, later):
+        for old_state, new_state in zip(states(before), states(new), strict=True):
+            for old, leaf in zip(old_state, new_state, strict=True):
+                assert np.asarray(old[1:3]).tobytes() == np.asarray(leaf[1:3]).tobytes()
+            assert not (old_state.memory_XKRHU[0] == new_state.memory_XKRHU[0]).all()
+
+
+def test_the_memory_of_states_and_keys_is_that_of_their_arrays():
+    model, sampling = replace(DELTA, dtype="bfloat16"), Sampling(prompts=2, group=3, max_prompt_tokens=5, max_tokens=8)
+    _, cache = cache_of(model, 6, [5, 3])
+    sizes = sampler_sizes(model, sampling, dict.fromkeys(sharding.AXES, 1))
+    for name, held in (
+        ("prompt_cache", [layer.prompt for layer in cache]),
+        ("completion_cache", [layer.completion for layer in cache]),
+    ):
+        assert getattr(sizes, name) == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+    few = replace(sampling, cache_gib=(sizes.prompt_cache + 4 * sizes.completion_cache // 6) / 2**30)
+    assert sampler_sizes(model, few, dict.fromkeys(sharding.AXES, 1)).slots == 4
+
+
+def test_matrices_are_quantized_and_rates_and_taps_are_not():
+    weights = make_inference_weights(tiny.params(DELTA), DELTA, tiny.one_device(), weights_dtype="int8")
+    mixer = weights["layers"][0]["mixer"]
+    assert {name for name, leaf in mixer.items() if is_quantized(leaf)} == {
+        *("query", "key", "value", "gate", "decay", "beta", "out")
+    }
+    low = make_inference_weights(tiny.params(DELTA), replace(DELTA, dtype="bfloat16"), tiny.one_device())
+    assert low["layers"][0]["mixer"]["decay_rate"].dtype == low["layers"][0]["mixer"]["key_taps"].dtype == jnp.float32
+
+
+REFUSED = {
+    "shared prompts": (
+        {"schedule": Schedule(steps=1, microbatch_tokens=64, share_prompts=True)},
+        "schedule.share_prompts: wanted False in a model with gated delta nets, got True",
+    ),
+    "8 bits": (
+        {"sampling": replace(experiment.sampling, kv_cache_dtype="int8")},
+        'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"',
+    ),
+    "context": (
+        {"mesh": Mesh(fsdp=1, context=2)},
+        "mesh.context: wanted 1 for a model with gated delta nets, got 2",
+    ),
+    "heads": (
+        {"mesh": Mesh(fsdp=1, tensor=2), "model": replace(DELTA, delta=replace(DELTA.delta, key_heads=1))},
+        "model.delta.key_heads: wanted a multiple of mesh.tensor (2), got 1",
+    ),
+    "value heads": (
+        {"model": replace(DELTA, delta=replace(DELTA.delta, value_heads=3))},
+        "model.delta.value_heads: wanted a multiple of model.delta.key_heads (2), got 3",
+    ),
+    "layers": (
+        {"model": replace(DELTA, delta_layers=(0, 4))},
+        "model.delta_layers: wanted layers below 4, got 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_states_cannot_do_is_refused(name):
+    changes, said = REFUSED[name]
+    vocabulary = experiment.model.vocab_size
+    changes = {"model": DELTA, "lora": None} | changes
+    changes["model"] = replace(changes["model"], vocab_size=vocabulary)
+    assert said in validate(replace(experiment, **changes), devices=2 if "mesh" in changes else 1)
+    assert layers_of(DELTA)[0].mixer.cache(1).vectors == 0
