@@ -88,6 +88,7 @@ SMALL = {  # keys of config.json, by model_type
     "gemma3_text": SIZES
     | {"num_hidden_layers": 7, "head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gpt_oss": SIZES | {"head_dim": 8, "sliding_window": 5, "num_local_experts": 6, "num_experts_per_tok": 2},
     "olmoe": SIZES | {"num_experts": 6, "num_experts_per_tok": 2},
     "qwen3_next": SIZES | EXPERTS | DELTA | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
     "qwen3_5_text": SIZES | DELTA | {"num_hidden_layers": 5, "tie_word_embeddings": True},
@@ -287,6 +288,20 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "rope_theta": 1000000},
             **{"rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window": 512},
             **{"sliding_window_pattern": 6, "cache_implementation": "hybrid", "attn_logit_softcapping": None},
+        },
+    ),
+    "gpt_oss": (
+        "openai/gpt-oss-20b",
+        {
+            **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24},
+            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150000},
+            **{"num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0},
+            **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12},
+            **{"attention_bias": True, "initial_context_length": 4096, "router_aux_loss_coef": 0.9},
+            "rope_scaling": {
+                **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            },
         },
     ),
     "olmoe": (

@@ -7,7 +7,7 @@ import jax
 import jax.extend
 import pytest
 
-from gspax.config import GatedDelta, Latent, ModelConfig, Router, Yarn
+from gspax.config import GatedDelta, Latent, LinearRope, ModelConfig, Router, Yarn
 from gspax.learner.forward import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
@@ -37,6 +37,8 @@ YARN_MSCALE = Yarn(
     mscale=2.0,
     mscale_all_dim=0.5,
 )
+
+STIRRED = ("_bias", "sinks")  # parameters that begin at zero
 
 CONFIGS = {
     "moe": MOE,
@@ -93,6 +95,27 @@ DELTA = replace(  # layers with gated delta nets and with attention, as in Qwen3
     norm_plus_one=True,
 )
 
+OTHERS = {  # parts that only some families have, and that no other checkpoint can express
+    "sinks and biased experts": replace(
+        CONFIGS["biases"],
+        qk_norm=False,
+        attention_sinks=True,
+        expert_bias=True,
+        sliding_window=3,
+        sliding_layers=(0, 2),
+    ),
+    "norms around": replace(
+        CONFIGS["some layers slide"],
+        norm_place="around",
+        norm_plus_one=True,
+        activation="gelu_tanh",
+        scale_embedding=True,
+        query_pre_attn_scalar=5,
+        sliding_rope_theta=100.0,
+        rope_scaling=LinearRope(factor=2.0),
+    ),
+}
+
 
 def slow_but(*fast):
     """The names of CONFIGS as parameters of a test, all but these marked `slow`."""
@@ -122,7 +145,7 @@ def params(config, seed=0):
     key = jax.random.key(seed)
 
     def stir(path, leaf):
-        return 0.3 * jax.random.normal(key, leaf.shape) if str(path[-1].key).endswith("_bias") else leaf
+        return 0.3 * jax.random.normal(key, leaf.shape) if str(path[-1].key).endswith(STIRRED) else leaf
 
     return jax.tree_util.tree_map_with_path(stir, jax.jit(transformer.init, static_argnums=0)(config, key))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import stub_experiment
-from tiny import CONFIGS, one_device
+from tiny import CONFIGS, OTHERS, one_device
 
 from gspax import config
 from gspax.commands.aot.programs import device_bytes
@@ -38,9 +38,9 @@ EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *PRESETS])
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS, *PRESETS])
 def test_the_parameter_count_equals_the_models(name):
-    config = {**CONFIGS, **PRESETS}[name]
+    config = {**CONFIGS, **OTHERS, **PRESETS}[name]
     assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(config)))
 
 

@@ -181,11 +181,19 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
 PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
 OLMO3 = {name: DENSE[name] for name in DENSE if name in families.COPIED} | {"model_type": "olmo3"}
 GEMMA3 = OLMO3 | {"model_type": "gemma3_text"}
+GPT_OSS = OLMO3 | {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2}
 KNOWN = " or ".join(json.dumps(name) for name in (*families.FAMILIES, *families.ALIASES))
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
+
+
+def test_gpt_oss_has_yarn_unless_its_file_says_otherwise(tmp_path):
+    config = read_config(write(tmp_path, GPT_OSS | {"rope_scaling": None}))
+    assert (config.rope_scaling.factor, config.rope_scaling.truncate) == (32, False)
+    plain = replace(config, rope_scaling=None)
+    assert read_config(write(tmp_path, to_json(plain))) == plain
 
 
 def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
@@ -264,6 +272,8 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         ),
         (OLMO3 | {"rope_parameters": {"sliding_attention": YARN}}, 'rope_type: wanted "default", got "yarn"'),
         (OLMO3 | {"rope_parameters": {"full_attention": 1}}, "full_attention: wanted an object or null, got 1"),
+        (GPT_OSS | {"swiglu_limit": 6.0}, "swiglu_limit: wanted null or 7, got 6.0"),
+        (GPT_OSS | {"hidden_act": "gelu"}, 'hidden_act: wanted "silu", got "gelu"'),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: wanted null, got 50.0"),
         (GEMMA3 | {"sliding_window_pattern": 5}, "sliding_window_pattern: wanted null or 6, got 5"),
         (GEMMA3 | {"model_type": "gemma3"}, "model_type gemma3: a vision tower is not implemented"),

@@ -31,6 +31,9 @@ MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, atten
 MODELS = {
     "both": replace(MOE, mlp_only_layers=(0,)),  # a dense layer and one with experts
     "dense": replace(MOE, num_experts=0, tie_word_embeddings=True),
+    "sinks and biased experts": replace(
+        MOE, qk_norm=False, attention_sinks=True, expert_bias=True, sliding_window=3, sliding_layers=(0,)
+    ),
     "experts": replace(MOE, norm_topk_prob=False, remat="full"),
 }
 OPTIMIZER = make_optimizer(  # a large eps hides differences of rounding
@@ -147,7 +150,9 @@ def test_gated_delta_nets_are_sharded_by_heads(mesh):
 def check_bytes(params, sizes):
     """Each device holds its shard: matrices are sharded over three axes, biases over one, norms are replicated."""
     across, along = sizes["fsdp"] * sizes["expert"], sizes["tensor"]
-    special = {"router": across, "out_bias": across, "query_bias": along, "key_bias": along, "value_bias": along}
+    special = {"router": across, "router_bias": 1, "out_bias": across, "down_bias": across, "sinks": along}
+    special |= dict.fromkeys(("query_bias", "key_bias", "value_bias"), along)
+    special |= {"gate_bias": sizes["expert"] * along, "up_bias": sizes["expert"] * along}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = path[-1].key
         parts = 1 if name == "scale" else special.get(name, across * along)

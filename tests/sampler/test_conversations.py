@@ -67,12 +67,13 @@ EIGHT_BITS = ("moe", "tied", "some layers slide")
         ("dense", (60, 16), ("int8", "int8")),
         ("moe", (60, 16), ("auto", "auto")),
         ("delta", (60, 16), ("auto", "auto")),
+        ("sinks and biased experts", (60, 16), ("auto", "auto")),
         pytest.param("delta", LONG, ("auto", "auto"), marks=pytest.mark.slow),
         pytest.param("delta", LONG, ("int8", "auto"), marks=pytest.mark.slow),
         *(
             pytest.param(name, LONG, (dtype, cached), marks=pytest.mark.slow)
             for name, dtype, cached in (
-                *((name, "auto", "auto") for name in tiny.CONFIGS),
+                *((name, "auto", "auto") for name in tiny.CONFIGS | tiny.OTHERS),
                 *((name, "int8", cached) for name in EIGHT_BITS for cached in ("auto", "int8")),
             )
         ),
@@ -80,7 +81,11 @@ EIGHT_BITS = ("moe", "tied", "some layers slide")
 )
 def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     """Conversations that end early, and a row without a reply beside others with one; in 8 bits, of rounded weights."""
-    model, rng, key = (tiny.CONFIGS | {"delta": tiny.DELTA})[name], np.random.default_rng(0), jax.random.key(1)
+    model, rng, key = (
+        (tiny.CONFIGS | tiny.OTHERS | {"delta": tiny.DELTA})[name],
+        np.random.default_rng(0),
+        jax.random.key(1),
+    )
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0], kv_cache_dtype=dtypes[1])
     whole = rounded(tiny.params(model), model) if dtypes[0] == "int8" else tiny.params(model)
     options = tiny.options(model, sampling, STOPS, turns=True, keep_experts=True)

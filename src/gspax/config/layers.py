@@ -55,6 +55,7 @@ class SelfAttention:
     bias: Literal["none", "qkv", "all"] = "none"  # of the four projections
     qk_norm: Literal["none", "head", "projection"] = "head"
     norm_after_rope: bool = False
+    sinks: bool = False  # each head has a score without a value in its softmax
     query_scale: float = 1.0  # of queries, before scores are divided by the square root of head_dim
     gate: bool = False  # the context is scaled by a sigmoid of a projection
 
@@ -63,7 +64,8 @@ class SelfAttention:
         heads, keys = self.heads * self.head_dim, 2 * self.key_heads * self.head_dim
         biases = {"none": 0, "qkv": heads + keys, "all": heads + keys + D}
         norms = {"none": 0, "head": 2 * self.head_dim, "projection": heads + keys // 2}
-        return D * ((3 if self.gate else 2) * heads + keys) + biases[self.bias] + norms[self.qk_norm]
+        projections = D * ((3 if self.gate else 2) * heads + keys)
+        return projections + biases[self.bias] + norms[self.qk_norm] + self.heads * self.sinks
 
     def flops(self, length: int | float) -> float:
         """FLOPs of a token without its matrix products: attention to half a row of `length` tokens."""
@@ -213,6 +215,7 @@ class Experts:
     active: int
     width: int
     router: Router
+    bias: bool = False  # of the router and of the experts, whose gated products are clamped then
     normalize: bool = True  # the gates of a token sum to one
     shared: int = 0  # width of the shared expert; 0: none
     shared_gate: bool = False  # its output is scaled by a sigmoid of the token
@@ -220,8 +223,9 @@ class Experts:
     def parameters(self, D: int, experts: int | None = None) -> int:
         """The number of parameters, or of those that a number of its experts leaves."""
         chosen = self.count if experts is None else experts
-        router = D * self.count + self.count * self.router.correction_bias
-        return router + 3 * chosen * D * self.width + 3 * D * self.shared + D * self.shared_gate
+        router = self.count * (D + self.router.correction_bias + self.bias)
+        biases = chosen * (2 * self.width + D) * self.bias
+        return router + biases + 3 * chosen * D * self.width + 3 * D * self.shared + D * self.shared_gate
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
         """Bytes of a token that the backward pass reads: `number` for each, float32 for the router's logits."""

@@ -123,6 +123,7 @@ class ModelConfig:
     shared_expert_intermediate_size: OptionalSize = 0  # width of an expert for every token; 0: none
     shared_expert_gate: bool = True  # its output is scaled by a sigmoid of the token
     router: Router = Router()
+    expert_bias: bool = False  # biases of the router and of experts, whose gated products are clamped then (gpt-oss)
     norm_topk_prob: bool = True  # renormalize the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
@@ -139,6 +140,7 @@ class ModelConfig:
     rope_interleaved: bool = False  # dimensions 2h and 2h + 1 are a pair, rather than h and h + R/2
     attention_bias: bool = False  # in the four projections of an attention layer
     qkv_bias: bool = False  # in those of queries, keys and values only
+    attention_sinks: bool = False  # each head has a score without a value in its softmax
     qk_norm: bool = True  # queries and keys are normalized by head
     qk_norm_projection: bool = False  # ... or rather all heads of a projection together
     qk_norm_after_rope: bool = False  # ... and rotated before that
@@ -177,6 +179,7 @@ ADDED = (
     *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
     *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar", "latent"),
     *("attention_gate", "delta", "delta_layers"),
+    *("expert_bias", "attention_sinks"),
 )  # fields that the first runs of 0.2.0 do not record; without them these still resume
 
 
@@ -214,6 +217,7 @@ def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention 
         bias="all" if config.attention_bias else "qkv" if config.qkv_bias else "none",
         qk_norm="none" if not config.qk_norm else "projection" if config.qk_norm_projection else "head",
         norm_after_rope=config.qk_norm_after_rope,
+        sinks=config.attention_sinks,
         query_scale=(config.head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0,
         gate=config.attention_gate,
     )
@@ -231,6 +235,7 @@ def _layer(config: ModelConfig, number: int) -> Layer:
         active=config.num_experts_per_tok,
         width=config.moe_intermediate_size,
         router=config.router,
+        bias=config.expert_bias,
         normalize=config.norm_topk_prob,
         shared=config.shared_expert_intermediate_size,
         shared_gate=config.shared_expert_gate and config.shared_expert_intermediate_size > 0,

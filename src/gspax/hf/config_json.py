@@ -92,9 +92,9 @@ for part, kind in (("router", Router), ("latent", Latent), ("delta", GatedDelta)
 PARTS = (
     *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
     *("rope_fraction", "rope_interleaved", "norm_place", "norm_plus_one", "attention_gate"),
-    *("activation", "scale_embedding", "query_pre_attn_scalar"),
+    *("activation", "scale_embedding", "query_pre_attn_scalar", "attention_sinks"),
 )
-PARTS_OF_EXPERTS = ("norm_topk_prob", *(f"router.{field.name}" for field in dataclasses.fields(Router)))
+PARTS_OF_EXPERTS = ("norm_topk_prob", "expert_bias", *(f"router.{field.name}" for field in dataclasses.fields(Router)))
 DEFAULT = ModelConfig(
     vocab_size=1, hidden_size=2, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=2
 )
@@ -198,7 +198,8 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
     if "head_dim" not in family.copied and not usual:
         content["head_dim"] = config.head_dim
     content |= ACTIVATIONS[config.activation] | {"attention_dropout": 0.0, "torch_dtype": config.dtype}
-    content |= {"rope_theta": config.rope_theta, "rope_scaling": _scaling_json(config)}
+    default: Json = {"rope_type": "default"} if family.rope else None
+    content |= {"rope_theta": config.rope_theta, "rope_scaling": _scaling_json(config) or default}
     if family.sliding_theta:  # only the newer key can express any two
         full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
         own: dict[str, Json] = full | {"rope_theta": config.sliding_rope_theta or config.rope_theta}
@@ -281,6 +282,8 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     known = {key for part in family.copied for key in family.keys_of(part)} | {*TRANSLATED, *HARMLESS}
     known |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted is not None}
     known |= {*family.harmless, family.dense_or_sparse} | ({"full_attention_interval"} if family.delta else set())
+    if family.quantized and _object(raw, "quantization_config").get("quant_method") == family.quantized:
+        known |= {"quantization_config"}
     permitted = _permitted(family, raw)
     for key, value in raw.items():
         if key in known:
@@ -371,7 +374,7 @@ def _copied(family: Family, raw: Mapping[str, Json], part: str) -> Any:
 
 def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) -> dict[str, Any]:
     """The fields of `ModelConfig` about RoPE. As in transformers, the older object wins, also over the top level."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or family.rope
     own = None  # of the layers with a window
     if family.sliding_theta:  # `rope_parameters` then has one object for each kind of layers
         each = _object(raw, "rope_parameters")

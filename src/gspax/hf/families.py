@@ -119,7 +119,8 @@ class Family:
     window: Literal["switch", "all", "none"] | int = "switch"
     sliding_window: int = 0  # of a file without the key, with window "all" or a number
     theta: float = 1e4  # the RoPE base of a file without one
-    sliding_theta: float = 0.0  # the same of the layers with a window, where these have a RoPE of their own
+    rope: dict[str, Json] = field(default_factory=dict)  # `rope_scaling` of a file without it
+    sliding_theta: float = 0.0  # RoPE base of the layers with a window, where these have a RoPE of their own
     # Keys with the number of leading layers without experts, and with that of shared experts, each as wide as the
     # others; and what a file without them has.
     dense_layers: tuple[str, object] | None = None
@@ -130,6 +131,7 @@ class Family:
     delta: bool = False  # it has gated delta nets, in the layers that `layer_types` says
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
+    quantized: str = ""  # the `quant_method` of its files, which are read
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
 
     @property
@@ -377,6 +379,26 @@ FAMILIES = {
         theta=1e6,
         sliding_theta=1e4,
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        ALL_SPARSE
+        | {"num_experts_per_tok": REQUIRED, "attention_bias": True}
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+        | NUM_EXPERTS,
+        PLAIN | {"norm_topk_prob": True, "attention_sinks": True, "expert_bias": True},
+        keys={
+            "num_experts": ("num_local_experts", "num_experts"),
+            "moe_intermediate_size": ("intermediate_size",),
+        },
+        permitted={"swiglu_limit": (None, 7), "swiglu_alpha": (None, 1.702)},
+        harmless=("experts_per_token", "initial_context_length"),
+        head_dim=64,
+        window=2,
+        sliding_window=128,
+        theta=1.5e5,
+        rope={"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},
+        quantized="mxfp4",
+    ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         ALL_SPARSE
@@ -436,7 +458,6 @@ MISSING = {  # what a model needs that gspax does not have, by model_type
     "mistral4": "a scale of queries by position",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention"),
     "kimi_linear": "Kimi delta attention",
-    "gpt_oss": "attention with sinks",
     "gemma2": "a cap on attention scores",
     "exaone4": "layers without RoPE",
     "phimoe": "a router that masks experts between its two choices",

@@ -12,14 +12,15 @@ parameters: the rows with its name follow one another along the axis, or the bra
     Row("mlp/gate", "mlp.gate_up_proj.weight", "F+ D -> D F")
     Row("mlp/up", "mlp.gate_up_proj.weight", "F+ D -> D F")
 
-are a matrix [2·F, D], the gate's rows before the other's, and rows with "(N H+) D" alternate from head to head.
+are a matrix [2·F, D], the gate's rows before the other's, and rows with "(N H+) D" alternate from head to head. An axis
+1 has the length one: rows with "(F 1+) D" alternate one by one.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,6 +70,7 @@ LAYER = (
     Row("attention/out_bias", "self_attn.o_proj.bias", "D -> D"),
     Row("attention/query_norm/scale", "self_attn.q_norm.weight", "H -> H"),
     Row("attention/key_norm/scale", "self_attn.k_norm.weight", "H -> H"),
+    Row("attention/sinks", "self_attn.sinks", "N -> N"),
     Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
     Row("attention_out_norm/scale", "post_attention_layernorm.weight", "D -> D"),  # of layers with four norms, ...
     Row("mlp_out_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
@@ -94,7 +96,8 @@ FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/up", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
     Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
 )
-FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts
+FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts; of gpt-oss, the next
+MXFP4_NAME = "mlp.experts.gate_up_proj_blocks"
 MIXTRAL = (
     Row("mlp/router", "block_sparse_moe.gate.weight", "E D -> D E"),
     *_mlp("mlp", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
@@ -110,9 +113,25 @@ GATED_EXPERT = (
     *_mlp("mlp/shared", "mlp.shared_expert"),
     Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
 )
+GPT_OSS = (  # gates and ups alternate
+    Row("mlp/router", "mlp.router.weight", "E D -> D E"),
+    Row("mlp/router_bias", "mlp.router.bias", "E -> E"),
+    Row("mlp/gate", "mlp.experts.gate_up_proj", "E D (F 1+) -> E D F"),
+    Row("mlp/up", "mlp.experts.gate_up_proj", "E D (F 1+) -> E D F"),
+    Row("mlp/gate_bias", "mlp.experts.gate_up_proj_bias", "E (F 1+) -> E F"),
+    Row("mlp/up_bias", "mlp.experts.gate_up_proj_bias", "E (F 1+) -> E F"),
+    Row("mlp/down", "mlp.experts.down_proj", "E F D -> E F D"),
+    Row("mlp/down_bias", "mlp.experts.down_proj_bias", "E D -> E D"),
+)
+MXFP4 = {  # of published files: the rows whose numbers have 4 bits, and other axes
+    "mlp/gate": Row("mlp/gate", "mlp.experts.gate_up_proj_blocks", "E (F 1+) D -> E D F"),
+    "mlp/up": Row("mlp/up", "mlp.experts.gate_up_proj_blocks", "E (F 1+) D -> E D F"),
+    "mlp/down": Row("mlp/down", "mlp.experts.down_proj_blocks", "E D F -> E F D"),
+}
 SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROUTER and EXPERTS
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), (*ROUTER, *EXPERTS, *GATED_EXPERT)),
     "mixtral": MIXTRAL,
+    "gpt_oss": GPT_OSS,
     "minimax_m2": (*MIXTRAL, _correction("block_sparse_moe")),
     "deepseek_v2": (*ROUTER, *EXPERTS, *SHARED_EXPERTS),
     **dict.fromkeys(
@@ -204,7 +223,7 @@ def list_chunks(
 
     Args:
       parameters: their shapes by their paths, such as `runs/0/attention/query`.
-      fused: whether a layer's experts are one tensor.
+      fused: whether a layer's experts are one tensor; of gpt-oss, whether that is in 4 bits (mxfp4).
     """
     table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
     family = family_of(config)
@@ -259,14 +278,22 @@ def _own(family: str, rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _sparse_rows(family: str, *, fused: bool) -> tuple[Row, ...]:
-    """The rows of a layer's experts. transformers 5 has the same fused names for every family."""
+    """The rows of a layer's experts. transformers 5 has the same fused names for every family but gpt-oss."""
     rows = SPARSE.get(family, ROUTER + EXPERTS)
     if not fused:
         return rows
+    if rows is GPT_OSS:
+        return tuple(MXFP4.get(row.ours, row) for row in rows)
     rest = [row for row in rows if "{expert}" not in row.published]
     for theirs, in_fused in FUSED_NAMES:
         rest = [replace(row, published=row.published.replace(theirs, in_fused)) for row in rest]
     return (*rest, *FUSED_EXPERTS)
+
+
+def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
+    """Whether these tensors are in the other layout of experts (`list_chunks`)."""
+    name = MXFP4_NAME if family_of(config) == "gpt_oss" else FUSED_NAME
+    return any(tensor.endswith(name) for tensor in tensors)
 
 
 def is_unread(tensor: str, config: ModelConfig) -> bool:
@@ -369,6 +396,6 @@ def _axes(row: Row) -> tuple[list[str], str, str]:
 def _joined(row: Row, shape: Sequence[int]) -> tuple[int, int]:
     """The sizes of the axes before those with a plus, and of these, each multiplied."""
     groups, ours, joined = _axes(row)
-    sizes, letters = dict(zip(ours, shape, strict=True)), "".join(groups)
+    sizes, letters = {"1": 1} | dict(zip(ours, shape, strict=True)), "".join(groups)
     before = letters[: letters.index(joined)]
     return math.prod(sizes[letter] for letter in before), math.prod(sizes[letter] for letter in joined)

@@ -34,7 +34,8 @@ SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file, as in transformers up 
 Box = tuple[tuple[int, int], ...]  # start and stop of each axis
 
 
-Read = Callable[[str, Part | None], np.ndarray]  # the numbers of a tensor, or of a part of it, by its name
+Rows = tuple[int, int, int]  # first and last of the first axis of a tensor, or of the beginning of it, and its size
+Read = Callable[[str, Rows, Part | None], np.ndarray]  # these rows of a tensor, or of a part of it, by its name
 
 
 class Readable(Protocol):
@@ -85,14 +86,19 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
             "they are not trained, and an export does not have them"
         )
     leaves = named_leaves(wanted)
-    fused = any(name.endswith(names.FUSED_NAME) for name in stored)
+    fused, read_as = names.is_fused(config, stored), tensors.join_mxfp4(stored)
+    if len(read_as) < len(stored):
+        multihost.warn_from_primary(
+            f"{folder}: the experts' numbers of 4 bits (mxfp4) are read as bfloat16, and an export has them as such"
+        )
+        stored = read_as
     shapes = named_shapes(wanted)
     table = names.list_chunks(config, shapes, fused=fused)
     _validate(folder, config, stored, names.tensor_shapes(table, shapes))
     thread = threading.local()
 
-    def read(name: str, part: Part | None) -> np.ndarray:
-        return tensors.read(stored[name], thread.buffer, part)
+    def read(name: str, rows: Rows, part: Part | None) -> np.ndarray:
+        return tensors.read(tensors.narrow(stored[name], *rows), thread.buffer, part)
 
     def prepare() -> None:
         thread.buffer = np.empty(4 * PIECE, np.uint8)
@@ -147,8 +153,11 @@ def _copy_chunk(chunk: Chunk, read: Read, shards: Mapping[Box, np.ndarray], shap
         overlapping = [bounds for bounds in holders if bounds[axis][0] < last and first < bounds[axis][1]]
         if not overlapping:
             continue
-        part = chunk.part if last - first == whole[axis] else Part(1, first, last - first, whole[axis])
-        view = names.to_ours(chunk.row, read(chunk.published, part), (*whole[:axis], last - first, *whole[axis + 1 :]))
+        part, rows = chunk.part, (first, last, whole[axis])
+        if part is not None:
+            part = part._replace(outer=part.outer * (last - first) // whole[axis])
+        numbers = read(chunk.published, rows, part)
+        view = names.to_ours(chunk.row, numbers, (*whole[:axis], last - first, *whole[axis + 1 :]))
         for bounds in overlapping:
             start, stop = bounds[axis]
             low, high = max(first, start), min(last, stop)
@@ -159,9 +168,11 @@ def _copy_chunk(chunk: Chunk, read: Read, shards: Mapping[Box, np.ndarray], shap
 
 
 def _pieces(chunk: Chunk, shape: tuple[int, ...], axis: int) -> list[tuple[int, int]]:
-    """Where each piece of a chunk begins and ends on the axis that its tensor begins with; a part is one piece."""
+    """Where each piece of a chunk begins and ends on the axis that its tensor begins with; a range of it is one."""
     size = shape[axis]
-    rows = size if chunk.part is not None else max(1, PIECE * size // max(1, math.prod(shape)))
+    rows = (
+        size if chunk.part is not None and chunk.part.outer % size else max(1, PIECE * size // max(1, math.prod(shape)))
+    )
     return [(first, min(first + rows, size)) for first in range(0, size, rows)]
 
 

@@ -184,7 +184,7 @@ def _factors(config: ModelConfig, paths: Iterable[str]) -> Iterator[tuple[str, t
         for letter, suffix in (("a", "lora_A"), ("b", "lora_B")):
             for chunk in chunks if f"{name}/{letter}" in factors else ():
                 module = chunk.published.removesuffix(".weight")
-                if chunk.part is not None:
+                if chunk.part is not None or "E" in chunk.row.axes:
                     raise UserError(f"lora: wanted weights that PEFT has as modules of their own, got {module}")
                 yield f"{name}/{letter}", chunk.index, f"{PREFIX}{module}.{suffix}.weight"
 

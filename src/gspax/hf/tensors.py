@@ -24,10 +24,14 @@ from gspax.run import objects
 from gspax.run.buckets import is_bucket
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BYTES = np.dtype(np.uint8)
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 MOST_AXES = 32
 STRIP = 2**18  # numbers that are looked at together
+SHORT = 512  # bytes: where a part has shorter stretches, all of its tensor is read
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # E2M1, by its 4 bits
+FP4_BLOCK = 32  # numbers with one scale
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
@@ -40,6 +44,7 @@ class Stored:
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int  # byte offset in the file
+    packed: tuple[Stored, Stored] | None = None  # of a tensor in 4 bits (mxfp4), which is read as bfloat16, its two
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +80,34 @@ def find(folder: Path) -> dict[str, Stored]:
         if name not in tensors or tensors[name].file.name != file_name:
             raise UserError(f"{folder / file_name}: wanted the tensor {name}, which {INDEX} says is in it; it is not")
     return tensors
+
+
+def join_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors with each pair of `_blocks` and `_scales` as one of bfloat16 numbers, which has the blocks' name.
+
+    The format (OCP Microscaling Formats 1.0): 32 numbers E2M1, two in a byte, the first in its low bits, have a scale,
+    a power of two, whose exponent plus 127 is a byte.
+    """
+    joined = dict(tensors)
+    for name, blocks in tensors.items():
+        scales = tensors.get(name.removesuffix("_blocks") + "_scales")
+        if name.endswith("_blocks") and scales is not None and blocks.shape == (*scales.shape, FP4_BLOCK // 2):
+            shape = (*scales.shape[:-1], scales.shape[-1] * FP4_BLOCK)
+            joined[name] = Stored(name, blocks.file, DTYPES["BF16"], shape, blocks.start, (blocks, scales))
+            del joined[scales.name]
+    return joined
+
+
+def narrow(stored: Stored, first: int, last: int, size: int) -> Stored:
+    """The numbers from `first` to `last` of a tensor whose first axis, or the beginning of it, has this size."""
+    if (first, last) == (0, size):
+        return stored
+    packed = None
+    if stored.packed is not None:
+        blocks, scales = stored.packed
+        packed = narrow(blocks, first, last, size), narrow(scales, first, last, size)
+    shape = (math.prod(stored.shape) // size * (last - first),)
+    return replace(stored, shape=shape, start=stored.start + stored.nbytes // size * first, packed=packed)
 
 
 def require_shapes(folder: Path, tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -169,9 +202,9 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
         ours = False
     if not ours:
         raise UserError(f"{file}: corrupt: the header's entry of tensor {name} has no dtype, shape and byte range")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in (*DTYPES, "U8"):
         raise UserError(f"{file}: tensor {name}: wanted one of {', '.join(DTYPES)}, got {str(dtype)[:SHOWN]}")
-    stored = Stored(name, file, DTYPES[dtype], shape, first + begin)
+    stored = Stored(name, file, DTYPES.get(dtype, BYTES), shape, first + begin)  # bytes are of numbers of 4 bits
     if end - begin != stored.nbytes:
         raise UserError(
             f"{file}: corrupt: tensor {name}, {dtype}{list(shape)}, has {end - begin} bytes, wanted {stored.nbytes}"
@@ -193,6 +226,11 @@ def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = N
     Raises:
       UserError: the file is too short, or the tensor holds NaN or an infinite number.
     """
+    if stored.packed is not None or (part is not None and _stretch(stored, part) < SHORT):
+        numbers = read(stored) if stored.packed is None else _unpack(*map(read, stored.packed))
+        if part is not None:
+            numbers = numbers.reshape(part.outer, part.total, -1)[:, part.start : part.start + part.length]
+        return _require_finite(stored, np.ascontiguousarray(numbers).reshape(stored.shape if part is None else -1))
     pieces = _pieces(stored, part)
     nbytes = sum(length for _, length in pieces)
     if buffer is None or buffer.size < nbytes:
@@ -210,12 +248,32 @@ def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = N
                 if opened.readinto(flat[filled : filled + length].data) < length:
                     raise UserError(f"{stored.file}: became shorter while being read")
                 filled += length
-    bits = flat.view(f"u{stored.dtype.itemsize}")
+    return _require_finite(stored, flat.view(stored.dtype).reshape(stored.shape if part is None else -1))
+
+
+def _require_finite(stored: Stored, numbers: np.ndarray) -> np.ndarray:
+    """The numbers of a tensor. UserError if one is NaN or infinite."""
+    if stored.dtype == BYTES:
+        return numbers
+    bits = numbers.reshape(-1).view(f"u{stored.dtype.itemsize}")
     exponent = np.array(np.inf, stored.dtype).view(bits.dtype)  # NaN and infinity have an exponent of ones
     for first in range(0, bits.size, STRIP):
         if (bits[first : first + STRIP] & exponent == exponent).any():
             raise UserError(f"{stored.file}: tensor {stored.name}: wanted finite numbers, got NaN or infinity")
-    return flat.view(stored.dtype).reshape(stored.shape if part is None else -1)
+    return numbers
+
+
+def _unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The bfloat16 numbers of `join_mxfp4`."""
+    blocks = blocks.reshape(-1, FP4_BLOCK // 2)
+    numbers = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], axis=-1).reshape(-1, FP4_BLOCK)
+    with np.errstate(over="ignore"):  # what is infinite is refused
+        return np.ldexp(numbers, scales.reshape(-1, 1).astype(np.int32) - 127).astype(DTYPES["BF16"])
+
+
+def _stretch(stored: Stored, part: Part) -> int:
+    """The bytes of a part that follow one another."""
+    return stored.nbytes // part.outer // part.total * part.length
 
 
 def _pieces(stored: Stored, part: Part | None) -> list[tuple[int, int]]:
@@ -290,6 +348,11 @@ def create(
 def write(stored: Stored, tensor: np.ndarray, part: Part | None = None) -> None:
     """Write a contiguous tensor of the right dtype into its place, or a part of a tensor into its own."""
     assert tensor.dtype == stored.dtype
+    if part is not None and _stretch(stored, part) < SHORT:
+        shape = part.outer, part.total, math.prod(stored.shape) // part.outer // part.total
+        mapped = np.memmap(stored.file, stored.dtype, "r+", stored.start, shape)
+        mapped[:, part.start : part.start + part.length] = tensor.reshape(part.outer, part.length, -1)
+        return
     flat, written = tensor.reshape(-1).view(np.uint8), 0
     with stored.file.open("r+b") as opened:
         for start, length in _pieces(stored, part):

@@ -159,8 +159,10 @@ def _prefill(
         cache: None,
         layer: Array | int,
         latent_PS1Z: Array | None = None,
+        *,
+        sinks_N: Array | None = None,
     ) -> tuple[Array, Segments]:
-        context_PSNU, _ = within(q_PSNH, k_PSKH, v_PSKU, cache, layer)
+        context_PSNU, _ = within(q_PSNH, k_PSKH, v_PSKU, cache, layer, sinks_N=sinks_N)
         cached = (k_PSKH, v_PSKU) if latent_PS1Z is None else (None, latent_PS1Z)
         k_PKSH, v_PKSU = jax.tree.map(lambda x: place_cache(x.swapaxes(1, 2), mesh, "batch"), cached)
         segment = segments.make_segment(k_PKSH, v_PKSU, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
@@ -356,17 +358,19 @@ def _attend_over_cache(
         cache: LayerCache,
         layer: Array | int,
         latent_WM1Z: Array | None = None,
+        *,
+        sinks_N: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         of_layer = partial(local, window=windows[int(layer)] if windows else NO_WINDOW, kernel=on_tpu(mesh))
         if mesh.size > 1:
             new = by_row if k_WMKH is None else by_head
             cached: PyTree = LayerCache._make((PartitionSpec(prompts, *new[1:]), new))
-            in_specs = by_head, None if k_WMKH is None else new, new, cached, placed
+            in_specs = by_head, None if k_WMKH is None else new, new, cached, placed, PartitionSpec(heads)
             of_layer = jax.shard_map(
                 of_layer, mesh=mesh, in_specs=in_specs, out_specs=(by_head, cached), check_vma=False
             )
         by_slot_and_head = jax.tree.map(lambda x: x.swapaxes(1, 2), (q_WMNH, k_WMKH, v_WMKU))
-        context_WNMH, cache = of_layer(*by_slot_and_head, cache, slots)
+        context_WNMH, cache = of_layer(*by_slot_and_head, cache, slots, sinks_N)
         return context_WNMH.swapaxes(1, 2).astype(q_WMNH.dtype), cache
 
     return attend
@@ -408,7 +412,15 @@ def _states_before(cache: LayerCache, slots: Slots) -> DeltaState:
 
 
 def _attend_to_token(
-    q_WN1H: Array, k_WK1H: Array | None, v_WK1H: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+    q_WN1H: Array,
+    k_WK1H: Array | None,
+    v_WK1H: Array,
+    cache: LayerCache,
+    slots: Slots,
+    sinks_N: Array | None,
+    *,
+    window: int,
+    kernel: bool,
 ) -> tuple[Array, LayerCache]:
     """The context of each slot's new token, and the cache with that token's key and value."""
     q_WNH, k_WKH, v_WKH = jax.tree.map(lambda x: x[:, :, 0], (q_WN1H, k_WK1H, v_WK1H))
@@ -424,8 +436,16 @@ def _attend_to_token(
     if prompt_W is None and kernel and k_WKH is None:  # the heads of all of a prompt's slots do not fit on chip
         prompt_W = _prompt_numbers(cache, slots)
     of_prompt = _attend_to_prompts(q_WNH, cache.prompt, oldest_in_prompt_W, slots, prompt_W, kernel=kernel)
-    context_WNH, _ = merge(of_prompt, own)
+    context_WNH = _beside_sinks(merge(of_prompt, own), sinks_N)
     return context_WNH.astype(q_WN1H.dtype)[:, :, None], LayerCache(cache.prompt, completion)
+
+
+def _beside_sinks(attended: tuple[Array, Array], sinks_N: Array | None) -> Array:
+    """The context of a result of `decode_attention`, with the heads' sinks in its softmax if there are any."""
+    context_WNH, logsumexp_WN = attended
+    if sinks_N is None:
+        return context_WNH
+    return context_WNH * jax.nn.sigmoid(logsumexp_WN - sinks_N[None].astype(jnp.float32))[..., None]
 
 
 def _prompt_numbers(cache: LayerCache, slots: Slots) -> Array:
@@ -454,7 +474,15 @@ def _attend_to_prompts(
 
 
 def _attend_to_block(
-    q_WNMH: Array, k_WKMH: Array | None, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+    q_WNMH: Array,
+    k_WKMH: Array | None,
+    v_WKMH: Array,
+    cache: LayerCache,
+    slots: Slots,
+    sinks_N: Array | None,
+    *,
+    window: int,
+    kernel: bool,
 ) -> tuple[Array, LayerCache]:
     """The context of each slot's new tokens, and the cache with their keys and values.
 
@@ -465,7 +493,7 @@ def _attend_to_block(
     (W, N, M, H), prompt_W, numbers_W = q_WNMH.shape, slots.prompt_W, _prompt_numbers(cache, slots)
     if window < NO_WINDOW or (kernel and k_WKMH is None):
         slots = slots._replace(prompt_W=numbers_W if prompt_W is None else prompt_W)
-        return _attend_one_by_one(q_WNMH, k_WKMH, v_WKMH, cache, slots, window=window, kernel=kernel)
+        return _attend_one_by_one(q_WNMH, k_WKMH, v_WKMH, cache, slots, sinks_N, window=window, kernel=kernel)
     if prompt_W is None and kernel:  # which reads rows by number, and holds the queries of few rows at a time
         prompt_W = numbers_W
     first_W, count_W = slots.first, slots.count_W
@@ -475,7 +503,8 @@ def _attend_to_block(
     so_far = segments.attend(q_WLH, cache.completion, zeros_W, jnp.where(count_W > 0, first_W, 0), kernel=kernel)
     of_prompt = _attend_to_prompts(q_WLH, cache.prompt, zeros_W, slots, prompt_W, kernel=kernel)
     keys_WKMH = v_WKMH if k_WKMH is None else k_WKMH
-    context_WLH, _ = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, keys_WKMH, v_WKMH, count_W))
+    merged = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, keys_WKMH, v_WKMH, count_W))
+    context_WLH = _beside_sinks(merged, None if sinks_N is None else jnp.repeat(sinks_N, M))
 
     def write_one(m: Array, completion: Segments) -> Segments:
         """The positions beyond the new tokens get the last of them again, where it belongs."""
@@ -504,7 +533,15 @@ def _attend_within_block(q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, count_W: A
 
 
 def _attend_one_by_one(
-    q_WNMH: Array, k_WKMH: Array | None, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+    q_WNMH: Array,
+    k_WKMH: Array | None,
+    v_WKMH: Array,
+    cache: LayerCache,
+    slots: Slots,
+    sinks_N: Array | None,
+    *,
+    window: int,
+    kernel: bool,
 ) -> tuple[Array, LayerCache]:
     """`_attend_to_block` in a layer with a window: each token as in a decoding pass of its own."""
 
@@ -514,7 +551,7 @@ def _attend_one_by_one(
             first=slots.first + jnp.minimum(m, slots.count_W), count_W=jnp.clip(slots.count_W - m, 0, 1)
         )
         q, k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, m, 1, axis=2), (q_WNMH, k_WKMH, v_WKMH))
-        context_WN1H, cache = _attend_to_token(q, k, v, cache, now, window=window, kernel=kernel)
+        context_WN1H, cache = _attend_to_token(q, k, v, cache, now, sinks_N, window=window, kernel=kernel)
         return jax.lax.dynamic_update_slice_in_dim(context_WNMH, context_WN1H, m, axis=2), cache
 
     return jax.lax.fori_loop(0, slots.count_W.max(), step, (jnp.zeros_like(q_WNMH), cache))

@@ -40,6 +40,8 @@ class Attend(Protocol):
         layer: Array | int,
         latent_BT1Z: Array | None = None,  # what is cached in place of keys and values
         /,
+        *,
+        sinks_N: Array | None = None,  # a score of each head without a value
     ) -> tuple[Array, PyTree]: ...  # context [B, T, N, U]
 
 
@@ -220,6 +222,7 @@ class Attention(nnx.Module):
         norm = partial(RMSNorm, eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
         self.query_norm = norm(normed[0]) if normed else None
         self.key_norm = norm(normed[1]) if normed else None
+        self.sinks = init_bias(kind.sinks, heads=N)
         self.gate = init_weight(rngs, scale, embed=D, heads=N, head=H) if kind.gate else None
         self.kind = kind
 
@@ -232,7 +235,8 @@ class Attention(nnx.Module):
         v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
         q_BTNH, k_BTKH = (self._place(*each, own) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
         q_BTNH = q_BTNH if self.kind.query_scale == 1 else q_BTNH * self.kind.query_scale
-        context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
+        sinks_N = None if self.sinks is None else self.sinks[...]
+        context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer, sinks_N=sinks_N)
         if self.gate is not None:
             context_BTNH *= jax.nn.sigmoid(contract("btd,dnh->btnh", x_BTD, self.gate.get_value()))
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
@@ -270,7 +274,9 @@ def attend_within_segments(
         cache: PyTree,
         layer: Array | int,
         latent_BT1Z: Array | None = None,
+        *,
+        sinks_N: Array | None = None,
     ) -> tuple[Array, PyTree]:
-        return row_attention(q_BTNH, v_BTKU if k_BTKH is None else k_BTKH, v_BTKU, layer, rows), cache
+        return row_attention(q_BTNH, v_BTKU if k_BTKH is None else k_BTKH, v_BTKU, layer, rows, sinks_N), cache
 
     return attend

@@ -23,8 +23,8 @@ from gspax.model.kernels.expert_parallel import (
     has_ragged_all_to_all,
     ring,
 )
-from gspax.model.kernels.quantization import Quantized, Weight, cast, is_quantized
-from gspax.model.layers import DenseMlp, expand_dims_like, init_bias, init_weight
+from gspax.model.kernels.quantization import Quantized, Weight, cast, contract, is_quantized
+from gspax.model.layers import DenseMlp, add_bias, expand_dims_like, init_bias, init_weight
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array, PyTree
 
@@ -83,6 +83,10 @@ class SparseMlp(nnx.Module):
         self.gate = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.up = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.down = init_weight(rngs, scale, expert=E, mlp=F, expert_embed=D)
+        self.router_bias = init_bias(kind.bias, router=E)
+        self.gate_bias = init_bias(kind.bias, expert=E, mlp=F)
+        self.up_bias = init_bias(kind.bias, expert=E, mlp=F)
+        self.down_bias = init_bias(kind.bias, expert=E, expert_embed=D)
         self.correction_bias = init_bias(kind.router.correction_bias, router=E)
         self.shared = DenseMlp(kinds.DenseMlp(width=kind.shared), config, rngs=rngs) if kind.shared else None
         self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if kind.shared_gate else None
@@ -99,8 +103,11 @@ class SparseMlp(nnx.Module):
         with jax.named_scope("router"):
             gate_BTA, routing = self.route(x_BTD, valid_BT, forced_BTA)
         with jax.named_scope("experts"):
-            experts = Experts(*(cast(w.get_value(), x_BTD.dtype) for w in (self.gate, self.up, self.down)))
+            weights = self.gate, self.up, self.down, self.gate_bias, self.up_bias
+            experts = Experts._make(None if w is None else cast(w.get_value(), x_BTD.dtype) for w in weights)
             y_BTD, fell_back = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, experts)
+            if self.down_bias is not None:
+                y_BTD += _weigh_biases(routing.expert, gate_BTA, self.down_bias[...].astype(x_BTD.dtype))
             routing = routing._replace(fell_back=fell_back)
         if self.shared is None:
             return y_BTD, routing
@@ -116,6 +123,7 @@ class SparseMlp(nnx.Module):
         logits_BTE = jnp.einsum(
             "btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
+        logits_BTE = add_bias(logits_BTE, self.router_bias)
         log_score_BTE = log_scores(logits_BTE, router)
         if forced_BTA is None:
             bias_E = None if self.correction_bias is None else self.correction_bias[...]
@@ -127,6 +135,12 @@ class SparseMlp(nnx.Module):
         gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.kind.normalize else jnp.exp(chosen_BTA)
         gate_BTA = gate_BTA if router.scale == 1 else gate_BTA * router.scale
         return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
+
+
+def _weigh_biases(expert_BTA: Array, gate_BTA: Array, bias_ED: Array) -> Array:
+    """The sum of the chosen experts' biases, times their gates, `[B, T, D]`; of padding, zero."""
+    gate_BTE = (jax.nn.one_hot(expert_BTA, len(bias_ED)) * gate_BTA[..., None]).sum(axis=-2)
+    return contract("bte,ed->btd", gate_BTE.astype(bias_ED.dtype), bias_ED)
 
 
 def exchanges_rows(mesh: jax.sharding.Mesh) -> bool:
@@ -153,7 +167,8 @@ def _run_experts(
         else:
             ffn = partial(expert_parallel, exchange=by_platform(axis) if direct else ring(axis))
     into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")
-    axes = jax.tree.map(_leaf_axes, experts, Experts._make((into, into, out)), is_leaf=is_quantized)
+    biases = (None, None) if experts.gate_bias_EF is None else (("expert", "mlp"), ("expert", "mlp"))
+    axes = jax.tree.map(_leaf_axes, experts, Experts._make((into, into, out, *biases)), is_leaf=is_quantized)
 
     def on_device(x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts) -> tuple[Array, Array]:
         whole = jax.tree.map(_gather_embed, experts, axes)

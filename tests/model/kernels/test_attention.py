@@ -26,9 +26,9 @@ from gspax.model.kernels.attention import (
 )
 
 
-def by_rows(attention, q, k, v, segment_BT, layer, *, sharding=None, **how):
+def by_rows(attention, q, k, v, segment_BT, layer, *, sharding=None, sinks_N=None, **how):
     """`attention` of rows on one device, or on the mesh of `sharding` with its axes."""
-    return attention(q, k, v, layer, Rows(segment_BT, *(sharding or (tiny.one_device(),)), **how))
+    return attention(q, k, v, layer, Rows(segment_BT, *(sharding or (tiny.one_device(),)), **how), sinks_N)
 
 
 def in_chunks(kernel):
@@ -40,6 +40,11 @@ CUDNN = in_chunks(partial(cudnn_kernel, implementation="xla"))  # tests masks an
 SPLASH = partial(by_rows, partial(splash_attention, interpret=True))
 BLOCKS = partial(by_rows, partial(masked_attention, attend=attend_by_blocks))
 WINDOWS = (7, 2**30, 7)  # of three layers
+
+
+def mesh(**axes):
+    devices = jax.devices()[: np.prod(list(axes.values()))]
+    return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
 
 
 def rows(B=2, T=21, N=4, K=2, H=8, U=None, dtype=jnp.float32):
@@ -55,7 +60,7 @@ def rows(B=2, T=21, N=4, K=2, H=8, U=None, dtype=jnp.float32):
     return (q, k, v), weight, jnp.asarray(segment_BT, jnp.int32)
 
 
-def loops(q, k, v, segment_BT, window):
+def loops(q, k, v, segment_BT, window, sinks_N=None):
     B, T, N, H = q.shape
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros((B, T, N, v.shape[3]))
@@ -64,7 +69,8 @@ def loops(q, k, v, segment_BT, window):
         head = n * k.shape[2] // N
         score = np.array([q[b, t, n] @ k[b, s, head] for s in seen]) / np.sqrt(H)
         share = np.exp(score - score.max())
-        out[b, t, n] = share / share.sum() @ v[b, seen, head]
+        whole = share.sum() + (0 if sinks_N is None else np.exp(sinks_N[n] - score.max()))
+        out[b, t, n] = share / whole @ v[b, seen, head]
     return out
 
 
@@ -87,11 +93,6 @@ def same(got, wanted, dtype=jnp.float32):
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == jnp.float32 else {"rtol": 0.05, "atol": 0.05}
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), **near)
-
-
-def mesh(**axes):
-    devices = jax.devices()[: np.prod(list(axes.values()))]
-    return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
 
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["window", "all"])
@@ -122,6 +123,56 @@ def test_values_may_be_of_another_width_than_keys(attend, shape, monkeypatch):
     np.testing.assert_allclose(got[0], np.where(segment_BT[:, :, None, None] > 0, wanted, 0), rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(attention, "SCORE_BUDGET", 2**30)
     same(got, on_tokens(XLA, arrays, weight, segment_BT))
+
+
+def with_sinks(attend, arrays, weight, segment_BT, **how):
+    """The context of tokens that are not padding, and the gradients of queries, keys, values, and sinks."""
+    weight = jnp.where(segment_BT[:, :, None, None] > 0, weight, 0)
+
+    def total(q, k, v, sinks_N):
+        context = attend(q, k, v, segment_BT, jnp.int32(0), sinks_N=sinks_N, **how)
+        return (context * weight).sum(), jnp.where(segment_BT[:, :, None, None] > 0, context, 0)
+
+    sinks_N = jnp.asarray([-1.0, 0.5, 2.0, 4.0])
+    grads, context = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(*arrays, sinks_N)
+    return sinks_N, context, grads
+
+
+@pytest.mark.parametrize(
+    ("attend", "T", "sharding"),
+    [
+        pytest.param(XLA, 21, None, id="XLA, in chunks"),
+        pytest.param(XLA, 24, (mesh(a=2, c=2, t=2), "a", "c", "t"), id="a mesh"),
+        pytest.param(BLOCKS, 40, None, id="blocks"),
+        pytest.param(SPLASH, 130, None, id="splash"),
+    ],
+)
+def test_a_sink_is_a_score_without_a_value(attend, T, sharding, monkeypatch):
+    """Against loops, and the gradients against those of one piece in XLA."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 2 * 4 * T * 5)
+    case = rows(T=T)
+    sinks_N, context, grads = with_sinks(attend, *case, windows=WINDOWS, sharding=sharding)
+    arrays, _, segment_BT = case
+    wanted = loops(*arrays, np.asarray(segment_BT), WINDOWS[0], np.asarray(sinks_N))
+    np.testing.assert_allclose(context, np.where(segment_BT[:, :, None, None] > 0, wanted, 0), rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 2**30)
+    same(grads, with_sinks(XLA, *case, windows=WINDOWS)[2])
+    assert np.abs(grads[3]).min() > 1e-3
+
+
+def test_sinks_have_the_gradient_of_finite_differences():
+    case = rows(T=21)
+    sinks_N, _, grads = with_sinks(XLA, *case, windows=WINDOWS)
+    (q, k, v), weight, segment_BT = case
+    weight = np.where(segment_BT[:, :, None, None] > 0, weight, 0)
+
+    def total(sinks_N):
+        return (loops(q, k, v, np.asarray(segment_BT), WINDOWS[0], sinks_N) * weight).sum()
+
+    for head, step in enumerate(1e-5 * np.eye(4)):
+        around = np.asarray(sinks_N, np.float64)
+        assert grads[3][head] == pytest.approx((total(around + step) - total(around - step)) / 2e-5, rel=1e-3)
 
 
 def test_without_windows_attention_covers_the_segment():
@@ -381,7 +432,7 @@ def test_splash_scales_queries_in_float32():
     """1/√H is not representable in bfloat16: rounding it first would change the temperature of the softmax."""
     (q, k, v), _, segment_BT = rows(T=5, H=128, dtype=jnp.bfloat16)
 
-    def queries(q_NTH, k_KSH, v_KSH, segment_ids):
+    def queries(q_NTH, k_KSH, v_KSH, segment_ids, sinks):
         return q_NTH
 
     got = attention.attend_by_splash(queries, Shard(q, k, v, segment_BT, None, segment_BT, 0))

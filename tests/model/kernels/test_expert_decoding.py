@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_expert_ffn import with_biases
 from test_expert_parallel import ROUTINGS, ROWS, A, E, K, N, X, assert_close, emulated, expert_ffn, make_case
 from test_expert_parallel import on_mesh as mapped
 
@@ -37,6 +38,15 @@ def test_agrees_with_all_experts_on_one_device(exchange, few, monkeypatch):
         got, want = visit(*args), expert_ffn(*args)
         assert got.dtype == want.dtype
         assert_close(got, want, 2e-6)
+
+
+@pytest.mark.parametrize("few", [1, K])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_experts_with_biases_agree_too(exchange, few, monkeypatch):
+    monkeypatch.setattr(module, "FEW_EXPERTS", few)
+    (x, expert, gate, *weights), _ = make_case("any")
+    args = x, expert, gate, *with_biases(weights)
+    assert_close(on_mesh(EXCHANGES[exchange])(*args), expert_ffn(*args), 4e-6)
 
 
 @pytest.mark.parametrize("few", [1, K])

@@ -159,6 +159,34 @@ def test_values_and_gradients_equal_a_loop_over_tokens(ffn, name):
         assert_close(got, want, 2e-6)
 
 
+def clamped(x, expert, gate, w_gate, w_up, w_down, gate_bias, up_bias):
+    """Every expert for every row, of which a row has its own; a gated product as in gpt-oss."""
+    a = jnp.minimum(jnp.einsum("nd,edf->nef", x, w_gate) + gate_bias[None], 7)
+    u = jnp.clip(jnp.einsum("nd,edf->nef", x, w_up) + up_bias[None], -7, 7)
+    share = (jax.nn.one_hot(expert, len(w_gate)) * gate[..., None]).sum(axis=1)
+    return jnp.einsum("ne,nef,efd->nd", share, (u + 1) * a / (1 + jnp.exp(-1.702 * a)), w_down)
+
+
+def with_biases(weights):
+    """The matrices, larger so that some products are clamped, and biases of gates and ups."""
+    wide = [3 * w for w in weights[:2]]
+    biases = [jax.random.normal(jax.random.key(n), w.shape[::2]) for n, w in enumerate(wide)]
+    return [*wide, *weights[2:], *biases]
+
+
+@pytest.mark.parametrize("name", ["padding", "large_blocks"])
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_experts_with_biases_equal_all_experts_of_all_rows(ffn, name):
+    x, expert, gate, *weights = make_case(name)
+    args = x, expert, gate, *with_biases(weights)
+    _, y, grads = value_and_gradients(ffn, *args)
+    _, want_y, want_grads = value_and_gradients(clamped, *args)
+    assert len(grads) == 7 and all(np.abs(grad).max() > 0.1 for grad in grads)
+    assert_close(y, want_y, 2e-6)
+    for got, want in zip(grads, want_grads, strict=True):
+        assert_close(got, want, 4e-6)
+
+
 @pytest.mark.parametrize("ffn", BACKENDS)
 def test_bfloat16_equals_the_loop_within_rounding(ffn):
     args = make_case("padding", jnp.bfloat16)

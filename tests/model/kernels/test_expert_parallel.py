@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_expert_ffn import with_biases
 
 from gspax import config
 from gspax.commands.aot import chips
@@ -83,8 +84,11 @@ def on_mesh(visit, out_specs=ROWS_AND_FLAG):
     def on_device(x, expert, gate, *weights):
         return visit(x, expert, gate, Experts(*weights))
 
-    specs = (ROWS, ROWS, ROWS, EXPERTS, EXPERTS, EXPERTS)
-    return jax.shard_map(on_device, mesh=MESH, in_specs=specs, out_specs=out_specs)
+    def visit_all(*args):
+        specs = (ROWS, ROWS, ROWS, *[EXPERTS] * (len(args) - 3))
+        return jax.shard_map(on_device, mesh=MESH, in_specs=specs, out_specs=out_specs)(*args)
+
+    return visit_all
 
 
 @partial(jax.jit, static_argnums=0)
@@ -119,6 +123,16 @@ def test_values_and_gradients_equal_one_device(exchange, name):
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype
         assert_close(one, other, 2e-6)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+def test_experts_with_biases_equal_one_device(exchange):
+    (x, expert, gate, *weights), dy = make_case("any")
+    args = x, expert, gate, *with_biases(weights)
+    got, want = value_and_gradients(MAPPED[exchange], args, dy), value_and_gradients(expert_ffn, args, dy)
+    assert len(got) == 8
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other, 4e-6)
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", pytest.param("ring", marks=pytest.mark.slow)])

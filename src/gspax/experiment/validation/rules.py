@@ -299,6 +299,8 @@ def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
     if layer_windows(model):
         yield "schedule.share_prompts: wanted False in a model with sliding windows, got True"
+    elif model.attention_sinks:
+        yield "schedule.share_prompts: wanted False in a model with attention sinks, got True"
     if model.delta is not None:
         yield "schedule.share_prompts: wanted False in a model with gated delta nets, got True"
 

@@ -53,8 +53,8 @@ LocalMask: Any = splash_mask.LocalMask
 Masks: TypeAlias = Any  # splash.SplashAttentionKernel: a pytree of tables that is callable, the kernel
 
 Axes = str | tuple[str, ...] | None
-# (q [B, C, N, H], k [B, S, K, H], v [B, S, K, U], visible [B, C, S]) -> context [B, C, N, U]
-Kernel = Callable[[Array, Array, Array, Array], Array]
+# (q [B, C, N, H], k [B, S, K, H], v [B, S, K, U], visible [B, C, S], perhaps sinks [N]) -> context [B, C, N, U]
+Kernel = Callable[..., Array]
 
 
 class Rows(NamedTuple):
@@ -84,28 +84,32 @@ class Shard(NamedTuple):
     prefix_BT: Array | None  # of the queries
     segment_BS: Array  # of the keys
     first: Array | int  # position of the first query among the keys
+    sinks_N: Array | None = None  # float32
 
 
-def row_attention(q_BTNH: Array, k_BTKH: Array, v_BTKU: Array, layer: Array | int, rows: Rows) -> Array:
+def row_attention(
+    q_BTNH: Array, k_BTKH: Array, v_BTKU: Array, layer: Array | int, rows: Rows, sinks_N: Array | None = None
+) -> Array:
     """softmax(q k / √H) v over what each token attends to: `[B, T, N, U]` in q's dtype. Differentiable in q, k and v.
 
-    Scores and their softmax are float32 for every dtype. `layer`, int32, may be traced; it selects the window.
+    Scores and their softmax are float32 for every dtype. `layer`, int32, may be traced; it selects the window. Each
+    head's sink, if there are any, is a score in the softmax of its queries that has no value.
 
     Raises:
       ValueError: the mesh does not divide an axis that it shards (rows, time, query heads, key heads), or there are
-        windows and prefixes, between which there are other tokens.
+        prefixes and windows, between which there are other tokens, or sinks, which two softmaxes would count twice.
     """
-    if rows.windows and rows.prefix_BT is not None:
-        raise ValueError("prefix_BT: wanted None in a model with sliding windows")
+    if rows.prefix_BT is not None and (rows.windows or sinks_N is not None):
+        raise ValueError("prefix_BT: wanted None in a model with sliding windows or attention sinks")
     platform = sharding.platform(rows.mesh)
     if platform == "tpu":
-        return splash_attention(q_BTNH, k_BTKH, v_BTKU, layer, rows)
+        return splash_attention(q_BTNH, k_BTKH, v_BTKU, layer, rows, sinks_N)
     attend: Callable[[Array, Shard], Array] = partial(attend_in_chunks, xla_kernel)
-    if platform == "gpu" and cudnn_supports(q_BTNH, v_BTKU):
+    if platform == "gpu" and sinks_N is None and cudnn_supports(q_BTNH, v_BTKU):
         attend = partial(attend_in_chunks, cudnn_kernel)
     elif platform == "cpu" and q_BTNH.shape[1] >= LONG:
         attend = attend_by_blocks
-    return masked_attention(q_BTNH, k_BTKH, v_BTKU, layer, rows, attend=attend)
+    return masked_attention(q_BTNH, k_BTKH, v_BTKU, layer, rows, sinks_N, attend=attend)
 
 
 def masked_attention(
@@ -114,16 +118,24 @@ def masked_attention(
     v_BTKU: Array,
     layer: Array | int,
     rows: Rows,
+    sinks_N: Array | None = None,
     *,
     attend: Callable[[Array, Shard], Array],
 ) -> Array:
     """`row_attention` by `attend`, which gets the layer's window (the length of the row if it has none) and a shard."""
     window = jnp.asarray(rows.windows, jnp.int32)[layer] if rows.windows else jnp.int32(q_BTNH.shape[1])
-    return _on_mesh(attend, rows, window, PartitionSpec(), (q_BTNH, k_BTKH, v_BTKU))
+    return _on_mesh(attend, rows, window, PartitionSpec(), (q_BTNH, k_BTKH, v_BTKU, sinks_N))
 
 
 def splash_attention(
-    q_BTNH: Array, k_BTKH: Array, v_BTKU: Array, layer: Array | int, rows: Rows, *, interpret: bool = False
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKU: Array,
+    layer: Array | int,
+    rows: Rows,
+    sinks_N: Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> Array:
     """`row_attention` by the kernel for TPU; with `interpret`, on any platform."""
     T, shards, heads = q_BTNH.shape[1], rows.shards(rows.time), q_BTNH.shape[2] // rows.shards(rows.heads)
@@ -139,7 +151,7 @@ def splash_attention(
     automatic = Mesh(rows.mesh.devices, rows.mesh.axis_names)  # the shape of a shard is not defined on a manual axis
     by_time = NamedSharding(automatic, PartitionSpec(None, rows.time))
     specs = [table.manual_sharding_spec(by_time) for table in tables]
-    return _on_mesh(attend, rows, (tables, choice), (specs, PartitionSpec()), (q_BTNH, k_BTKH, v_BTKU))
+    return _on_mesh(attend, rows, (tables, choice), (specs, PartitionSpec()), (q_BTNH, k_BTKH, v_BTKU, sinks_N))
 
 
 def _on_mesh(
@@ -147,26 +159,30 @@ def _on_mesh(
     rows: Rows,
     constants: PyTree,
     constants_spec: PyTree,
-    arrays: tuple[Array, Array, Array],
+    arrays: tuple[Array, Array, Array, Array | None],
 ) -> Array:
-    """`attend(constants, shard)` on each device for its shard of (queries, keys, values)."""
+    """`attend(constants, shard)` on each device for its shard of (queries, keys, values, sinks)."""
+    *qkv, sinks_N = arrays
 
-    def on_device(constants: PyTree, q: Array, k: Array, v: Array, segment_BT: Array, prefix_BT: Array | None) -> Array:
+    def on_device(
+        constants: PyTree, qkv: list[Array], sinks_N: Array | None, segment_BT: Array, prefix_BT: Array | None
+    ) -> Array:
+        q, k, v = qkv
         segment_BS = segment_BT
         first: Array | int = 0
         if rows.shards(rows.time) > 1:
             k, v, segment_BS = (lax.all_gather(x, rows.time, axis=1, tiled=True) for x in (k, v, segment_BT))
             first = lax.axis_index(rows.time) * q.shape[1]
-        return attend(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BS, first))
+        return attend(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BS, first, sinks_N))
 
     by_token, spec = PartitionSpec(rows.rows, rows.time), PartitionSpec(rows.rows, rows.time, rows.heads)
     return jax.shard_map(
         on_device,
         mesh=rows.mesh,
-        in_specs=(constants_spec, spec, spec, spec, by_token, by_token),
+        in_specs=(constants_spec, spec, PartitionSpec(rows.heads), by_token, by_token),
         out_specs=spec,
         check_vma=False,  # a Pallas kernel does not declare which axes its result varies over
-    )(constants, *arrays, rows.segment_BT, rows.prefix_BT)
+    )(constants, qkv, None if sinks_N is None else sinks_N.astype(jnp.float32), rows.segment_BT, rows.prefix_BT)
 
 
 # --- plain XLA and cuDNN, in chunks of queries -----------------------------------------------------------------------
@@ -174,7 +190,8 @@ def _on_mesh(
 
 def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     """The kernel's result for all queries, in chunks of at most SCORE_BUDGET scores."""
-    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first, sinks_N = shard
+    sinks = () if sinks_N is None else (sinks_N,)
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
     position_T = first + jnp.arange(T)
 
@@ -186,7 +203,7 @@ def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
         if prefix_BC is not None:
             related_BCS |= jnp.where(prefix_BC > 0, prefix_BC, -1)[:, :, None] == segment_BS[:, None]
         visible_BCS = related_BCS & (back_1CS >= 0) & (back_1CS < window)
-        return kernel(q_BCNH, k_BSKH.astype(dtype), v_BSKU.astype(dtype), visible_BCS)
+        return kernel(q_BCNH, k_BSKH.astype(dtype), v_BSKU.astype(dtype), visible_BCS, *sinks)
 
     C = max(1, SCORE_BUDGET // (B * N * S))
     if C >= T:
@@ -208,14 +225,18 @@ def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
 
 
 @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
-def xla_kernel(q_BCNH: Array, k_BSKH: Array, v_BSKU: Array, visible_BCS: Array) -> Array:
+def xla_kernel(q_BCNH: Array, k_BSKH: Array, v_BSKU: Array, visible_BCS: Array, sinks_N: Array | None = None) -> Array:
     """The kernel for any platform. The backward pass recomputes the softmax from the saved scores."""
     B, C, N, H = q_BCNH.shape
     K = k_BSKH.shape[2]
     q_BCKRH = q_BCNH.reshape(B, C, K, N // K, H)
     score_BKRCS = jnp.einsum("bckrh,bskh->bkrcs", q_BCKRH, k_BSKH, preferred_element_type=jnp.float32)
     score_BKRCS = jnp.where(visible_BCS[:, None, None], score_BKRCS * H**-0.5, MASKED)
-    weight_BKRCS = jax.nn.softmax(score_BKRCS, axis=-1).astype(v_BSKU.dtype)
+    weight_BKRCS = jax.nn.softmax(score_BKRCS, axis=-1)
+    if sinks_N is not None:
+        above_BKRC = jax.nn.logsumexp(score_BKRCS, axis=-1) - sinks_N.reshape(1, K, N // K, 1)
+        weight_BKRCS *= jax.nn.sigmoid(above_BKRC)[..., None]
+    weight_BKRCS = weight_BKRCS.astype(v_BSKU.dtype)
     return jnp.einsum("bkrcs,bsku->bckru", weight_BKRCS, v_BSKU).reshape(B, C, N, -1)
 
 
@@ -275,7 +296,7 @@ class Blocks(NamedTuple):
 
 def attend_by_blocks(window: Array, shard: Shard) -> Array:
     """softmax(q k / √H) v, without the blocks of scores that are masked; the results of blocks of padding are 0."""
-    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first, sinks_N = shard
     (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     size = -(-T // -(-T // BLOCK) // 8) * 8  # of equal blocks, in multiples of 8 positions
 
@@ -297,7 +318,8 @@ def attend_by_blocks(window: Array, shard: Shard) -> Array:
     blocks = Blocks(segment_XC, prefix_XC, segment_YC, first, window, key_BIJ.reshape(-1, J), count_X)
     q_XKQH = split(q_BTNH).reshape(-1, size, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * size, H)
     k_YKSH, v_YKSU = (split(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKU))
-    context_XKQU = _attend(q_XKQH, k_YKSH, v_YKSU, blocks)
+    sink_KQ1 = None if sinks_N is None else jnp.repeat(sinks_N.reshape(K, -1), size, axis=1)[..., None]
+    context_XKQU = _attend(q_XKQH, k_YKSH, v_YKSU, sink_KQ1, blocks)
     context_XCKRU = context_XKQU.reshape(-1, K, N // K, size, v_BSKU.shape[3]).transpose(0, 3, 1, 2, 4)
     return context_XCKRU.reshape(B, -1, N, v_BSKU.shape[3])[:, :T]
 
@@ -314,11 +336,13 @@ def _overlap(queries: tuple[Array, Array], keys: tuple[Array, Array]) -> Array:
 
 
 @jax.custom_vjp
-def _attend(q_XKQH: Array, k_YKSH: Array, v_YKSU: Array, blocks: Blocks) -> Array:
-    return _attend_forward(q_XKQH, k_YKSH, v_YKSU, blocks)[0]
+def _attend(q_XKQH: Array, k_YKSH: Array, v_YKSU: Array, sink_KQ1: Array | None, blocks: Blocks) -> Array:
+    return _attend_forward(q_XKQH, k_YKSH, v_YKSU, sink_KQ1, blocks)[0]
 
 
-def _attend_forward(q_XKQH: Array, k_YKSH: Array, v_YKSU: Array, blocks: Blocks) -> tuple[Array, PyTree]:
+def _attend_forward(
+    q_XKQH: Array, k_YKSH: Array, v_YKSU: Array, sink_KQ1: Array | None, blocks: Blocks
+) -> tuple[Array, PyTree]:
     heads = q_XKQH.shape[2] // blocks.segment_XC.shape[1]
 
     def of_queries(x: Array) -> tuple[Array, Array]:
@@ -328,14 +352,16 @@ def _attend_forward(q_XKQH: Array, k_YKSH: Array, v_YKSU: Array, blocks: Blocks)
             y, visible_1QS = blocks.visit(x, n, heads)
             return so_far.add(q_KQH, k_YKSH[y], v_YKSU[y], visible_1QS)
 
-        return lax.fori_loop(0, blocks.count_X[x], add, OnlineSoftmax.begin(q_KQH, v_YKSU.shape[3])).result()
+        begin = OnlineSoftmax.begin(q_KQH, v_YKSU.shape[3], sink_KQ1)
+        return lax.fori_loop(0, blocks.count_X[x], add, begin).result()
 
     context_XKQU, logsumexp_XKQ1 = lax.map(of_queries, jnp.arange(len(q_XKQH)))
-    return context_XKQU.astype(q_XKQH.dtype), (q_XKQH, k_YKSH, v_YKSU, blocks, context_XKQU, logsumexp_XKQ1)
+    saved = q_XKQH, k_YKSH, v_YKSU, sink_KQ1, blocks, context_XKQU, logsumexp_XKQ1
+    return context_XKQU.astype(q_XKQH.dtype), saved
 
 
-def _attend_backward(saved: PyTree, dcontext_XKQU: Array) -> tuple[Array, Array, Array, None]:
-    q_XKQH, k_YKSH, v_YKSU, blocks, context_XKQU, logsumexp_XKQ1 = saved
+def _attend_backward(saved: PyTree, dcontext_XKQU: Array) -> tuple[Array, Array, Array, Array | None, None]:
+    q_XKQH, k_YKSH, v_YKSU, sink_KQ1, blocks, context_XKQU, logsumexp_XKQ1 = saved
     heads, scale, dtype = q_XKQH.shape[2] // blocks.segment_XC.shape[1], q_XKQH.shape[3] ** -0.5, q_XKQH.dtype
     shared_XKQ1 = (context_XKQU * dcontext_XKQU).sum(axis=-1, keepdims=True)
 
@@ -368,7 +394,10 @@ def _attend_backward(saved: PyTree, dcontext_XKQU: Array) -> tuple[Array, Array,
 
     start = jnp.zeros(k_YKSH.shape, jnp.float32), jnp.zeros(v_YKSU.shape, jnp.float32)
     (dk_YKSH, dv_YKSU), dq_XKQH = lax.scan(of_queries, start, jnp.arange(len(q_XKQH)))
-    return dq_XKQH, dk_YKSH.astype(k_YKSH.dtype), dv_YKSU.astype(v_YKSU.dtype), None
+    dsink_KQ1 = None  # its weight's gradient is that of a value of zero
+    if sink_KQ1 is not None:
+        dsink_KQ1 = -(jnp.exp(sink_KQ1[None] - logsumexp_XKQ1) * shared_XKQ1).sum(axis=0)
+    return dq_XKQH, dk_YKSH.astype(k_YKSH.dtype), dv_YKSU.astype(v_YKSU.dtype), dsink_KQ1, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -431,7 +460,7 @@ def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool =
 
 def attend_by_splash(tables: Masks, shard: Shard) -> Array:
     """softmax(q k / √H) v over what the tables, the segments and the prefixes let a query attend to."""
-    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, _ = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, _, sinks_N = shard
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     pad_T, pad_S = _padded(T) - T, _padded(S) - S
 
@@ -443,7 +472,7 @@ def attend_by_splash(tables: Masks, shard: Shard) -> Array:
     ) -> Array:
         own = splash.SegmentIds(q=segment_T, kv=segment_S)
         if prefix_T is None:
-            return tables(q_NTH, k_KSH, v_KSU, segment_ids=own)
+            return tables(q_NTH, k_KSH, v_KSU, segment_ids=own, sinks=sinks_N)
         earlier = splash.SegmentIds(q=jnp.where(prefix_T > 0, prefix_T, -1), kv=segment_S)
         return _attend_to_both(tables, q_NTH, k_KSH, v_KSU, (own, earlier))
 

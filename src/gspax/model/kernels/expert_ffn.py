@@ -2,6 +2,8 @@
 
     y_n = Σ_a gate[n, a] · (silu(x_n W_gate[e]) * (x_n W_up[e])) W_down[e],      e = expert[n, a]
 
+Experts with biases have `clamped_swiglu` in place of silu and product; the bias of W_down is the caller's.
+
 Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
 expert's matrices, and the A results of a row are summed (combine). There are two backends for the middle part:
 
@@ -36,6 +38,7 @@ from gspax.model.kernels.quantization import Quantized, Weight, cast, dequantize
 from gspax.types import PyTree
 
 BLOCK = 40  # rows, the least padding of an expert's last block; XLA:CPU multiplies such blocks with one thread
+LIMIT, GAIN = 7.0, 1.702  # of `clamped_swiglu`
 LARGE_BLOCK = 640  # rows, which XLA:CPU multiplies with two threads: in 0.6 of the time (320 rows: in 0.8)
 MANY_ROWS = 128  # per expert: `ragged` converts weights of 8 bits first, instead of scaling float32 results
 
@@ -51,11 +54,16 @@ class Permutation(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The matrices of E experts, of any float dtype, or `Quantized` with scales [E, F], [E, F] and [E, D]."""
+    """The matrices of E experts, of any float dtype, or `Quantized` with scales [E, F], [E, F] and [E, D].
+
+    With biases of gate and up their product is `clamped_swiglu`.
+    """
 
     gate_EDF: Weight
     up_EDF: Weight
     down_EFD: Weight
+    gate_bias_EF: Array | None = None
+    up_bias_EF: Array | None = None
 
 
 class Backend(NamedTuple):
@@ -88,7 +96,7 @@ def expert_ffn(
         TypeError: expert_NA is not int32.
     """
     (N, D), (E, _, F), A = x_ND.shape, experts.gate_EDF.shape, expert_NA.shape[-1]
-    shapes = [a.shape for a in (expert_NA, gate_NA, *experts)]
+    shapes = [a.shape for a in (expert_NA, gate_NA, *experts[:3])]
     if shapes != [(N, A), (N, A), (E, D, F), (E, D, F), (E, F, D)]:
         raise ValueError(f"for x {x_ND.shape}, wanted shapes [N, A] twice, [E, D, F] twice, [E, F, D]; got {shapes}")
     if expert_NA.dtype != jnp.int32:
@@ -208,6 +216,12 @@ def take_rows(x: Array, index: Array) -> Array:
 # --- blocked ---------------------------------------------------------------------------------------------------------
 
 
+def clamped_swiglu(a_F: Array, u_F: Array) -> Array:
+    """(u + 1) · a σ(1.702 a), with a at most 7 and u from -7 to 7: of gpt-oss (arXiv 2508.10925)."""
+    a_F, u_F = jnp.minimum(a_F, LIMIT), jnp.clip(u_F, -LIMIT, LIMIT)
+    return (u_F + 1) * a_F * jax.nn.sigmoid(GAIN * a_F)
+
+
 def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array) -> Array:
     """Overwrites x_SD with y_SD. A block may overlap the next expert's rows, which it writes back unchanged."""
 
@@ -218,12 +232,19 @@ def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Arra
         def one_block(x_SD: Array, at: Array, mine_B: Array) -> Array:
             x_BD, gate_B = _slice(x_SD, at, mine_B), _slice(gate_S, at, mine_B)
             a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
-            h_BF = jax.nn.silu(a_BF) * u_BF * gate_B[:, None]
+            h_BF = _product(a_BF, u_BF, w) * gate_B[:, None]
             return _update(x_SD, at, mine_B, dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD))
 
         return _over_blocks(one_block, x_SD, start, count, _has_large_blocks(x_SD, count_E)), None
 
     return lax.scan(one_expert, x_SD, (experts, jnp.cumsum(count_E) - count_E, count_E))[0]
+
+
+def _product(a_BF: Array, u_BF: Array, w: Experts) -> Array:
+    """The input of one expert's down projection, from the products of its gate and up projections."""
+    if w.gate_bias_EF is None or w.up_bias_EF is None:
+        return jax.nn.silu(a_BF) * u_BF
+    return clamped_swiglu(a_BF + w.gate_bias_EF[None], u_BF + w.up_bias_EF[None])
 
 
 def _blocked_backward(
@@ -278,6 +299,8 @@ def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tu
     dtype = x_BD.dtype
     a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
     dh_BF = dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
+    if w.gate_bias_EF is not None:
+        return _biased_gradients(x_BD, gate_B, w, dy_BD, (a_BF, u_BF, dh_BF))
     sigmoid_BF = jax.nn.sigmoid(a_BF)
     silu_BF = a_BF * sigmoid_BF
     h_BF = silu_BF * u_BF
@@ -290,6 +313,20 @@ def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tu
         dot("bd,bf->df", x_BD, da_BF), dot("bd,bf->df", x_BD, du_BF), dot("bf,bd->fd", h_BF.astype(dtype), dy_BD)
     )
     return dx_BD, dgate_B, dw
+
+
+def _biased_gradients(
+    x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array, products: tuple[Array, Array, Array]
+) -> tuple[Array, Array, Experts]:
+    """`_block_gradients` of an expert with biases, given the products with its matrices."""
+    a_BF, u_BF, dh_BF = products
+    h_BF, pullback = jax.vjp(partial(_product, w=w), a_BF, u_BF)
+    dgate_B = (dh_BF * h_BF).sum(1)
+    da_BF, du_BF = pullback(dh_BF * gate_B[:, None])
+    h_BF, da, du = (x.astype(x_BD.dtype) for x in (h_BF * gate_B[:, None], da_BF, du_BF))
+    dx_BD = dot("bf,df->bd", da, w.gate_EDF) + dot("bf,df->bd", du, w.up_EDF)
+    matrices = dot("bd,bf->df", x_BD, da), dot("bd,bf->df", x_BD, du), dot("bf,bd->fd", h_BF, dy_BD)
+    return dx_BD, dgate_B, Experts(*matrices, da_BF.sum(0), du_BF.sum(0))
 
 
 def _slice(x_S: Array, at: Array, mine_B: Array) -> Array:
@@ -321,7 +358,7 @@ def _ragged_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array
     would be larger than the copies.
     """
     if x_SD.shape[0] >= MANY_ROWS * count_E.size:
-        experts = Experts(*(dequantize(w, x_SD.dtype, axis=1) for w in experts))
+        experts = Experts._make((*(dequantize(w, x_SD.dtype, axis=1) for w in experts[:3]), *experts[3:]))
     # Rows after the last group are undefined and may not be finite: masked, but for the result, where none is read.
     row_S = jnp.arange(x_SD.shape[0], dtype=jnp.int32)
     used_S1 = (row_S < count_E.sum())[:, None]
@@ -336,7 +373,11 @@ def _ragged_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array
 
     w = cast(experts, x_SD.dtype)
     a_SF, u_SF = (jnp.where(used_S1, grouped(x_SD, w_EDF), 0).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
-    h_SF = jax.nn.silu(a_SF) * u_SF * gate_S[:, None]
+    if w.gate_bias_EF is None or w.up_bias_EF is None:
+        h_SF = jax.nn.silu(a_SF) * u_SF * gate_S[:, None]
+    else:
+        gate_bias_SF, up_bias_SF = (b.at[expert_S].get(mode="clip") for b in (w.gate_bias_EF, w.up_bias_EF))
+        h_SF = clamped_swiglu(a_SF + gate_bias_SF, u_SF + up_bias_SF) * gate_S[:, None]
     return grouped(h_SF.astype(x_SD.dtype), w.down_EFD).astype(x_SD.dtype)
 
 

@@ -28,9 +28,11 @@ class OnlineSoftmax(NamedTuple):
     context_KQU: Array
 
     @staticmethod
-    def begin(q_KQH: Array, width: int) -> OnlineSoftmax:
-        """Before the first block, of values of this width."""
+    def begin(q_KQH: Array, width: int, sink_KQ1: Array | None = None) -> OnlineSoftmax:
+        """Before the first block, of values of this width; with the scores of sinks, which have no values."""
         zero_KQU = jnp.zeros((*q_KQH.shape[:-1], width))
+        if sink_KQ1 is not None:
+            return OnlineSoftmax(sink_KQ1, jnp.ones_like(sink_KQ1), zero_KQU)
         return OnlineSoftmax(zero_KQU[..., :1] + MASKED, zero_KQU[..., :1], zero_KQU)
 
     def add(self, q_KQH: Array, k_KSH: Weight, v_KSU: Weight, visible_KQS: Array) -> OnlineSoftmax:
