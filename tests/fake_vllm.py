@@ -71,6 +71,8 @@ class Fake:
     loaded: dict | None = None
     seen: list = field(default_factory=list)  # (path, body) of every request
     completions: int = 0
+    program: str = "vllm"
+    path: str = "/v1/completions"  # of completions
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -97,6 +99,12 @@ class Fake:
             flip_byte(Path(folder) / "model.safetensors")
         if problem := worker.find_damage(Path(folder), manifest["tensors"]):
             return {"error": problem}
+        self.read(folder)
+        self.loaded = {"version": manifest["version"], "digest": manifest["digest"], "instance": instance}
+        return {**self.loaded, "experts_repacked": self.model.num_hidden_layers}
+
+    def read(self, folder):
+        """Take the weights of a folder."""
         if not self.faults.keeps_old:
             wanted = transformer.abstract_params(self.model)
             mesh = single_device_mesh()
@@ -105,8 +113,6 @@ class Fake:
             self.params = read_params(Path(folder), self.model, jax.tree.map(place, wanted))
         if self.faults.exchanges_experts:
             self.params = exchange_experts(self.params)
-        self.loaded = {"version": manifest["version"], "digest": manifest["digest"], "instance": instance}
-        return {**self.loaded, "experts_repacked": self.model.num_hidden_layers}
 
     def gspax_state(self):
         model = self.model
@@ -131,23 +137,29 @@ class Fake:
         if body.get("prompt_logprobs") is not None:
             entry = lambda t: {str(prompt[t]): {"logprob": float(logps[t - 1, prompt[t]]), "rank": 1}}  # noqa: E731
             choice["prompt_logprobs"] = [None, *map(entry, range(1, len(prompt)))]
-        rng, tokens, chosen, reason = np.random.default_rng(body.get("seed", 0)), [], [], "length"
-        for _ in range(1 if self.faults.stops_early else body["max_tokens"]):
-            logps, experts = forward(self.params, self.model, prompt + tokens)
-            scaled = logps[-1] / (body["temperature"] or 1.0) ** self.faults.temperatures
-            scaled = scaled - np.log(np.exp(scaled).sum())
-            noise = rng.gumbel(size=scaled.shape) if body["temperature"] else 0.0
-            tokens.append(int(np.argmax(scaled + noise)))
-            chosen.append(float(scaled[tokens[-1]]))
-            if tokens[-1] in body.get("stop_token_ids", ()):
-                reason, choice["stop_reason"] = "stop", tokens[-1]
-                break
+        settings = body["max_tokens"], body["temperature"], body.get("seed", 0), body.get("stop_token_ids", ())
+        tokens, chosen, reason, experts = self.sample(prompt, *settings)
+        choice["stop_reason"] = tokens[-1] if reason == "stop" else None
         choice |= {"token_ids": tokens, "finish_reason": reason, "logprobs": {"token_logprobs": chosen}}
         if experts is not None:
             file = io.BytesIO()
             np.save(file, experts.astype(np.uint8))
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         return {"id": "cmpl-1", "object": "text_completion", "model": vllm.NAME, "choices": [choice]}
+
+    def sample(self, prompt, most, temperature, seed, stops):
+        """The tokens after a prompt, their log-probs, why they end, and the experts of all tokens but the last."""
+        rng, tokens, chosen = np.random.default_rng(seed), [], []
+        for _ in range(1 if self.faults.stops_early else most):
+            logps, experts = forward(self.params, self.model, prompt + tokens)
+            scaled = logps[-1] / (temperature or 1.0) ** self.faults.temperatures
+            scaled = scaled - np.log(np.exp(scaled).sum())
+            noise = rng.gumbel(size=scaled.shape) if temperature else 0.0
+            tokens.append(int(np.argmax(scaled + noise)))
+            chosen.append(float(scaled[tokens[-1]]))
+            if tokens[-1] in stops:
+                return tokens, chosen, "stop", experts
+        return tokens, chosen, "length", experts
 
 
 def flip_byte(file):
@@ -200,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         while faults.hangs:
             time.sleep(0.01)
-        if path == "/v1/completions":
+        if path == fake.path:
             time.sleep(faults.delay)
             fake.completions += 1
             if faults.restart_after and fake.completions > faults.restart_after:
@@ -225,9 +237,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(model, **settings):
+def serve(model, kind=Fake, **settings):
     """A fake in a thread of this process."""
-    fake = Fake(model, **settings)
+    fake = kind(model, **settings)
     fake.start()
     with local_server.serve(_Handler, fake.port, fake=fake) as server:
         fake.port = server.server_port

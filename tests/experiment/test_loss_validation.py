@@ -7,7 +7,16 @@ import pytest
 from small_experiment import experiment
 
 from gspax import advantages, losses
-from gspax.config import AdaptiveEntropy, Calibration, CovarianceKL, Placement, Reference, Regularizers, RouterShift
+from gspax.config import (
+    AdaptiveEntropy,
+    Calibration,
+    CovarianceKL,
+    Engine,
+    Placement,
+    Reference,
+    Regularizers,
+    RouterShift,
+)
 from gspax.experiment import override, validate, warnings
 from gspax.losses import correction, kl, selection
 
@@ -106,7 +115,11 @@ WRONG = [
     ),
     (
         {"old_logp": "interpolated"},
-        "old_logp: wanted placement.staleness above 0 with interpolated, which needs tokens of older weights, got",
+        "old_logp: wanted placement.staleness or engine.staleness above 0 with interpolated, which needs tokens",
+    ),
+    (
+        {"old_logp": "interpolated", "engine": Engine()},
+        "old_logp: wanted placement.staleness or engine.staleness above",
     ),
     (
         {"old_logp": "interpolated", "loss": losses.dis, "placement": STALE},
@@ -133,6 +146,7 @@ WRONG = [
 RIGHT = [
     {"loss": losses.importance_sampling, "regularizers": Regularizers(kl_cov=CovarianceKL()), "schedule": PACKED},
     TOP | {"correction": correction.truncate_tokens, "schedule": PACKED},
+    {"old_logp": "interpolated", "engine": Engine(staleness=1)},
     {"old_logp": "interpolated", "placement": STALE, "correction": correction.truncate_geometric},
     {"correction": partial(correction.product, factors=(correction.truncate_geometric, KEEP)), "schedule": PACKED},
     {"loss": partial(losses.dppo_tv, threshold=0.2), "regularizers": Regularizers(log_ratio_square=1e-3)} | UNSCORED,

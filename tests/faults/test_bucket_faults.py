@@ -174,11 +174,11 @@ def test_a_second_run_is_refused(place, injected):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_share_a_bucket_and_one_is_killed_in_a_save(count, place, injected):
-    """The others end, and the same command continues from the checkpoint before."""
+@pytest.mark.parametrize(("count", "mesh"), [(2, ()), (4, ()), (4, ("mesh.slice=2", "mesh.data=2"))])
+def test_processes_share_a_bucket_and_one_is_killed_in_a_save(count, mesh, place, injected):
+    """The others end, and the same command continues from the checkpoint before; also with two slices."""
     steps, reference = 8, place.folder / "reference"
-    for each in start(reference, count, steps):
+    for each in start(reference, count, steps, *mesh):
         assert each.wait(PATIENCE) == 0, each.text()
     processes, killed = [], []
 
@@ -189,10 +189,10 @@ def test_processes_share_a_bucket_and_one_is_killed_in_a_save(count, place, inje
 
     place.server.faults = fault
     settings = {"url": place.url, "env": place.server.env}
-    processes += start(place.folder / "run", count, steps, **settings)
+    processes += start(place.folder / "run", count, steps, *mesh, **settings)
     assert [each.wait(PATIENCE) for each in processes] == [1] * (count - 1) + [-9], processes[0].text()
     assert finished_steps(place.path / "checkpoints") == [2]
-    for each in start(place.folder / "run", count, steps, **settings):
+    for each in start(place.folder / "run", count, steps, *mesh, **settings):
         assert each.wait(PATIENCE) == 0 and "Traceback" not in each.text(), each.text()
     assert runs.differences(place.copy("copy"), reference, steps) == []
-    injected[f"bucket: one of {count} processes killed in a save"] += 1
+    injected[f"bucket: one of {count} processes{' in two slices' if mesh else ''} killed in a save"] += 1

@@ -14,14 +14,15 @@ NOTICED = 15.0  # seconds until all other processes must have ended
 PATIENCE = 1500.0  # seconds for a run, on a busy machine
 
 
-def start(workdir, count, steps, **settings):
-    """All processes of the run in `workdir`, on this machine; the settings are those of `runs.start`."""
+def start(workdir, count, steps, *overrides, **settings):
+    """All processes of the run in `workdir`, on this machine; the rest goes to `runs.start`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     return [
         runs.start(
             workdir,
             *("--coordinator", address, "--processes", str(count), "--process", str(index)),
+            *overrides,
             steps=steps,
             log=f"{workdir.name}_{index}",
             **settings,

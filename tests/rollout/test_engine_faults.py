@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import fake_sglang
 import fake_vllm
 import jax
 import numpy as np
@@ -40,7 +41,8 @@ def here(tmp_path, monkeypatch):
 
 def served(*fakes, timeout=30.0, **changes):
     """The small experiment with these servers."""
-    settings = Engine(folder="weights", addresses=tuple(fake.address for fake in fakes), timeout=timeout, probes=2)
+    addresses = tuple(fake.address for fake in fakes)
+    settings = Engine(server=fakes[0].program, folder="weights", addresses=addresses, timeout=timeout, probes=2)
     return replace(experiment, warm_start=None, engine=settings, **changes)
 
 
@@ -165,8 +167,9 @@ def test_no_sample_is_lost_when_a_server_restarts(here):
         assert len(loads) == 2 and loads[0][0] == loads[1][0]
 
 
-def test_a_server_that_restarted_between_two_steps_gets_the_weights_again(here):
-    with fake_vllm.serve(experiment.model) as fake:
+@pytest.mark.parametrize("kind", [fake_vllm.Fake, fake_sglang.FakeSGLang])
+def test_a_server_that_restarted_between_two_steps_gets_the_weights_again(kind, here):
+    with fake_vllm.serve(experiment.model, kind) as fake:
         runtime, state, pushed = push_first(served(fake), 5)
         undisturbed = sample(runtime, state, pushed)
         fake.start()
@@ -262,11 +265,12 @@ def test_a_run_whose_server_died_resumes_bit_for_bit(here):
     assert rows == others and len(rows) == 7
 
 
-def test_staleness_1_samples_while_the_learner_updates(here):
+@pytest.mark.parametrize("old_logp", ["learner", "interpolated"])
+def test_staleness_1_samples_while_the_learner_updates(old_logp, here):
     """The second rollout is of the first parameters; none is asked for past a checkpoint, and evaluations wait."""
     with fake_vllm.serve(experiment.model) as fake:
         settings = served(fake, schedule=replace(experiment.schedule, checkpoint_every=3, eval_every=1))
-        settings = replace(settings, engine=replace(settings.engine, staleness=1))
+        settings = replace(settings, engine=replace(settings.engine, staleness=1), old_logp=old_logp)
         loop.train(settings, here / "whole")
         _, rows = final(RunDir(here / "whole"), settings)
         ages = [row["rollout/staleness"] for row in rows if "rollout/staleness" in row]

@@ -1,7 +1,8 @@
-"""Engines: the sampler of this process and vLLM's HTTP, by a fake server, behind one contract."""
+"""Engines: the sampler of this process, and the HTTP of vLLM and SGLang, by fake servers, behind one contract."""
 
 from dataclasses import replace
 
+import fake_sglang
 import fake_vllm
 import jax
 import numpy as np
@@ -19,16 +20,21 @@ from gspax.training.step import run_step
 FOLDER = "weights"
 
 
+KINDS = {"vllm": fake_vllm.Fake, "sglang": fake_sglang.FakeSGLang}
+both = pytest.mark.parametrize("fake", KINDS, indirect=True)
+
+
 @pytest.fixture
-def fake(tmp_path, monkeypatch):
+def fake(request, tmp_path, monkeypatch):
+    """A vLLM server, or the one that a test asks for."""
     monkeypatch.chdir(tmp_path)
-    with fake_vllm.serve(experiment.model) as server:
+    with fake_vllm.serve(experiment.model, KINDS[getattr(request, "param", "vllm")]) as server:
         yield server
 
 
 def served(fake, **changes):
     """The small experiment with this server."""
-    settings = Engine(folder=FOLDER, addresses=(fake.address,), timeout=30.0, probes=2)
+    settings = Engine(server=fake.program, folder=FOLDER, addresses=(fake.address,), timeout=30.0, probes=2)
     return replace(experiment, warm_start=None, engine=settings, **changes)
 
 
@@ -36,6 +42,7 @@ def fresh(runtime, seed=0):
     return init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(seed), runtime.mesh)
 
 
+@both
 def test_a_server_scores_what_the_sampler_of_this_process_scores(fake):
     runtime = make_runtime(served(fake))
     state, own = fresh(runtime), make_runtime(replace(experiment, warm_start=None)).engine
@@ -50,6 +57,7 @@ def test_a_server_scores_what_the_sampler_of_this_process_scores(fake):
         np.testing.assert_allclose(scores, logps[np.arange(len(row) - 1), row[1:]], atol=2e-6)
 
 
+@both
 def test_a_step_trains_on_what_a_server_has_sampled(fake):
     runtime = make_runtime(served(fake))
     state = fresh(runtime)
@@ -61,6 +69,7 @@ def test_a_step_trains_on_what_a_server_has_sampled(fake):
     assert len(result.samples.completions) == 32 and np.isfinite(metrics["optim/grad_norm"])
 
 
+@both
 def test_a_rollout_is_what_the_server_answered(fake):
     runtime = make_runtime(served(fake, routing_replay="sampler"))
     state = fresh(runtime)
@@ -82,6 +91,7 @@ def test_a_rollout_is_what_the_server_answered(fake):
         assert rollout.finished_B[row] or count == 4
 
 
+@both
 def test_equal_keys_give_equal_samples(fake):
     """A resumed run samples what the uninterrupted one did, in whatever order its requests are answered."""
     runtime = make_runtime(served(fake))
@@ -103,28 +113,48 @@ def refuses(runtime, state, *words):
 
 
 @pytest.mark.parametrize(
-    ("faults", "words"),
+    ("fake", "faults", "words"),
     [
-        ({"exchanges_experts": True}, ("does not compute what the learner trained", "tokens that it was given")),
-        ({"keeps_old": True}, ("does not compute what the learner trained", "nothing was sampled")),
-        ({"stays_at": {"version": 4, "digest": "old", "instance": "old"}}, ("wanted version 0", "it still has 4")),
-        ({"state": {"vocab_size": 11}}, ("wanted the run's model, vocab_size 12, got 11",)),
-        ({"state": {"max_tokens": 7}}, ("wanted a context of 9 tokens", "got 7")),
-        ({"state": {"dtype": "bfloat16"}}, ("wanted float32 (model.dtype), got bfloat16",)),
-        ({"state": {"logprobs_mode": "raw_logprobs"}}, ("wanted --logprobs-mode processed_logprobs",)),
-        ({"truncates": 3}, ("wanted the prompt that was sent", "truncated or tokenized again")),
-        ({"stops_early": True}, ("its context is shorter than prompt and completion",)),
+        (
+            "vllm",
+            {"exchanges_experts": True},
+            ("does not compute what the learner trained", "tokens that it was given"),
+        ),
+        ("vllm", {"keeps_old": True}, ("does not compute what the learner trained", "nothing was sampled")),
+        (
+            "vllm",
+            {"stays_at": {"version": 4, "digest": "old", "instance": "old"}},
+            ("wanted version 0", "it still has 4"),
+        ),
+        ("vllm", {"state": {"vocab_size": 11}}, ("wanted the run's model, vocab_size 12, got 11",)),
+        ("vllm", {"state": {"max_tokens": 7}}, ("wanted a context of 9 tokens", "got 7")),
+        ("vllm", {"state": {"dtype": "bfloat16"}}, ("wanted float32 (model.dtype), got bfloat16",)),
+        ("vllm", {"state": {"logprobs_mode": "raw_logprobs"}}, ("wanted --logprobs-mode processed_logprobs",)),
+        ("vllm", {"truncates": 3}, ("wanted the prompt that was sent", "truncated or tokenized again")),
+        ("vllm", {"stops_early": True}, ("its context is shorter than prompt and completion",)),
+        ("sglang", {"exchanges_experts": True}, ("does not compute what the learner trained", "that it was given")),
+        ("sglang", {"keeps_old": True}, ("does not compute what the learner trained", "nothing was sampled")),
+        ("sglang", {"flips_byte": True}, ("does not compute what the learner trained",)),
+        ("sglang", {"stays_at": "gspax 4 old old"}, ("wanted version 0", "it still has 4")),
+        ("sglang", {"stays_at": "default"}, ("wanted version 0", "it still has None")),
+        ("sglang", {"state": {"context_length": 7}}, ("wanted a context of 9 tokens", "got 7")),
+        ("sglang", {"state": {"dtype": "bfloat16"}}, ("wanted float32 (model.dtype), got bfloat16",)),
+        ("sglang", {"truncates": 3}, ("wanted the prompt that was sent", "truncated or tokenized again")),
+        ("sglang", {"stops_early": True}, ("its context is shorter than prompt and completion",)),
     ],
+    indirect=["fake"],
 )
 def test_a_wrong_server_is_refused_before_it_samples(fake, faults, words):
     for name, value in faults.items():
         setattr(fake.faults, name, value)
     runtime = make_runtime(served(fake))
     refuses(runtime, fresh(runtime), *words)
-    asked = [body for path, body in fake.seen if path == "/v1/completions" and body.get("stop_token_ids")]
+    bodies = [body.get("sampling_params", body) for path, body in fake.seen if path == fake.path]
+    asked = [body for body in bodies if body.get("stop_token_ids")]
     assert not asked, "nothing was sampled for the run"
 
 
+@both
 def test_a_temperature_that_is_applied_twice_is_refused(fake):
     hot = served(fake, sampling=replace(experiment.sampling, temperature=0.5))
     runtime = make_runtime(hot)

@@ -1,4 +1,4 @@
-"""`gspax serve-command`: the command that starts a vLLM server for an experiment with `engine`."""
+"""`gspax serve-command`: the command that starts a server for an experiment with `engine`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from gspax.run.folders import write_atomically
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "serve-command",
-        "Print the command that starts a vLLM server for an experiment, for the first of engine.addresses, and write "
-        "the model's config.json, which the server reads, into engine.folder. Run it where vLLM is installed.",
+        "Print the command that starts a vLLM or SGLang server for an experiment, for the first of engine.addresses, "
+        "and write the model's config.json, which the server reads, into engine.folder. Run the printed command in the "
+        "environment of vLLM or SGLang.",
         "gspax serve-command experiments/sort_gspo.py engine=gspax.config.Engine",
     )
     add_experiment(parser)
-    parser.add_argument("--cpu", action="store_true", help="for vLLM's CPU build")
+    parser.add_argument("--cpu", action="store_true", help="for a server without a GPU, such as vLLM's CPU build")
     return parser
 
 
@@ -28,7 +29,7 @@ def execute(options: argparse.Namespace) -> int:
     if (engine := experiment.engine) is None:
         raise UserError("engine: wanted an Engine for `gspax serve-command` (engine=gspax.config.Engine), got None")
     from gspax.hf import config_json
-    from gspax.rollout.engines import vllm
+    from gspax.rollout.engines import sglang, vllm
     from gspax.rollout.engines.remote import context_length
 
     model, folder = experiment.model, Path(engine.folder).absolute() / "model"
@@ -37,5 +38,6 @@ def execute(options: argparse.Namespace) -> int:
     write_atomically(folder / "config.json", json.dumps(content, indent=2) + "\n")
     length = context_length(experiment.sampling, experiment.evaluation)
     experts = experiment.routing_replay == "sampler"
-    print(vllm.command(folder, model, length, engine.addresses[0], experts=experts, cpu=options.cpu))
+    program = sglang if engine.server == "sglang" else vllm
+    print(program.command(folder, model, length, engine.addresses[0], experts=experts, cpu=options.cpu))
     return 0

@@ -413,11 +413,12 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """vLLM servers that sample instead of this process's devices (`gspax.rollout.engines`).
+    """vLLM or SGLang servers that sample instead of this process's devices (`gspax.rollout.engines`).
 
     Each gets the whole policy after every step, through files in a folder that it shares with the run.
     """
 
+    server: Literal["vllm", "sglang"] = "vllm"  # the program that runs at all addresses
     # Of the weights, on a file system that the run and every server see; relative to the working directory of the run
     folder: Annotated[str, NOT_EMPTY] = "engine_weights"
     addresses: Annotated[tuple[str, ...], NOT_EMPTY] = ("http://127.0.0.1:8000",)

@@ -68,6 +68,7 @@ RESUMABLE = (
     "grading.max_failed",
     "grading.timeout",
     "grading.concurrency",
+    "engine.server",
     "engine.addresses",
     "engine.folder",
     "engine.requests",

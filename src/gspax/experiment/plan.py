@@ -165,8 +165,9 @@ def _explain_sampler(plan: Plan) -> list[str]:
         of_its_own = " of its own" if experiment.placement is not None else ""
         reasons = _explain_sampler_mesh(plan.sampler_mesh, experiment.model)
         return [f"Sampler     {_axes(plan.sampler_mesh)}{of_its_own}", *(f"            {reason}" for reason in reasons)]
+    program = "SGLang" if engine.server == "sglang" else "vLLM"
     return [
-        f"Sampler     vLLM at {', '.join(engine.addresses)} (`gspax serve-command` prints how to start it)",
+        f"Sampler     {program} at {', '.join(engine.addresses)} (`gspax serve-command` prints how to start it)",
         f"Each push   {_bytes(plan.push)} of {experiment.model.dtype} weights in {engine.folder}, two versions at most",
     ]
 

@@ -48,7 +48,7 @@ def is_address(address: str) -> bool:
 
 def engine_warnings(engine: Engine | None, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
     """Settings of the sampler in this process, which servers do not read, and a model that vLLM has no kernel for."""
-    if engine is not None and model.head_dim not in HEAD_DIMS:
+    if engine is not None and engine.server == "vllm" and model.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         yield f"model.head_dim={model.head_dim}: vLLM on a CPU wants one of {known}, and ends at the first prompt"
     for name in IN_PROCESS if engine is not None else ():

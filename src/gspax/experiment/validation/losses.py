@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from gspax.config import (
     Calibration,
+    Engine,
     ModelConfig,
     OldLogp,
     Placement,
@@ -109,13 +110,13 @@ def router_problems(
 
 
 def old_policy_problems(
-    loss: Loss, schedule: Schedule, old_logp: OldLogp, placement: Placement | None
+    loss: Loss, schedule: Schedule, old_logp: OldLogp, sampler: Placement | Engine | None
 ) -> Iterator[str]:
     """Old log-probs are interpolated by the age of tokens; a loss without an old policy takes none and one pass."""
-    if old_logp == "interpolated" and not (placement is not None and placement.staleness):
+    if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
         yield (
-            "old_logp: wanted placement.staleness above 0 with interpolated, which needs tokens of older weights, got "
-            f"{'no placement' if placement is None else 0}"
+            "old_logp: wanted placement.staleness or engine.staleness above 0 with interpolated, which needs tokens of "
+            f"older weights, got {'no placement' if sampler is None else 0}"
         )
     if traits_of(loss).old_logp != "sampler":
         return

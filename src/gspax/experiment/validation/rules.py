@@ -114,7 +114,7 @@ def validate(
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
         lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
         lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
-        lambda: old_policy_problems(e.loss, e.schedule, e.old_logp, e.placement),
+        lambda: old_policy_problems(e.loss, e.schedule, e.old_logp, e.engine or e.placement),
         lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
         lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),

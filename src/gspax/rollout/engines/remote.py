@@ -25,6 +25,7 @@ from gspax.rollout.engines.push import LOOK, Pushed, Pusher, on_primary, wait
 from gspax.rollout.engines.rows import Row
 from gspax.rollout.engines.server import Ask, Server
 from gspax.rollout.engines.servers import Given, Servers
+from gspax.rollout.engines.sglang import SGLang
 from gspax.rollout.engines.vllm import VLLM
 from gspax.rollout.episodes import RowsOnHost, answer, set_finished
 from gspax.rollout.grading import Started
@@ -178,7 +179,8 @@ def connect(
     Raises:
       UserError: an address is none.
     """
-    servers = [VLLM(address, model, settings.timeout) for address in settings.addresses]
+    program = SGLang if settings.server == "sglang" else VLLM
+    servers = [program(address, model, settings.timeout) for address in settings.addresses]
     length = context_length(sampling, evaluation)
     return Remote(
         Pusher(settings, model, sampling, length=length, keep_experts=keep_experts, mesh=mesh, servers=servers)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from gspax.config import ModelConfig, Sampling, sparse_numbers
-from gspax.rollout.engines.client import RefusedError
+from gspax.rollout.engines.client import Client, RefusedError
 from gspax.rollout.engines.contract import Served
 from gspax.rollout.engines.weights import Written
 
@@ -64,6 +64,29 @@ class Server(Protocol):
 
     def close(self) -> None:
         """End all requests that other threads wait for."""
+
+
+class Endpoint:
+    """What all servers share: an address that is called, and the model that the server must have."""
+
+    def __init__(self, address: str, model: ModelConfig, timeout: float) -> None:
+        self._client, self._model = Client(address, timeout), model
+
+    @property
+    def address(self) -> str:
+        """http://HOST:PORT."""
+        return self._client.address
+
+    def close(self) -> None:
+        """End all requests."""
+        self._client.close()
+
+
+def truncated(sent: int, got: int, where: str) -> RefusedError:
+    """The error of a server that has read another prompt than it was sent."""
+    return RefusedError(
+        f"{where}: wanted the prompt that was sent, {sent} tokens, got {got}: it was truncated or tokenized again"
+    )
 
 
 def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:

@@ -16,25 +16,17 @@ from typing import Any
 import numpy as np
 
 from gspax.config import ModelConfig
-from gspax.rollout.engines.client import BrokenError, Client, RefusedError
+from gspax.rollout.engines.client import BrokenError, RefusedError
 from gspax.rollout.engines.contract import Served
-from gspax.rollout.engines.server import Answer, Ask, check_answer, read_experts
+from gspax.rollout.engines.server import Answer, Ask, Endpoint, check_answer, read_experts, truncated
 from gspax.rollout.engines.weights import Written
 
 NAME = "gspax"  # of the served model
 WORKER = Path(__file__).parent / "vllm_worker"
 
 
-class VLLM:
+class VLLM(Endpoint):
     """A server that was started with `command`."""
-
-    def __init__(self, address: str, model: ModelConfig, timeout: float) -> None:
-        self._client, self._model = Client(address, timeout), model
-
-    @property
-    def address(self) -> str:
-        """http://HOST:PORT."""
-        return self._client.address
 
     def sample(self, ask: Ask) -> Answer:
         """POST /v1/completions."""
@@ -74,10 +66,7 @@ class VLLM:
         except (KeyError, IndexError, TypeError):
             raise RefusedError(f"{self.address}/v1/completions: wanted a choice with prompt_token_ids") from None
         if prompt != list(tokens):
-            raise RefusedError(
-                f"{self.address}/v1/completions: wanted the prompt that was sent, {len(tokens)} tokens, got "
-                f"{len(prompt or ())}: it was truncated or tokenized again"
-            )
+            raise truncated(len(tokens), len(prompt or ()), f"{self.address}/v1/completions")
         return dict(choice)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
@@ -142,10 +131,6 @@ class VLLM:
         if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
             raise RefusedError(f"{self.address}: wanted the answers of its workers, got {str(answer)[:200]}")
         return results
-
-    def close(self) -> None:
-        """End all requests."""
-        self._client.close()
 
 
 def command(model_folder: Path, model: ModelConfig, length: int, address: str, *, experts: bool, cpu: bool) -> str:
