@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 import gspax
+from gspax.run.directory import RunDir
 
 ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "docker" / "cpu.Dockerfile"
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first_run.ipynb"
 
 
 def copy(sources, target):
@@ -91,3 +93,41 @@ def test_the_cpu_image_shows_a_dry_run_and_trains(container):
     small = ["warm_start.steps=2", "schedule.steps=2", "evaluation.problems=16"]
     start(container, *usage.split(), *small)
     assert (container[0] / "runs" / "sort_gspo" / "report.html").is_file()
+
+
+def cells(kind):
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def test_the_notebook_trains_plots_and_reads_samples(tmp_path, monkeypatch, capsys):
+    """Its cells one after the other, as a kernel runs them, with fewer steps."""
+    import matplotlib.pyplot as plt
+
+    shown = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()))
+    plt.switch_backend("agg")
+    namespace = {"__name__": "__main__"}
+    for cell in cells("code"):
+        source = "".join(cell["source"]).replace("STEPS = 150", "STEPS = 6")
+        exec(compile(source, cell["id"], "exec"), namespace)
+    (figure,) = shown
+    drawn = {axis.get_title(loc="left"): {len(line.get_xdata()) for line in axis.lines} for axis in figure.axes}
+    assert drawn == {"Reward": {6}, "Held-out reward": {2}, "Entropy": {6}, "Clipped": {6}}
+    out = capsys.readouterr().out
+    table = out[out.index("prompt    answer") :].splitlines()
+    assert all(re.fullmatch(r"\d+= +\d+ +\S* \([01]\) +\S* \([01]\)", line) for line in table[1:11])
+    assert "eval/reward" in table[11] and RunDir(tmp_path / "runs" / "first_run").metrics.exists()
+    plt.close(figure)
+
+
+def test_the_notebook_opens_in_colab_and_holds_no_output():
+    """Its badge links to its own path; outputs would go stale."""
+    path = NOTEBOOK.relative_to(ROOT).as_posix()
+    assert f"https://colab.research.google.com/github/OWNER/gspax/blob/main/{path})" in "".join(
+        cells("markdown")[0]["source"]
+    )
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
