@@ -48,7 +48,7 @@ def called(monkeypatch):
 def failing(monkeypatch, problem, *overrides):
     """A `gspax.training.loop` whose `train` raises."""
 
-    def train(experiment, workdir):
+    def train(experiment, workdir, report_to):
         raise problem
 
     module = ModuleType("gspax.training.loop")

@@ -453,7 +453,7 @@ def test_a_run_killed_between_the_file_and_its_parts_has_each_line_once(bucket):
 
 
 def test_tensorboard_files_are_copied_and_rotated(bucket, monkeypatch):
-    from gspax.run import tensorboard
+    from gspax.run.trackers import tensorboard
 
     monkeypatch.setattr(tensorboard, "PART", 300)
     monkeypatch.setattr(tensorboard, "FLUSH", -1.0)

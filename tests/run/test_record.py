@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax.run import tensorboard
 from gspax.run.directory import RunDir
 from gspax.run.record import Recorder, read_metrics, read_rows
+from gspax.run.trackers import tensorboard
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_scalars_do_not_import_pytorch():
     pytest.importorskip("torch")
     code = (
         "import sys; import gspax.run.record; assert 'tensorboardX' not in sys.modules; "
-        "import gspax.run.tensorboard; assert 'torch' not in sys.modules; import torch"
+        "import gspax.run.trackers.tensorboard; assert 'torch' not in sys.modules; import torch"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -204,7 +204,7 @@ def read_events(path, kind):
 
 
 def test_without_tensorboardx_a_notice_is_printed_once(run, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "gspax.run.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "gspax.run.trackers.tensorboard", None)
     fill(run, [1, 2])
     assert steps(run) == [1, 2]
     assert capsys.readouterr().err.count("tensorboardX") == 1

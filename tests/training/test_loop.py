@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 import small_experiment
+from fake_trackers import install
 
 from gspax import config, losses
 from gspax.config import RowShape
@@ -38,9 +40,10 @@ from gspax.rollout.completion import Samples
 from gspax.rollout.engines import in_process
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, make_runtime
-from gspax.run import interrupt, manifest, progress, record, tensorboard
+from gspax.run import interrupt, manifest, progress, record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
+from gspax.run.trackers import tensorboard
 from gspax.sampler import placement
 from gspax.training import guard, loop, warm_start
 from gspax.training.in_flight import InFlight
@@ -614,6 +617,29 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
     monkeypatch.setattr(guard, "save_checkpoint", save)
     loop.train(replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None), run.path)
     assert written == [True] * 3
+
+
+def test_trackers_get_every_step_of_a_run_and_a_resumed_one_continues(monkeypatch, tmp_path):
+    runs, experiment = install(monkeypatch, "wandb"), replace(with_schedule(eval_every=0), warm_start=None)
+
+    def run_step(runtime, state, reference, in_flight, teacher=None):
+        state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
+        return StepResult(state, {"step_of_state": float(state.step)}, Samples([], np.zeros(0, np.float32)))
+
+    def write(workdir):
+        (workdir / "report.html").write_text("a report")
+        return workdir / "report.html"
+
+    monkeypatch.setattr(loop, "run_step", run_step)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(loop, "run_page", SimpleNamespace(write=write))
+    for steps in (2, 3):
+        changed = replace(experiment, schedule=replace(experiment.schedule, steps=steps, checkpoint_every=1))
+        loop.train(changed, tmp_path / "run", ("wandb",))
+    (record,) = runs.values()
+    assert [step for step, _ in record.rows] == [1, 2, 3] and record.rows[0][1]["step_of_state"] == 2.0
+    assert (record.attempts, record.report, record.config["schedule.steps"]) == (2, "a report", 3)
+    assert not RunDir(tmp_path / "run").tensorboard.exists()
 
 
 def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, runtime, monkeypatch, tmp_path):

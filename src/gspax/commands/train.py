@@ -28,12 +28,22 @@ def make_parser() -> Parser:
     )
     add_experiment(parser)
     add_dry_run(parser)
+    parser.add_argument(
+        "--report-to",
+        type=lambda text: tuple(filter(None, text.replace("none", "").split(","))),
+        default=("tensorboard",),
+        metavar="A,B",
+        help="trackers: tensorboard, wandb, trackio, mlflow, several with commas, or none (default: tensorboard)",
+    )
     processes.add_options(parser)
     return parser
 
 
 def execute(options: argparse.Namespace) -> int:
     """Train; process 0 then prints a summary and what to run next, after a divergence `gspax replay`."""
+    from gspax.run import trackers
+
+    trackers.check(options.report_to)
     experiment = load_experiment(options)
     if options.dry_run:
         return 0
@@ -42,7 +52,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.training.loop import train
 
     try:
-        train(experiment, options.workdir)
+        train(experiment, options.workdir, options.report_to)
     except DivergedError as problem:
         dump = options.workdir / "dumps" / f"step_{problem.step:06d}"
         if is_primary and dump.exists():

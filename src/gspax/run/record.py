@@ -23,10 +23,11 @@ from gspax.run.buckets import is_bucket
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
 from gspax.run.growing import merge_parts, open_growing, read_growing
+from gspax.run.trackers import Trackers
 from gspax.types import JsonObject
 
 if TYPE_CHECKING:
-    from gspax.run.tensorboard import Scalars
+    from gspax.run.trackers.tensorboard import Tracker
 
 T = TypeVar("T")
 
@@ -34,11 +35,14 @@ T = TypeVar("T")
 class Recorder:
     """The open log files of a run, a context manager. Of several processes only process 0 writes."""
 
-    def __init__(self, run: RunDir, resume_step: int) -> None:
-        """Open the logs and drop what was recorded after `resume_step`, the restored step; 0 drops everything."""
-        self._run = run
+    def __init__(self, run: RunDir, resume_step: int, trackers: Trackers | None = None) -> None:
+        """Open the logs and drop what was recorded after `resume_step`, the restored step; 0 drops everything.
+
+        `trackers` get the metrics too; TensorBoard's event files are written unless they leave it out.
+        """
+        self._run, self._trackers = run, trackers
         self._writes = jax.process_index() == 0
-        self._tensorboard: Scalars | None = None
+        self._tensorboard: Tracker | None = None
         self._failing: set[Path] = set()
         self._kept: list[dict[str, float]] = []
         self._traffic = objects.measure_traffic() if is_bucket(run.path) else None
@@ -48,7 +52,8 @@ class Recorder:
         first = resume_step + 1 if resume_step else 0
         self._kept = _drop_from(run, first)
         self._file = open_growing(run.metrics)
-        self._tensorboard = _open_scalars(run.tensorboard, first)
+        if trackers is None or "tensorboard" in trackers.names:
+            self._tensorboard = _open_scalars(run.tensorboard, first)
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +65,7 @@ class Recorder:
             self._file.close()
         if self._tensorboard is not None:
             with self._warned(self._run.tensorboard):
-                self._tensorboard.close()
+                self._tensorboard.finish(None)
 
     def has(self, step: int, name: str) -> bool:
         """Whether a metric of a step was recorded before this process. Collective."""
@@ -75,7 +80,9 @@ class Recorder:
             self._file.write(to_line({"step": step, **numbers}).encode())
         if self._tensorboard is not None:
             with self._warned(self._run.tensorboard):
-                self._tensorboard.write(step, numbers)
+                self._tensorboard.log(numbers, step)
+        if self._trackers is not None:
+            self._trackers.log(numbers, step)
 
     def measure_traffic(self) -> dict[str, float]:
         """The requests of this process to buckets since the last call, as metrics; none of a local run."""
@@ -177,14 +184,14 @@ def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
         warn(f"{path}: {lines} not JSON and skipped{more}")
 
 
-def _open_scalars(folder: Path, first: int) -> Scalars | None:
+def _open_scalars(folder: Path, first: int) -> Tracker | None:
     """TensorBoard's scalars, imported for a run that writes them only; None without tensorboardX."""
     try:
-        from gspax.run.tensorboard import Scalars
+        from gspax.run.trackers.tensorboard import Tracker
     except ImportError:
         warn("tensorboardX is not installed: metrics go to metrics.jsonl only")
         return None
-    return Scalars(folder, first)
+    return Tracker(folder, first)
 
 
 def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from gspax.run.compilation import Compilations, count_compilations
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
+from gspax.run.trackers import Trackers
 from gspax.training.guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
@@ -47,8 +48,11 @@ from gspax.training.warm_start import warm_start
 from gspax.types import TrainState
 
 
-def train(experiment: Experiment, workdir: Path) -> None:
+def train(experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("tensorboard",)) -> None:
     """Run or resume the experiment in `workdir`, and write its report.
+
+    Args:
+      report_to: the trackers that get the metrics (`run.trackers.NAMES`).
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
@@ -58,28 +62,33 @@ def train(experiment: Experiment, workdir: Path) -> None:
     runtime, keep = make_runtime(experiment), experiment.schedule.keep_checkpoints
     check_calls(experiment, multihost.warn_from_primary)
     progress.show_table(plan.overview(plan.plan(experiment, jax.device_count())))
-    with (
-        enter_run(workdir, describe(experiment)) as run,
-        runtime.rewards,
-        runtime.interaction.steps if runtime.interaction else contextlib.nullcontext(),
-        count_compilations() as compiled,
-        interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
-        Checkpoints(run.checkpoints, keep=keep, mesh=runtime.mesh, note=run.newest) as checkpoints,
-    ):
-        while True:
-            try:
-                train_from_newest(runtime, run, checkpoints, compiled)
-                break
-            except DivergedError as problem:
-                if problem.final:
-                    raise
-                go_back(run, checkpoints, problem, experiment.guard)
-    if jax.process_index() == 0:
-        progress.say("writing the report")
-        run_page.write(run.path)
+    with Trackers(report_to) as trackers:
+        with (
+            enter_run(workdir, describe(experiment)) as run,
+            runtime.rewards,
+            runtime.interaction.steps if runtime.interaction else contextlib.nullcontext(),
+            count_compilations() as compiled,
+            interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
+            Checkpoints(run.checkpoints, keep=keep, mesh=runtime.mesh, note=run.newest) as checkpoints,
+        ):
+            if jax.process_index() == 0:
+                trackers.start(run, describe(experiment))
+            while True:
+                try:
+                    train_from_newest(runtime, run, checkpoints, compiled, trackers)
+                    break
+                except DivergedError as problem:
+                    if problem.final:
+                        raise
+                    go_back(run, checkpoints, problem, experiment.guard)
+        if jax.process_index() == 0:
+            progress.say("writing the report")
+            trackers.finish(run_page.write(run.path))
 
 
-def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, compiled: Compilations) -> None:
+def train_from_newest(
+    runtime: Runtime, run: RunDir, checkpoints: Checkpoints, compiled: Compilations, trackers: Trackers
+) -> None:
     """Restore the newest checkpoint, or start, and run the steps that are left.
 
     Raises:
@@ -102,7 +111,7 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
         save_state(checkpoints, recorder, done, state, extra, is_last=is_last)
 
     with (
-        Recorder(run, done) as recorder,
+        Recorder(run, done, trackers) as recorder,
         progress.track(schedule.steps, done, experiment.name, compiled=compiled) as bar,
         interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started else None),
     ):

@@ -30,7 +30,7 @@ FLUSH = 10.0  # seconds between two synchronizations with the disk
 PART = 2**20  # bytes of a file in a bucket
 
 
-class Scalars:
+class Tracker:
     """The event files of a folder; a new one after each that could not be written, whose end may be damaged.
 
     For a bucket they are written to a temporary folder and copied, and a new one begins after `PART` bytes.
@@ -43,10 +43,13 @@ class Scalars:
         self._flushed = 0.0
         self._local = tempfile.TemporaryDirectory() if is_bucket(folder) else None
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the finite numbers of a step. OSError if the disk is full: they are lost."""
+    def start(self, config: Mapping[str, object], name: str, id: str) -> None:
+        """The run directory has the settings, the name, and the report."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the finite metrics of a step. OSError if the disk is full: they are lost."""
         values = [
-            Summary.Value(tag=name, simple_value=number) for name, number in numbers.items() if math.isfinite(number)
+            Summary.Value(tag=name, simple_value=number) for name, number in metrics.items() if math.isfinite(number)
         ]
         try:
             self._writer = self._writer or self._open()
@@ -71,7 +74,7 @@ class Scalars:
             self._writer.close()
             self._writer, self._first = None, following
 
-    def close(self) -> None:
+    def finish(self, report: Path | None) -> None:
         """Write what is buffered. OSError if the disk is full."""
         if self._writer is not None:
             self._writer.close()
