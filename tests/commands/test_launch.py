@@ -171,7 +171,7 @@ def test_a_signal_is_passed_on_and_ends_the_restarts(start, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "wanted one of train, sft, eval, bench and its arguments, got 'nothing'"),
+        ([], "wanted one of train, sft, eval, bench, doctor and its arguments, got 'nothing'"),
         (["report", "w"], "got 'report'"),
         (["--processes", "0", *COMMAND], "wanted an integer of at least 1, got '0'"),
         (["--restarts", "x", *COMMAND], "wanted an integer of at least 0, got 'x'"),

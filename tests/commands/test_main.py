@@ -135,7 +135,7 @@ def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
     ("arguments", "said"),
     [
         (["trian"], "there is no subcommand 'trian'; did you mean 'train'?"),
-        (["xyz"], "there is no subcommand 'xyz'; wanted one of train, sft, eval, bench, compile"),
+        (["xyz"], "there is no subcommand 'xyz'; wanted one of train, sft, eval, bench, doctor, compile"),
         (["train"], "the following arguments are required: FILE"),
         (["train", STUB], "wanted --workdir DIR"),
         (["train", STUB, "--workdir", "w", "--devices", "2"], "--devices is for --dry-run"),

@@ -69,14 +69,19 @@ def table(figures: Sequence[Figure], limits: Limits) -> str:
     return "\n".join(lines)
 
 
-def measure_limits(dtype: str = "float32", size: int = 2048, copied: int = 2**28) -> Limits:
-    """The rates of one large matrix product and of a copy, on all local devices together."""
+def measure_limits(dtype: str = "float32") -> Limits:
+    """The limits of all local devices together."""
+    one, devices = measure_device(dtype), jax.local_device_count()
+    return Limits(matmul_flops=one.matmul_flops * devices, copy_bytes=one.copy_bytes * devices)
+
+
+def measure_device(dtype: str, size: int = 2048, copied: int = 2**28) -> Limits:
+    """The rates of one device in a product of matrices of `size` rows, and in a copy of so many bytes."""
     square, line = jnp.ones((size, size), dtype), jnp.ones(copied // 4, jnp.float32)
     multiply, copy = jax.jit(jnp.matmul), jax.jit(jnp.negative)
-    devices = jax.local_device_count()
     return Limits(
-        matmul_flops=2 * size**3 / min(time_calls(lambda: multiply(square, square), 5))[0] * devices,
-        copy_bytes=2 * copied / min(time_calls(lambda: copy(line), 5))[0] * devices,
+        matmul_flops=2 * size**3 / min(time_calls(lambda: multiply(square, square), 5))[0],
+        copy_bytes=2 * copied / min(time_calls(lambda: copy(line), 5))[0],
     )
 
 

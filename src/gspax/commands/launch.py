@@ -18,7 +18,7 @@ from gspax.commands.processes import LAUNCHER
 from gspax.errors import UserError, warn
 from gspax.parallel.secret import VARIABLE, new_secret
 
-RUNNING = ("train", "sft", "eval", "bench")
+RUNNING = ("train", "sft", "eval", "bench", "doctor")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRAM = (sys.executable, "-m", "gspax")
 POLL = 0.1  # seconds

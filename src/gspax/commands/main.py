@@ -32,6 +32,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "sft": ("FILE --workdir DIR", "run only its supervised warm start"),
     "eval": ("FILE --workdir DIR", "measure a checkpoint on held-out problems"),
     "bench": ("FILE", "measure speed on this machine"),
+    "doctor": ("", "check that gspax computes correctly and fast on these devices"),
     "compile": ("FILE --topology T", "compile without TPU hardware: does it fit, how fast could it be"),
     "chat": ("SOURCE", "talk to the policy of a run, or to a published model"),
     "check": ("DIR", "verify the checkpoints of a run, or a converted one"),
@@ -46,7 +47,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "export": ("--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
     "parity": ("HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
-COMPUTING = ("train", "sft", "eval", "bench", "chat")  # subcommands that use this machine's devices
+COMPUTING = ("train", "sft", "eval", "bench", "doctor", "chat")  # subcommands that use this machine's devices
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # with space the same command may succeed
 IMPOSSIBLE_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 TRAIN_EXTRA = (  # top-level packages of the extra `train`

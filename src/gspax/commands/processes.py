@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -> bool:
+def join(subcommand: str, options: argparse.Namespace, experiment: Experiment | None) -> bool:
     """Join the other processes of this command, if there are any; whether this is the primary process.
 
     Raises:
@@ -71,7 +71,7 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
         "gspax": gspax.__version__,
         "jax": metadata.version("jax"),
         "file": options.file and hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
-        "experiment": describe(experiment),
+        "experiment": experiment and describe(experiment),
     }
     if info is not None:
         own_secret = secret.read_secret(info.host, options.secret_file, os.environ)

@@ -1,4 +1,4 @@
-"""Attention over full rows: against loops, each implementation against XLA, and a mesh against one device."""
+"""Attention over full rows: against the reference, each implementation against XLA, and a mesh against one device."""
 
 import functools
 from functools import partial
@@ -12,6 +12,7 @@ import tiny
 from jax.sharding import Mesh
 from tiny import equations
 
+from gspax.commands.doctor import references
 from gspax.model.kernels import attention
 from gspax.model.kernels.attention import (
     Rows,
@@ -60,18 +61,8 @@ def rows(B=2, T=21, N=4, K=2, H=8, U=None, dtype=jnp.float32):
     return (q, k, v), weight, jnp.asarray(segment_BT, jnp.int32)
 
 
-def loops(q, k, v, segment_BT, window, sinks_N=None):
-    B, T, N, H = q.shape
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros((B, T, N, v.shape[3]))
-    for b, t, n in np.ndindex(B, T, N):
-        seen = [s for s in range(t + 1) if segment_BT[b, s] == segment_BT[b, t] and t - s < window]
-        head = n * k.shape[2] // N
-        score = np.array([q[b, t, n] @ k[b, s, head] for s in seen]) / np.sqrt(H)
-        share = np.exp(score - score.max())
-        whole = share.sum() + (0 if sinks_N is None else np.exp(sinks_N[n] - score.max()))
-        out[b, t, n] = share / whole @ v[b, seen, head]
-    return out
+def by_reference(q, k, v, segment_BT, window, sinks_N=None):
+    return references.attention(q, k, v, references.visible(segment_BT, window), sinks_N=sinks_N)[0]
 
 
 def value_and_gradients(attend, arrays, weight, segment_BT, layer=0, **how):
@@ -97,10 +88,10 @@ def same(got, wanted, dtype=jnp.float32):
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["window", "all"])
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_attention_equals_loops(K, layer):
+def test_attention_equals_the_reference(K, layer):
     (q, k, v), _, segment_BT = rows(K=K)
     got = XLA(q, k, v, segment_BT, layer, windows=WINDOWS)
-    np.testing.assert_allclose(got, loops(q, k, v, np.asarray(segment_BT), WINDOWS[layer]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, by_reference(q, k, v, np.asarray(segment_BT), WINDOWS[layer]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +105,12 @@ def test_attention_equals_loops(K, layer):
     ],
 )
 def test_values_may_be_of_another_width_than_keys(attend, shape, monkeypatch):
-    """Against loops, and the gradients against those of one piece in XLA."""
+    """Against the reference, and the gradients against those of one piece in XLA."""
     monkeypatch.setattr(attention, "BLOCK", 8)
     monkeypatch.setattr(attention, "SCORE_BUDGET", 2 * 4 * shape.get("T", 21) * 5)
     arrays, weight, segment_BT = rows(**shape)
     got = on_tokens(attend, arrays, weight, segment_BT)
-    wanted = loops(*arrays, np.asarray(segment_BT), 2**30)
+    wanted = by_reference(*arrays, np.asarray(segment_BT), 2**30)
     np.testing.assert_allclose(got[0], np.where(segment_BT[:, :, None, None] > 0, wanted, 0), rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(attention, "SCORE_BUDGET", 2**30)
     same(got, on_tokens(XLA, arrays, weight, segment_BT))
@@ -148,13 +139,13 @@ def with_sinks(attend, arrays, weight, segment_BT, **how):
     ],
 )
 def test_a_sink_is_a_score_without_a_value(attend, T, sharding, monkeypatch):
-    """Against loops, and the gradients against those of one piece in XLA."""
+    """Against the reference, and the gradients against those of one piece in XLA."""
     monkeypatch.setattr(attention, "BLOCK", 8)
     monkeypatch.setattr(attention, "SCORE_BUDGET", 2 * 4 * T * 5)
     case = rows(T=T)
     sinks_N, context, grads = with_sinks(attend, *case, windows=WINDOWS, sharding=sharding)
     arrays, _, segment_BT = case
-    wanted = loops(*arrays, np.asarray(segment_BT), WINDOWS[0], np.asarray(sinks_N))
+    wanted = by_reference(*arrays, np.asarray(segment_BT), WINDOWS[0], np.asarray(sinks_N))
     np.testing.assert_allclose(context, np.where(segment_BT[:, :, None, None] > 0, wanted, 0), rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(attention, "SCORE_BUDGET", 2**30)
     same(grads, with_sinks(XLA, *case, windows=WINDOWS)[2])
@@ -168,7 +159,7 @@ def test_sinks_have_the_gradient_of_finite_differences():
     weight = np.where(segment_BT[:, :, None, None] > 0, weight, 0)
 
     def total(sinks_N):
-        return (loops(q, k, v, np.asarray(segment_BT), WINDOWS[0], sinks_N) * weight).sum()
+        return (by_reference(q, k, v, np.asarray(segment_BT), WINDOWS[0], sinks_N) * weight).sum()
 
     for head, step in enumerate(1e-5 * np.eye(4)):
         around = np.asarray(sinks_N, np.float64)
@@ -242,7 +233,7 @@ def test_segments_may_continue_another_one():
     for number, before in ((1, []), (2, [1]), (3, [1]), (4, [])):
         path = np.flatnonzero(np.isin(segment_BT[0], [*before, number]))
         alone = [x[:, path] for x in arrays]
-        wanted = loops(*alone, np.ones((2, len(path))), 2**30)
+        wanted = by_reference(*alone, np.ones((2, len(path))), 2**30)
         own = np.asarray(segment_BT[0, path]) == number
         np.testing.assert_allclose(got[:, path][:, own], wanted[:, own], atol=1e-5)
     assert np.isfinite(got).all(), "padding included"

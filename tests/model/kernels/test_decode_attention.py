@@ -1,4 +1,4 @@
-"""Decoding attention: the TPU kernel in Pallas' interpreter, and `segments`, against loops over slots."""
+"""Decoding attention: the TPU kernel in Pallas' interpreter, and `segments`, against the reference in float64."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from gspax.commands.doctor import references
 from gspax.model.kernels import decode_attention as module
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
@@ -29,17 +30,13 @@ def slots(B=7, N=6, K=2, T=20, H=8, dtype=jnp.float32, seed=0):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def loops(q, k, v, start_B, stop_B):
-    """Context and log-sum-exp in float64, slot by slot and head by head."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    context, logsumexp = np.zeros(q.shape), np.full(q.shape[:2], -1e30)
-    for b, n in np.ndindex(*q.shape[:2]):
-        if stop_B[b] > start_B[b]:
-            head, live = n * k.shape[1] // q.shape[1], slice(start_B[b], stop_B[b])
-            score = k[b, head, live] @ q[b, n] / np.sqrt(q.shape[2])
-            logsumexp[b, n] = np.logaddexp.reduce(score)
-            context[b, n] = np.exp(score - logsumexp[b, n]) @ v[b, head, live]
-    return context, logsumexp
+def by_reference(q, k, v, start_B, stop_B):
+    """Context and log-sum-exp in float64."""
+    position_T = np.arange(k.shape[2])
+    live_BT = (position_T >= start_B[:, None]) & (position_T < stop_B[:, None])
+    keys, values = (np.swapaxes(x, 1, 2) for x in (k, v))
+    context, logsumexp, _ = references.attention(q[:, None], keys, values, live_BT[:, None])
+    return context[:, 0], logsumexp[:, 0]
 
 
 def run(q, k, v, start_B, stop_B, row_B=None):
@@ -50,7 +47,7 @@ def run(q, k, v, start_B, stop_B, row_B=None):
 def test_each_slot_attends_to_its_live_positions(dtype, tolerance):
     q, k, v = slots(dtype=dtype)
     context, logsumexp = run(q, k, v, START, STOP)
-    wanted_context, wanted_logsumexp = loops(q, k, v, START, STOP)
+    wanted_context, wanted_logsumexp = by_reference(q, k, v, START, STOP)
     assert context.dtype == logsumexp.dtype == jnp.float32
     np.testing.assert_allclose(context, wanted_context, atol=tolerance)
     np.testing.assert_allclose(logsumexp, wanted_logsumexp, rtol=1e-5, atol=tolerance)
@@ -74,10 +71,10 @@ def test_a_cache_in_8_bits_is_the_cache_that_it_stands_for(attend, dtype, tolera
     rounded = [np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None] for x in (k, v)]
     context, logsumexp = attend(q, k, v, START, STOP)
     live_B = STOP > START
-    wanted_context, wanted_logsumexp = loops(q, *rounded, START, STOP)
+    wanted_context, wanted_logsumexp = by_reference(q, *rounded, START, STOP)
     np.testing.assert_allclose(context[live_B], wanted_context[live_B], atol=tolerance)
     np.testing.assert_allclose(logsumexp[live_B], wanted_logsumexp[live_B], rtol=1e-5, atol=tolerance)
-    assert 1e-3 < np.abs(wanted_context - loops(q, *cache, START, STOP)[0]).max() < 3e-2, "the rounding"
+    assert 1e-3 < np.abs(wanted_context - by_reference(q, *cache, START, STOP)[0]).max() < 3e-2, "the rounding"
 
 
 @pytest.mark.parametrize("attend", [run, attend_to_segments])
@@ -91,7 +88,7 @@ def test_values_may_be_the_keys_too(attend, int8):
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one[live_B], other[live_B], rtol=1e-6, atol=1e-6)
     tolerance = 3e-2 if int8 else 2e-6
-    np.testing.assert_allclose(got[0][live_B], loops(q, cache, cache, START, STOP)[0][live_B], atol=tolerance)
+    np.testing.assert_allclose(got[0][live_B], by_reference(q, cache, cache, START, STOP)[0][live_B], atol=tolerance)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -108,7 +105,7 @@ def test_latents_are_written_and_read(kernel, int8, monkeypatch):
     whole = np.array(cache)
     whole[np.arange(7), :, position] = new[:, :, 0]
     live_B = STOP > START
-    wanted = loops(q, whole, whole, START, STOP)
+    wanted = by_reference(q, whole, whole, START, STOP)
     np.testing.assert_allclose(got[0][live_B], wanted[0][live_B], atol=3e-2 if int8 else 2e-6)
     np.testing.assert_allclose(got[1][live_B], wanted[1][live_B], atol=3e-2 if int8 else 2e-6)
 
@@ -125,7 +122,7 @@ def test_rows_may_share_a_row_of_the_cache():
     q, k, v = slots()
     row = np.array([3, 0, 0, 2, 6, 3, 3])
     context, logsumexp = run(q, k, v, START, STOP, row)
-    wanted = loops(q, k[row], v[row], START, STOP)
+    wanted = by_reference(q, k[row], v[row], START, STOP)
     np.testing.assert_allclose(context, wanted[0], atol=2e-6)
     np.testing.assert_allclose(logsumexp, wanted[1], rtol=1e-5, atol=2e-6)
 
@@ -144,7 +141,7 @@ def test_parts_merge_into_the_whole():
         for shared, x in ((prompt_k, k), (prompt_v, v))
     )
     merged = merge((prompt[0], prompt[1][..., 0]), own)
-    np.testing.assert_allclose(merged[0], loops(q, whole_k, whole_v, zero, stop + 7)[0], atol=2e-6)
+    np.testing.assert_allclose(merged[0], by_reference(q, whole_k, whole_v, zero, stop + 7)[0], atol=2e-6)
 
 
 def test_on_a_mesh_each_device_has_its_slots_and_heads():
@@ -159,7 +156,7 @@ def test_on_a_mesh_each_device_has_its_slots_and_heads():
         check_vma=False,  # Pallas' interpreter mixes arrays that vary and that do not
     )
     got = jax.jit(mapped)(q, k, v, jnp.asarray(START[1:5]), jnp.asarray(STOP[1:5]))
-    np.testing.assert_allclose(got[0], loops(q, k, v, START[1:5], STOP[1:5])[0], atol=2e-6)
+    np.testing.assert_allclose(got[0], by_reference(q, k, v, START[1:5], STOP[1:5])[0], atol=2e-6)
 
 
 def test_writing_a_position():

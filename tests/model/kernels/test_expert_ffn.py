@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from gspax.commands.doctor import references
 from gspax.model.kernels import expert_ffn as module
 from gspax.model.kernels.expert_ffn import BLOCK, BLOCKED, RAGGED, Experts, sort_by_expert
 from gspax.model.kernels.quantization import quantize
@@ -62,26 +63,10 @@ def make_case(name, dtype=np.float32):
     return x, jnp.asarray(expert_NA, jnp.int32), gate, *weights
 
 
-def reference(x, expert, gate, w_gate, w_up, w_down, dy):
+def reference(x, expert, gate, *weights_and_dy):
     """y and the gradients of Σ y·dy, one token and one choice at a time."""
-    x, gate, w_gate, w_up, w_down, dy = (np.asarray(v, np.float64) for v in (x, gate, w_gate, w_up, w_down, dy))
-    y, grads = np.zeros_like(x), [np.zeros_like(v) for v in (x, gate, w_gate, w_up, w_down)]
-    dx, dgate, dw_gate, dw_up, dw_down = grads
-    for (n, a), e in np.ndenumerate(np.asarray(expert)):
-        if e == len(w_gate):
-            continue
-        u, v = x[n] @ w_gate[e], x[n] @ w_up[e]
-        s = 1 / (1 + np.exp(-u))
-        h = u * s * v
-        y[n] += gate[n, a] * (h @ w_down[e])
-        dgate[n, a] = h @ w_down[e] @ dy[n]
-        dh = gate[n, a] * (w_down[e] @ dy[n])
-        du, dv = dh * v * (s + u * s * (1 - s)), dh * u * s
-        dx[n] += w_gate[e] @ du + w_up[e] @ dv
-        dw_gate[e] += np.outer(x[n], du)
-        dw_up[e] += np.outer(x[n], dv)
-        dw_down[e] += gate[n, a] * np.outer(h, dy[n])
-    return y, grads
+    *weights, dy = weights_and_dy
+    return references.experts(x, expert, gate, weights, dy)
 
 
 def in_8_bits(weights):

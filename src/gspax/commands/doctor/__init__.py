@@ -1,0 +1,85 @@
+"""`gspax doctor`: whether gspax computes correctly and fast on the devices of this machine or of all hosts.
+
+It needs no experiment and downloads nothing. Each check compares what the devices compute with a reference, or a rate
+with a limit, and prints a line when it is done: ok, slow, wrong, or skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gspax.commands import processes
+from gspax.commands.arguments import Parser, require_directory, subcommand_parser
+
+if TYPE_CHECKING:
+    from gspax.types import JsonObject
+
+STALL_TIMEOUT = 600  # seconds; no check takes as long
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "doctor",
+        "Check that gspax computes correctly and fast on these devices, in a few minutes, without an experiment. The "
+        "exit code is 1 if something is wrong; what is slow is only reported.",
+        "gspax doctor --output doctor.txt",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write what is printed, for a bug report")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results as JSON")
+    parser.add_argument(
+        "--workdir", type=Path, metavar="DIR", help="the folder for runs: write the checkpoint there, and delete it"
+    )
+    processes.add_options(parser)
+    parser.set_defaults(file=None, stall_timeout=STALL_TIMEOUT)
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print the table of versions and a line for each result; 1 if one is wrong."""
+    if options.workdir is not None:
+        require_directory(options.workdir)
+    is_primary = processes.join("doctor", options, None)
+    lines: list[str] = []
+
+    def show(line: str) -> None:
+        lines.append(line)
+        if is_primary:
+            print(line, flush=True)
+
+    report = run(options.workdir, show)
+    if is_primary and options.output is not None:
+        options.output.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    if is_primary and options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(result["status"] == "wrong" for result in report["results"]) else 0
+
+
+def run(directory: Path | None, show: Callable[[str], None]) -> JsonObject:
+    """Run all checks, show their results, and return what `--json` writes."""
+    from gspax.commands.doctor import hardware, results
+    from gspax.commands.doctor.checklist import make_checks
+    from gspax.parallel import watchdog
+
+    began, described = time.perf_counter(), hardware.describe()
+    for name, value in described.items():
+        pairs = [f"{key} {each}" for key, each in value.items()] if isinstance(value, dict) else [value]
+        show(f"{name:12} {', '.join(map(str, pairs))}")
+    show("")
+    found = []
+    for name, check in make_checks(directory).items():
+        watchdog.progress()
+        for result in results.run(name, check):
+            found.append(result)
+            show(str(result))
+    seconds = time.perf_counter() - began
+    counts = Counter(result.status for result in found)
+    show(
+        f"\n{', '.join(f'{counts[status]} {status}' for status in results.WORST if counts[status])} in {seconds:.0f} s"
+    )
+    return {"environment": described, "results": [vars(result) for result in found], "seconds": seconds}

@@ -1,0 +1,274 @@
+"""`gspax doctor`: every fault that is planted is named by the check that looks for it, and nothing else is."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax import lax
+
+from gspax.commands import main
+from gspax.commands.doctor import checklist, hardware, kernels, results, training
+from gspax.commands.doctor.results import Result, compare, merge, rate
+from gspax.learner import train_step
+from gspax.model.kernels import attention, expert_ffn, expert_parallel, quantization, segments
+from gspax.run import manifest
+from gspax.sampler.placement import Sampler
+
+ALONE = tiny.one_device()
+MESH = training.make_mesh(jax.devices()[:8])
+
+
+def statuses(check):
+    """The statuses of a check's results by name."""
+    return {result.name: result.status for result in results.run("the check", check)}
+
+
+def wrong(check):
+    return {name for name, status in statuses(check).items() if status == "wrong"}
+
+
+# Kernels
+
+
+def shift_by_one(monkeypatch):
+    """Attention to one key too few: a query does not attend to itself."""
+    visit = attention.Blocks.visit
+
+    def off_by_one(self, x, n, heads):
+        return visit(self._replace(first=self.first - 1), x, n, heads)
+
+    monkeypatch.setattr(attention.Blocks, "visit", off_by_one)
+
+
+def scale_of_8_bits(monkeypatch):
+    quantize = quantization.quantize
+
+    def one_percent_more(x, axes):
+        rounded = quantize(x, axes)
+        return rounded._replace(scale=rounded.scale * 1.01)
+
+    monkeypatch.setattr(quantization, "quantize", one_percent_more)
+
+
+def last_position(monkeypatch):
+    attend = segments.attend
+    monkeypatch.setattr(
+        segments, "attend", lambda q, cache, start, stop, **how: attend(q, cache, start, stop - 1, **how)
+    )
+
+
+def gate_of_an_expert(monkeypatch):
+    """The gradient lacks the factor of the gate."""
+    gradients = expert_ffn._block_gradients
+    monkeypatch.setattr(
+        expert_ffn, "_block_gradients", lambda x, gate, w, dy: gradients(x, jnp.where(gate != 0, 1.0, 0.0), w, dy)
+    )
+
+
+ATTENTION = {f"attention, {case}, float32" for case in ("packed", "window", "shared prompts")}
+DECODING = {f"decode attention, float32, cache {cache}" for cache in ("float32", "int8")}
+FAULTS = {
+    shift_by_one: (kernels.attention, ATTENTION, "context"),
+    scale_of_8_bits: (kernels.int8, {"product with int8 weights, float32"}, "result"),
+    last_position: (kernels.decode_attention, DECODING, "logsumexp"),
+    gate_of_an_expert: (kernels.experts, {"experts, float32"}, "matrix"),
+}
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """The monkeypatch; what was traced before and with the fault is dropped."""
+    jax.clear_caches()
+    yield monkeypatch
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_is_named(fault, plant):
+    check, named, where = FAULTS[fault]
+    fault(plant)
+    found = results.run("", partial(check, ALONE, "float32"))
+    assert {result.name for result in found if result.status == "wrong"} == named
+    assert all(where in result.why for result in found if result.status == "wrong")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernel", [check for check, *_ in FAULTS.values()])
+def test_healthy_kernels_pass(kernel, dtype):
+    assert set(statuses(partial(kernel, ALONE, dtype)).values()) == {"ok"}
+
+
+def test_an_expert_exchange_with_the_wrong_neighbor_is_named(plant):
+    check = partial(kernels.expert_exchange, MESH, "float32")
+    names = "expert exchange, update, float32", "expert exchange, decoding, float32"
+    assert statuses(check) == dict.fromkeys(names, "ok")
+    own = expert_parallel._own_experts
+    plant.setattr(expert_parallel, "_own_experts", lambda axis, x, experts: own(axis, (x + 1) % 8, experts))
+    assert wrong(check) == {*names}
+    assert statuses(partial(kernels.expert_exchange, ALONE, "float32")) == {"expert exchange, float32": "skipped"}
+
+
+# Collectives
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Nothing is timed."""
+    monkeypatch.setattr(hardware, "time_calls", lambda call, repeats: [(1e-3, 1e-3)])
+
+
+def test_every_collective_of_every_axis_is_checked(fast):
+    found = statuses(partial(hardware.collectives, MESH))
+    axes = "fsdp", "expert", "tensor"
+    assert found == {f"{name} over {axis} (2 devices)": "ok" for axis in axes for name in hardware.COLLECTIVES}
+    assert statuses(partial(hardware.collectives, ALONE)) == {"collectives": "skipped"}
+
+
+CALLS = {"sum": "psum", "gather": "all_gather", "exchange": "all_to_all", "shift": "ppermute"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_collective_over_the_wrong_group_is_named(name, fast, monkeypatch):
+    right = getattr(lax, CALLS[name])
+
+    def over_another_axis(x, axis, *rest):
+        return right(x, "fsdp" if axis == "expert" else axis, *rest)
+
+    monkeypatch.setattr(lax, CALLS[name], over_another_axis)
+    assert wrong(partial(hardware.collectives, MESH)) == {f"{name} over expert (2 devices)"}
+
+
+# Sampler and learner
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return training.make_trainer(jax.devices()[:1], "float32")
+
+
+def test_a_healthy_trainer_passes(trainer, tmp_path):
+    found = statuses(partial(training.sampler_and_learner, trainer)) | statuses(partial(training.same_seed, trainer))
+    assert found == {
+        "sampler's log-probs and the learner's, float32": "ok",
+        "same seed twice, samples, float32": "ok",
+        "same seed twice, updates, float32": "ok",
+    }
+    assert statuses(partial(training.mesh_and_one_device, trainer)) == {
+        "update on the mesh and on one device": "skipped"
+    }
+    assert statuses(partial(training.checkpoint, trainer, tmp_path)) == {"checkpoint": "ok"}
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_sampler_with_other_weights_is_named(trainer):
+    push, fetch = trainer.sampler.push, trainer.sampler.fetch
+    stale = Sampler(trainer.sampler.mesh, lambda params: push(jax.tree.map(lambda x: 1.01 * x, params)), fetch)
+    other = trainer._replace(sampler=stale)
+    assert wrong(partial(training.sampler_and_learner, other)) == {"sampler's log-probs and the learner's, float32"}
+
+
+def test_a_reduction_in_another_order_each_time_is_named(monkeypatch):
+    """Each update rounds its steps differently, as a sum whose order depends on which thread comes first."""
+    apply, calls = train_step.optax.apply_updates, iter(range(1000))
+
+    def unordered(params, updates):
+        noise = jax.pure_callback(lambda: np.float32(next(calls) * 1e-6), jax.ShapeDtypeStruct((), np.float32))
+        return apply(params, jax.tree.map(lambda x: (x + noise) - noise, updates))
+
+    monkeypatch.setattr(train_step.optax, "apply_updates", unordered)
+    check = partial(training.same_seed, training.make_trainer(jax.devices()[:1], "float32"))
+    assert wrong(check) == {"same seed twice, updates, float32"}
+
+
+def test_an_update_that_differs_on_the_mesh_is_named(monkeypatch):
+    """On the mesh every other row is left out, as if one of two devices did not take part in the sum."""
+    trainer = training.make_trainer(jax.devices()[:2], "float32")
+    (result,) = results.run("", partial(training.mesh_and_one_device, trainer))
+    assert (result.name, result.status) == ("update on the mesh and on one device, fsdp=2", "ok")
+    own = training.make_batch
+
+    def every_other_row(trainer):
+        batch = own(trainer)
+        if trainer.mesh.size == 1:
+            return batch
+        return training.replace(batch, mask_BT=batch.mask_BT.at[::2].set(False))
+
+    monkeypatch.setattr(training, "make_batch", every_other_row)
+    assert wrong(partial(training.mesh_and_one_device, trainer)) == {result.name}
+
+
+def test_a_byte_of_a_checkpoint_that_flips_is_named(trainer, tmp_path, monkeypatch):
+    write = manifest.write_manifest
+
+    def then_flip(folder):
+        write(folder)
+        largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        with largest.open("r+b") as file:
+            file.seek(largest.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+
+    monkeypatch.setattr(manifest, "write_manifest", then_flip)
+    (result,) = results.run("checkpoint", partial(training.checkpoint, trainer, tmp_path))
+    assert result.status == "wrong" and "is damaged: " in result.why
+    assert not [*tmp_path.iterdir()]
+
+
+# Results
+
+
+def test_the_largest_difference_is_named_with_its_place():
+    want = {"a": np.ones((2, 3)), "b": np.full(4, 100.0)}
+    got = {"a": want["a"] + [[0, 0, 0], [0, 0.01, 0]], "b": want["b"] + 0.5}
+    result = compare("it", got, want, 1e-3)
+    assert (result.status, result.why) == ("wrong", "largest in ['a'] at [1, 1]")
+    assert result.measured == pytest.approx(0.01)
+    assert compare("it", got, want, 0.02).status == "ok"
+    assert compare("it", {**got, "b": np.full(4, np.nan)}, want, 0.02).status == "wrong"
+
+
+def test_a_rate_below_its_bound_is_slow():
+    assert str(rate("copy", 3.0, 10.0, "GB/s")).split() == ["slow", "copy", "3", "GB/s", "(at", "least", "10)"]
+    assert rate("copy", 3.0, None, "GB/s").status == rate("copy", 11.0, 10.0, "GB/s").status == "ok"
+
+
+def test_an_exception_is_a_result():
+    def check():
+        yield rate("first", 1.0, None, "GB/s")
+        raise ZeroDivisionError("one\ntwo")
+
+    first, second = results.run("second", check)
+    assert first.status == "ok" and (second.name, second.status) == ("second", "wrong")
+    assert second.why == "ZeroDivisionError: one two"
+
+
+def test_the_worst_of_the_processes_is_reported_with_its_number():
+    fast, slow = rate("copy", 12.0, 10.0, "GB/s"), rate("copy", 3.0, 10.0, "GB/s")
+    (found,) = merge([[fast], [slow], [fast]])
+    assert (found.status, found.measured, found.why) == ("slow", 3.0, "process 1")
+    broken = Result(name="other", status="wrong", why="an error")
+    assert [each.why for each in merge([[fast], [broken]])] == ["", "process 1: an error"]
+    assert merge([[fast, broken]]) == [fast, broken]
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("slow", 0), ("skipped", 0), ("wrong", 1)])
+def test_the_exit_code_and_the_files(status, code, monkeypatch, tmp_path, capsys):
+    result = Result(name="it", status=status, why="because")
+    monkeypatch.setattr(checklist, "make_checks", lambda directory: {"it": lambda: iter([result])})
+    text, data = tmp_path / "doctor.txt", tmp_path / "doctor.json"
+    assert main.main(["doctor", "--output", str(text), "--json", str(data)]) == code
+    printed = capsys.readouterr().out
+    assert text.read_text() == printed and "because" in printed and f"\n1 {status} in 0 s" in printed
+    written = json.loads(data.read_text())
+    assert written["results"] == [vars(result)]
+    assert f"jax {written['environment']['packages']['jax']}" in printed
+
+
+def test_a_workdir_that_is_not_there(capsys):
+    assert main.main(["doctor", "--workdir", "missing"]) == 2
+    assert "missing: wanted the directory" in capsys.readouterr().err
