@@ -132,7 +132,10 @@ def tabulate(path: Path) -> str:
         rows = list(csv.DictReader(file))
     found = {key: [row for row in rows if (int(row["kept"]), row["by"]) == key] for key in KEPT}
     lines = [
-        ["kept tokens", "most probable by", "variance, of that without kept tokens", "each seed", "responses"],
+        [
+            *("kept tokens", "most probable by", "variance, of that without kept tokens", "each seed"),
+            "responses whose mean has as much noise as gradient",
+        ],
         ["---"] * 5,
     ]
     for (count, by), own in found.items():
