@@ -52,7 +52,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.training.loop import train
 
     try:
-        train(experiment, options.workdir, options.report_to)
+        train(experiment, options.workdir, report_to=options.report_to)
     except DivergedError as problem:
         dump = options.workdir / "dumps" / f"step_{problem.step:06d}"
         if is_primary and dump.exists():
