@@ -34,6 +34,8 @@ VARIANTS = {
     "dense": replace(SMALL, model=replace(SMALL.model, num_experts=0, intermediate_size=32)),
 }
 FORWARD, BACKWARD = {"splash_mha_fwd"}, {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
+SINKS = {"attention_sinks": True, "expert_bias": True, "sliding_window": 4, "sliding_layers": (0,)}
+VARIANTS["sinks and biased experts"] = replace(SMALL, model=replace(SMALL.model, **SINKS))
 KERNELS = {  # on TPU; of the programs that are not here: none
     programs.TRAIN: BACKWARD,
     programs.SCORE: FORWARD,
