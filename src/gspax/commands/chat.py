@@ -135,22 +135,20 @@ class Chat:
         answers: list[list[int]] = [[] for _ in self.talks]
         asked = [talk.dialogue.ask(message, sampling=talk.sampling, limit=self.limit) for talk in self.talks]
         alone, printed = len(asked) == 1, 0
-        live = None if alone else Live(console=self.console, transient=True, auto_refresh=False)
+        live = None if alone or not self.console.is_terminal else Live(console=self.console, auto_refresh=False)
         with stopped_by_ctrl_c() as stopped, live or contextlib.nullcontext():
             for latest in zip_longest(*asked):
                 answers = [new or old for new, old in zip(latest, answers, strict=True)]
                 if live is not None:
                     live.update(self._columns(answers), refresh=True)
-                else:
+                elif alone:
                     printed = self._print_more(answers[0], printed)
                 if stopped.is_set():
                     break
         if alone:
             self.console.print(self.talks[0].render(answers[0])[printed:].append("\n"), end="")
-        elif self.console.is_terminal:
-            self.console.print(self._columns(answers), soft_wrap=False)
         for talk, ids in zip(self.talks, answers, strict=True):
-            if not (alone or self.console.is_terminal):
+            if not (alone or live):
                 self.console.print(f"{talk.name}: ", talk.render(ids), sep="")
             if self.logps:
                 self.console.print(("" if alone else f"{talk.name}: ") + describe_logps(talk, ids), style="dim")
