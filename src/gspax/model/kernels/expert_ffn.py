@@ -2,7 +2,7 @@
 
     y_n = Σ_a gate[n, a] · (silu(x_n W_gate[e]) * (x_n W_up[e])) W_down[e],      e = expert[n, a]
 
-Experts with biases have `clamped_swiglu` in place of silu and product; the bias of W_down is the caller's.
+Experts with biases have another product (`gated_product`); the bias of W_down is the caller's.
 
 Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
 expert's matrices, and the A results of a row are summed (combine). There are two backends for the middle part:
@@ -38,7 +38,7 @@ from gspax.model.kernels.quantization import Quantized, Weight, cast, dequantize
 from gspax.types import PyTree
 
 BLOCK = 40  # rows, the least padding of an expert's last block; XLA:CPU multiplies such blocks with one thread
-LIMIT, GAIN = 7.0, 1.702  # of `clamped_swiglu`
+LIMIT, GAIN = 7.0, 1.702  # of `gated_product`
 LARGE_BLOCK = 640  # rows, which XLA:CPU multiplies with two threads: in 0.6 of the time (320 rows: in 0.8)
 MANY_ROWS = 128  # per expert: `ragged` converts weights of 8 bits first, instead of scaling float32 results
 
@@ -56,7 +56,7 @@ class Permutation(NamedTuple):
 class Experts(NamedTuple):
     """The matrices of E experts, of any float dtype, or `Quantized` with scales [E, F], [E, F] and [E, D].
 
-    With biases of gate and up their product is `clamped_swiglu`.
+    Biases of gate and up change their product (`gated_product`).
     """
 
     gate_EDF: Weight
@@ -213,13 +213,25 @@ def take_rows(x: Array, index: Array) -> Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
+def gated_product(a_F: Array, u_F: Array, w: Experts, for_rows: Callable[[Array], Array]) -> Array:
+    """The input of the down projections, from the products of rows with the matrices of gate and up.
+
+    Without biases it is silu(a) u; with them, as in gpt-oss (arXiv 2508.10925), (u + 1) a σ(1.702 a), where the biases
+    are added first and a is then at most 7 and u from -7 to 7. `for_rows` gives the biases [E, F] the rows' axes.
+    """
+    if w.gate_bias_EF is None or w.up_bias_EF is None:
+        return jax.nn.silu(a_F) * u_F
+    a_F = jnp.minimum(a_F + for_rows(w.gate_bias_EF), LIMIT)
+    u_F = jnp.clip(u_F + for_rows(w.up_bias_EF), -LIMIT, LIMIT)
+    return (u_F + 1) * a_F * jax.nn.sigmoid(GAIN * a_F)
+
+
 # --- blocked ---------------------------------------------------------------------------------------------------------
 
 
-def clamped_swiglu(a_F: Array, u_F: Array) -> Array:
-    """(u + 1) · a σ(1.702 a), with a at most 7 and u from -7 to 7: of gpt-oss (arXiv 2508.10925)."""
-    a_F, u_F = jnp.minimum(a_F, LIMIT), jnp.clip(u_F, -LIMIT, LIMIT)
-    return (u_F + 1) * a_F * jax.nn.sigmoid(GAIN * a_F)
+def _of_one(bias_F: Array) -> Array:
+    """The bias of one expert, for its rows."""
+    return bias_F[None]
 
 
 def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array) -> Array:
@@ -232,19 +244,12 @@ def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Arra
         def one_block(x_SD: Array, at: Array, mine_B: Array) -> Array:
             x_BD, gate_B = _slice(x_SD, at, mine_B), _slice(gate_S, at, mine_B)
             a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
-            h_BF = _product(a_BF, u_BF, w) * gate_B[:, None]
+            h_BF = gated_product(a_BF, u_BF, w, _of_one) * gate_B[:, None]
             return _update(x_SD, at, mine_B, dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD))
 
         return _over_blocks(one_block, x_SD, start, count, _has_large_blocks(x_SD, count_E)), None
 
     return lax.scan(one_expert, x_SD, (experts, jnp.cumsum(count_E) - count_E, count_E))[0]
-
-
-def _product(a_BF: Array, u_BF: Array, w: Experts) -> Array:
-    """The input of one expert's down projection, from the products of its gate and up projections."""
-    if w.gate_bias_EF is None or w.up_bias_EF is None:
-        return jax.nn.silu(a_BF) * u_BF
-    return clamped_swiglu(a_BF + w.gate_bias_EF[None], u_BF + w.up_bias_EF[None])
 
 
 def _blocked_backward(
@@ -320,7 +325,7 @@ def _biased_gradients(
 ) -> tuple[Array, Array, Experts]:
     """`_block_gradients` of an expert with biases, given the products with its matrices."""
     a_BF, u_BF, dh_BF = products
-    h_BF, pullback = jax.vjp(partial(_product, w=w), a_BF, u_BF)
+    h_BF, pullback = jax.vjp(lambda a_BF, u_BF: gated_product(a_BF, u_BF, w, _of_one), a_BF, u_BF)
     dgate_B = (dh_BF * h_BF).sum(1)
     da_BF, du_BF = pullback(dh_BF * gate_B[:, None])
     h_BF, da, du = (x.astype(x_BD.dtype) for x in (h_BF * gate_B[:, None], da_BF, du_BF))
@@ -373,11 +378,7 @@ def _ragged_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array
 
     w = cast(experts, x_SD.dtype)
     a_SF, u_SF = (jnp.where(used_S1, grouped(x_SD, w_EDF), 0).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
-    if w.gate_bias_EF is None or w.up_bias_EF is None:
-        h_SF = jax.nn.silu(a_SF) * u_SF * gate_S[:, None]
-    else:
-        gate_bias_SF, up_bias_SF = (b.at[expert_S].get(mode="clip") for b in (w.gate_bias_EF, w.up_bias_EF))
-        h_SF = clamped_swiglu(a_SF + gate_bias_SF, u_SF + up_bias_SF) * gate_S[:, None]
+    h_SF = gated_product(a_SF, u_SF, w, lambda b_EF: b_EF.at[expert_S].get(mode="clip")) * gate_S[:, None]
     return grouped(h_SF.astype(x_SD.dtype), w.down_EFD).astype(x_SD.dtype)
 
 

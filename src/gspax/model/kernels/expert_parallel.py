@@ -402,10 +402,7 @@ def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) ->
     x_RD = jnp.where((expert_R < K)[:, None], x_RD, 0)
     a_KRF, u_KRF = (local.dot("rd,kdf->krf", x_RD, w_KDF) for w_KDF in (w.gate_EDF, w.up_EDF))
     gate_KR = jnp.where(own_KR, gate_R.astype(jnp.float32)[None], 0)
-    if w.gate_bias_EF is None or w.up_bias_EF is None:
-        product_KRF = jax.nn.silu(a_KRF) * u_KRF
-    else:
-        product_KRF = local.clamped_swiglu(a_KRF + w.gate_bias_EF[:, None], u_KRF + w.up_bias_EF[:, None])
+    product_KRF = local.gated_product(a_KRF, u_KRF, w, lambda b_KF: b_KF[:, None])
     h_KRF = (product_KRF * gate_KR[..., None]).astype(x_RD.dtype)
     if isinstance(w.down_EFD, Quantized):
         return local.dot("krf,kfd->krd", h_KRF, w.down_EFD).sum(0).astype(x_RD.dtype)
