@@ -22,8 +22,6 @@ SETTINGS = {
     "sampling.max_tokens": 8,
     "schedule.minibatches": 4,
     "schedule.epochs": 1,
-    "evaluation.problems": 256,
-    "evaluation.samples": 1,
 }
 # As experiments/sort_gspo.py has them in its first third
 HEALTHY = {
@@ -42,6 +40,8 @@ HEALTHY = {
     "optim/skipped": 0.0,
     "mismatch/abs_diff": 3e-7,
     "eval/reward": np.linspace(0.16, 0.6, STEPS),
+    "eval/reward_low": np.linspace(0.16, 0.6, STEPS) - 0.06,
+    "eval/reward_high": np.linspace(0.16, 0.6, STEPS) + 0.06,
     "eval/greedy_reward": np.linspace(0.5, 0.9, STEPS),
 }
 RIGHT = {"prompt": "31=", "answer": "13", "completion": "the answer is 13", "reward": 0.0, "finished": True}
@@ -59,6 +59,7 @@ def record(changes=None, samples=(), **settings):
 
 CONSTANT = {"reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_groups": 1.0, "policy/ratio_deviation": 0.0}
 LEARNED = {"reward/mean": np.linspace(0.2, 1.0, STEPS) ** 0.25, "reward/zero_std_groups": 0.95, "reward/std": 0.05}
+MEMORIZED = {"eval/reward": 0.2, "eval/reward_low": 0.14, "eval/reward_high": 0.26}
 TOKENS = {"policy/token_ratio_mean": 1.0, "policy/clip_fraction_sequences": 0.9}
 STILL = {"policy/ratio_deviation": 2e-7, "policy/clip_fraction_sequences": 0.0}
 CASES = {
@@ -106,7 +107,7 @@ CASES = {
     "The sampler is not the learner": [({"mismatch/abs_diff": 0.3}, [], {}, "by 0.3 nats")],
     "Batches are stale": [({"mismatch/abs_diff": 0.3, "rollout/staleness": 6.0}, [], {}, "6 rollouts old")],
     "The data are exhausted": [
-        ({"eval/reward": 0.2}, [[WRONG, RIGHT]] * 3, {}, "reward/mean rose by 0.327, eval/reward by 0; by the prompts")
+        (MEMORIZED, [[WRONG, RIGHT]] * 3, {}, "reward/mean rose by 0.327, eval/reward by 0; by the prompts")
     ],
 }
 EACH = [(cause, *case) for cause, cases in CASES.items() for case in cases]
@@ -128,6 +129,8 @@ def test_a_cause_is_found_alone_and_with_its_figures(cause, changes, samples, se
         ({"policy/clip_fraction_sequences": 0.0}, {"sampling__prompts": 1, "sampling__group": 2}),  # too few to tell
         (TOKENS | {"policy/clip_fraction_tokens": 5e-4}, {"loss__clip_low": 0.2, "loss__clip_high": 0.27}),
         ({"mismatch/abs_diff": 0.02, "rollout/staleness": 4.0}, {}),
+        (MEMORIZED | {"eval/reward_low": 0.1, "eval/reward_high": 0.3}, {}),  # too few held-out problems to tell
+        ({name: values[::-1] for name, values in HEALTHY.items() if isinstance(values, np.ndarray)}, {}),  # falls
         ({"alarm/entropy": [1.0] * 40 + [0.0] * 10}, {}),  # an episode
         ({"reward/zero_std_groups": [1.0] * 10 + [0.3] * 40}, {}),
         ({"policy/entropy": [float("nan")] * STEPS, "policy/ratio_deviation": float("nan")}, {}),
@@ -170,7 +173,9 @@ def test_the_command_names_cause_setting_and_page(tmp_path, capsys):
     assert title == "reward/mean 0.25 → 0.25, at step 12"
     assert cause.startswith("1. Responses are truncated at the limit: 75% of the responses have no stop token")
     assert "`sampling.max_tokens`" in remedy and page == "   See docs/advantages.md#length"
-    assert missing.startswith("Not looked for, because metrics are missing: alarm/entropy, eval/reward, mismatch/")
+    assert missing.startswith(
+        "Not looked for, because metrics are missing: alarm/entropy, eval/reward, eval/reward_high"
+    )
 
 
 def test_the_page_on_flat_rewards_lists_each_cause_with_its_link():

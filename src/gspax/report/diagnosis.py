@@ -35,7 +35,6 @@ ENOUGH = 5  # clipped ones expected at that share; then none is an accident in l
 STILL = 3e-5  # |s - 1|: a tenth of the GSPO paper's clip range, beyond which its sequences move in one rollout
 MISMATCH = 0.1  # |Δ log-prob|: noise of 0.08 cost GRPO nothing, noise of 0.24 cost both (experiments/studies/precision)
 HELD_OUT = 0.5  # of the gain in training; less says that most of what was learned are the training problems
-ERRORS = 4.0  # standard errors of the evaluation that a gain must exceed, before its absence counts
 NEWEST = 20  # files of samples that are read
 
 
@@ -244,10 +243,8 @@ def find_mismatch(record: Record) -> Finding | None:
 def find_memorized(record: Record) -> Finding | None:
     """The training reward rises and the held-out one does not: the data are exhausted."""
     gain = record.recent("reward/mean") - record.first("reward/mean")
-    held_out = record.series["eval/reward"][1]
-    count = record.number("evaluation.problems") * record.number("evaluation.samples", 1.0)
-    error = record.recent("reward/std") / math.sqrt(count) if count > 0 else math.nan
-    if not (gain > ERRORS * error and held_out[-1] - held_out[0] < HELD_OUT * gain):
+    held_out, low, high = (record.series[f"eval/reward{bound}"][1] for bound in ("", "_low", "_high"))
+    if not (gain > 0 and high[-1] - low[0] < HELD_OUT * gain):  # the largest gain that their 95 % intervals allow
         return None
     epochs = estimate_epochs(record.samples, record.number("sampling.prompts"), len(record.series["reward/mean"][1]))
     seen = f"; by the prompts that recur in samples/, each was used {epochs:.1f} times" if epochs else ""
@@ -310,7 +307,7 @@ CHECKS = (
     Check(find_clipping, (*REWARDS, "policy/ratio_deviation", "policy/clip_fraction_tokens", "response/length_mean")),
     Check(find_lost_entropy, ("alarm/entropy", "policy/entropy")),
     Check(find_mismatch, ("mismatch/abs_diff",)),
-    Check(find_memorized, (*REWARDS, "eval/reward")),
+    Check(find_memorized, ("reward/mean", "eval/reward", "eval/reward_low", "eval/reward_high")),
 )
 
 
