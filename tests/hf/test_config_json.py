@@ -4,6 +4,7 @@ import json
 from dataclasses import fields, replace
 from pathlib import Path
 
+import families as families_of_tests
 import pytest
 import tiny
 
@@ -408,3 +409,61 @@ def test_the_key_names_of_the_hub_are_written():
     assert raw["rope_scaling"] == YARN
     assert raw["architectures"] == ["Qwen3MoeForCausalLM"]
     assert not {"num_local_experts", "dtype", "rope_parameters", "layer_types", "remat", "checkpoint"} & {*raw}
+
+
+LATENT_ATTENTION = to_json(tiny.CONFIGS["latent attention"])
+
+
+def test_kimi_has_the_parts_of_deepseek_under_its_own_name(tmp_path):
+    config = read_config(write(tmp_path, LATENT_ATTENTION | {"model_type": "kimi_k2"}))
+    assert config == replace(tiny.CONFIGS["latent attention"], model_type="kimi_k2")
+    assert config_json.family_of(config) == "deepseek_v3"
+    assert to_json(config) == LATENT_ATTENTION | {"model_type": "kimi_k2"}
+
+
+def test_a_greedy_router_ignores_groups(tmp_path):
+    """As `DeepseekV2TopkRouter` in transformers."""
+    raw = families_of_tests.SMALL["deepseek_v2"] | {"model_type": "deepseek_v2"}
+    grouped = read_config(write(tmp_path, raw))
+    assert (grouped.router.groups, grouped.router.top_groups, grouped.router.group_best) == (3, 2, 1)
+    assert to_json(grouped)["topk_method"] == "group_limited_greedy"
+    for method in ({"topk_method": "greedy"}, {"topk_method": None}):
+        greedy = read_config(write(tmp_path, raw | method))
+        assert greedy == replace(grouped, router=replace(grouped.router, groups=1, top_groups=1))
+        assert (to_json(greedy)["topk_method"], to_json(greedy)["n_group"]) == ("greedy", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
+            'quantization_config: wanted null, got {"quant_method": "fp8", "fmt": "e4m3"}',
+        ),
+        ({"q_lora_rank": "none"}, 'q_lora_rank: wanted an integer, got "none"'),
+        ({"attention_bias": True}, "attention_bias: wanted null or false, got true"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads: wanted 4 with latent attention, got 2"),
+        (
+            {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            'mlp_layer_types: wanted "dense" for the first layers and "sparse" for the others, got '
+            '["sparse", "dense", "sparse"]',
+        ),
+        (
+            {"mlp_layer_types": ["dense", "dense", "sparse"], "first_k_dense_replace": 1},
+            "first_k_dense_replace: wanted 2, got 1",
+        ),
+    ],
+)
+def test_latent_attention_that_is_not_implemented_is_rejected(changes, sentence, tmp_path):
+    raw = families_of_tests.SMALL["glm4_moe_lite"] | {"model_type": "glm4_moe_lite"}
+    with pytest.raises(UserError) as error:
+        read_config(write(tmp_path, raw | changes))
+    assert str(error.value) == f"{tmp_path / 'config.json'}: {sentence}"
+
+
+def test_layers_may_be_listed_as_dense_or_sparse(tmp_path):
+    raw = families_of_tests.SMALL["glm4_moe_lite"] | {"model_type": "glm4_moe_lite", "first_k_dense_replace": None}
+    kinds = ["dense", "dense", "sparse"]
+    config = read_config(write(tmp_path, raw | {"mlp_layer_types": kinds}))
+    assert config.mlp_only_layers == (0, 1)
+    assert (to_json(config)["mlp_layer_types"], to_json(config)["first_k_dense_replace"]) == (kinds, 2)

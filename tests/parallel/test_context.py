@@ -13,7 +13,7 @@ import tiny
 from jax.sharding import AxisType, Mesh
 
 from gspax import losses
-from gspax.config import Sampling
+from gspax.config import Latent, Sampling
 from gspax.learner import objective, train_step
 from gspax.learner.state import abstract_state, new_state
 from gspax.parallel import sharding
@@ -35,6 +35,11 @@ MODELS = {
         remat="full",
     ),
     "experts": replace(tiny.MOE, num_experts=4, num_hidden_layers=1, vocab_size=24),
+    "latents": replace(
+        tiny.CONFIGS["latent attention"],
+        **{"num_experts": 0, "num_hidden_layers": 1, "vocab_size": 24},
+        latent=Latent(rank=8, query_rank=16, nope_dim=6, value_dim=8),
+    ),
 }
 
 
@@ -102,6 +107,7 @@ def alone(model, packed):
                 ({"context": 8}, "a window", True),
                 ({"context": 8}, "experts", False),
                 ({"fsdp": 2, "context": 4}, "experts", True),
+                ({"fsdp": 2, "context": 2, "tensor": 2}, "latents", True),
                 ({"slice": 2, "data": 2, "context": 2}, "a window", True),
                 ({"context": 4, "tensor": 2}, "experts", False),
                 ({"fsdp": 2, "expert": 2, "context": 2}, "experts", False),

@@ -57,7 +57,7 @@ def from_scratch(model, params, rollout, key, sampling):
 
 
 LONG = (100, 50)  # positions in several segments of the cache, and replies of several blocks
-EIGHT_BITS = ("moe", "tied", "some layers slide")
+EIGHT_BITS = ("moe", "tied", "some layers slide", "latent attention")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ EIGHT_BITS = ("moe", "tied", "some layers slide")
         ("sinks and biased experts", (60, 16), ("auto", "auto")),
         pytest.param("delta", LONG, ("auto", "auto"), marks=pytest.mark.slow),
         pytest.param("delta", LONG, ("int8", "auto"), marks=pytest.mark.slow),
+        ("latent attention", (60, 16), ("auto", "auto")),
         *(
             pytest.param(name, LONG, (dtype, cached), marks=pytest.mark.slow)
             for name, dtype, cached in (
@@ -97,6 +98,8 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
         state, _ = sampler.advance_chunk(params, state, key, 0, options=options)
         assert not state.rows.active_W.any()
         replies = [rng.integers(4, 23, rng.integers(1, longest)).tolist() if row != 1 else [] for row in range(P * G)]
+        room_B = size[0] - 1 - np.asarray(state.rows.length_B)  # beside the token after the reply
+        replies = [reply[: max(room, 0)] for reply, room in zip(replies, room_B.tolist(), strict=True)]
         for row, reply in enumerate(replies):
             appended[row] += reply
         state, _ = sampler.resume(params, state, pad_replies(replies), key, 0, options=options)

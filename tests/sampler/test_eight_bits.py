@@ -13,7 +13,7 @@ from eight_bits import rounded
 from small_experiment import experiment
 
 from gspax import losses
-from gspax.config import Lora, Mesh, Sampling
+from gspax.config import Latent, Lora, Mesh, Sampling
 from gspax.experiment import validate
 from gspax.learner import adapters
 from gspax.learner.state import init_state
@@ -74,6 +74,14 @@ def test_log_probs_are_those_of_the_rounded_model(name):
     assert 1e-3 < error.mean() < 0.05 and error.max() < 0.3, "0.016 and 0.09 when this was written"
 
 
+def test_latents_in_8_bits():
+    """One scale for a token; the projections of keys and values are absorbed with the scales of their weights."""
+    config = tiny.CONFIGS["latent attention"]
+    assert mismatch(config, rounded(tiny.params(config), config), weights_dtype="int8").max() < 1e-4
+    error = mismatch(config, tiny.params(config), kv_cache_dtype="int8", slots=5)
+    assert 1e-3 < error.mean() < 0.02 and error.max() < 0.2, "0.007 and 0.05 when this was written"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_weights_are_rounded_after_adapters_are_merged(name):
@@ -86,6 +94,11 @@ def test_weights_are_rounded_after_adapters_are_merged(name):
 EVEN = {  # sizes that divide over devices
     "dense": replace(tiny.TOGETHER["dense"], num_hidden_layers=2, sliding_layers=(1,), vocab_size=24),
     "experts": replace(tiny.TOGETHER["experts"], num_experts=4, vocab_size=24),
+    "latents": replace(
+        tiny.CONFIGS["latent attention"],
+        **{"num_experts": 4, "vocab_size": 24, "num_hidden_layers": 2},
+        latent=Latent(rank=8, query_rank=16, nope_dim=6, value_dim=8),
+    ),
 }
 SLOW = pytest.mark.slow
 
@@ -98,6 +111,8 @@ SLOW = pytest.mark.slow
         pytest.param("dense", (("data", 2), ("context", 2), ("tensor", 2)), {"slots": 8, "chunk": 3}, marks=SLOW),
         pytest.param("dense", (("fsdp", 4),), {"prefill_prompts": 1}, marks=SLOW),
         pytest.param("experts", (), {"slots": 5}, marks=SLOW),
+        ("latents", (("expert", 2), ("context", 2), ("tensor", 2)), {"slots": 8, "prefill_prompts": 1}),
+        pytest.param("latents", (("fsdp", 2), ("tensor", 4)), {}, marks=SLOW),
         pytest.param("experts", (("fsdp", 8),), {}, marks=SLOW),  # more devices than prompts
         pytest.param("experts", (("data", 2), ("expert", 4)), {}, marks=SLOW),
         pytest.param("experts", (("expert", 4), ("tensor", 2)), {"slots": 8, "chunk": 3}, marks=SLOW),

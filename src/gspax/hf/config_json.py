@@ -334,7 +334,7 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
                 f'{family.dense_or_sparse}: wanted "dense" for the first layers and "sparse" for the others, '
                 f"got {show(kinds)}"
             )
-        expect(family.dense_layers[0], raw.get(family.dense_layers[0], leading), (leading,))
+        expect(family.dense_layers[0], _first(raw, (family.dense_layers[0],), leading), (leading,))
         values[family.dense_layers[0]] = leading
     return values
 
