@@ -31,7 +31,8 @@ MODULES = {  # what PEFT calls the weights of `Lora.attention` and `Lora.mlp`
     "attention": {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"},
     "mlp": {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
 }
-MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # of its experts
+# Mixtral's experts, and the queries of latent attention.
+OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "q_b_proj": "q_proj"}
 FUSED = r".*\.gate_up_proj"  # of all experts of a layer, in PEFT's patterns of ranks and alphas
 PREFIX = "base_model.model."
 READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -68,7 +69,7 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
             f"{folder}: wanted factors of each expert, as PEFT writes them with transformers 4, got factors of all "
             f"experts together ({fused.pop()}), as it writes them with transformers 5"
         )
-    modules = {MIXTRAL.get(module, module) for module in modules}
+    modules = {OTHER_NAMES.get(module, module) for module in modules}
     known = MODULES["attention"] | MODULES["mlp"]
     if unknown := sorted(modules - known.keys()):
         raise UserError(f"{folder}: wanted modules of {', '.join(known)}, got {unknown[0][:SHOWN]}")
@@ -167,7 +168,7 @@ def _targets(config: ModelConfig, lora: Lora, published: Iterable[str]) -> dict[
     fused = ("gate_up_proj", "down_proj") if len(of_experts) == 3 else ("down_proj",)
     patterns = {"rank_pattern": {FUSED: 2 * lora.rank}, "alpha_pattern": {FUSED: 2 * lora.alpha}}
     return {
-        "target_modules": [leaf for leaf in leaves if leaf in MODULES["attention"]],
+        "target_modules": [leaf for leaf in leaves if leaf not in MODULES["mlp"]],
         "target_parameters": [f"mlp.experts.{name}" for name in fused] + [f"{module}.weight" for module in dense],
         **(patterns if "gate_up_proj" in fused else {}),
     }
