@@ -21,7 +21,17 @@ import numpy as np
 from flax import nnx
 
 from gspax import config as kinds
-from gspax.config import AlphaRope, LinearRope, Llama3Rope, ModelConfig, Rope, SelfAttention, Yarn, layers_of
+from gspax.config import (
+    AlphaRope,
+    GatedDelta,
+    LinearRope,
+    Llama3Rope,
+    ModelConfig,
+    Rope,
+    SelfAttention,
+    Yarn,
+    layers_of,
+)
 from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.quantization import contract
 from gspax.parallel.sharding import spec, token_spec
@@ -172,7 +182,7 @@ def mscale(yarn: Yarn, strength: float) -> float:
 def rotary_angles(position_BT: Array, config: ModelConfig) -> Angles:
     """The angles of rotary positions in each of the model's embeddings."""
     mixers = (layer.mixer for layer in layers_of(config))
-    ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, SelfAttention))
+    ropes = dict.fromkeys(mixer.rope for mixer in mixers if not isinstance(mixer, GatedDelta))
     return {rope: _angles(position_BT, rope) for rope in ropes}
 
 
