@@ -9,7 +9,7 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.config import Mesh, Sampling, Schedule, layer_groups, layers_of
+from gspax.config import Engine, Mesh, Sampling, Schedule, layer_groups, layers_of
 from gspax.experiment import validate
 from gspax.model import decoding
 from gspax.model.decoding import Slots
@@ -90,6 +90,10 @@ REFUSED = {
     "8 bits": (
         {"sampling": replace(experiment.sampling, kv_cache_dtype="int8")},
         'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"',
+    ),
+    "servers": (
+        {"engine": Engine()},
+        "engine: wanted null for a model with gated delta nets, got an Engine",
     ),
     "context": (
         {"mesh": Mesh(fsdp=1, context=2)},

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -18,13 +18,14 @@ from gspax.commands.arguments import Parser, add_target, at_least, require_direc
 from gspax.config import Lora, ModelConfig
 from gspax.config.functions import name_of, parse
 from gspax.errors import FailureError, UserError, brief, describe_error, warn
-from gspax.hf.config_json import read_config
+from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
 from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
 from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
     from gspax.config.protocols import Tokenizer
+    from gspax.hf.tensors import Stored
     from gspax.run.checkpoints import StoredArray
     from gspax.run.directory import RunDir
     from gspax.types import JsonObject
@@ -114,9 +115,9 @@ def run(
         stored = partial(open_array, checkpoints.directory, chosen)
         copied = copy_companions(companions, temporary)
         if not adapter:
-            special = _read_special_tokens(companions)
-            parameter = _parameters(run, config, lora, stored)
-            write_checkpoint(temporary, config, parameter, dtype=dtype, shard_size=shard_size, more=special)
+            more, carried = _read_carried(config, _read_special_tokens(companions))
+            write = partial(write_checkpoint, dtype=dtype, shard_size=shard_size, more=more, carried=carried)
+            write(temporary, config, _parameters(run, config, lora, stored))
         elif lora is None:
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
         else:
@@ -271,7 +272,7 @@ def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | N
         return experiment, config, lora, _find_companions(experiment.get("tokenizer"), config.checkpoint)
     if (source / "config.json").is_file():
         require_intact(source)
-        return None, read_config(source), None, [source]
+        return None, replace(read_config(source), checkpoint=str(source)), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
 
 
@@ -285,6 +286,28 @@ def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
         return experiment, parse(ModelConfig, experiment["model"]), lora
     except (KeyError, TypeError) as problem:
         raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
+
+
+def _read_carried(config: ModelConfig, special: dict[str, object]) -> tuple[dict[str, object], dict[str, Stored]]:
+    """What an export takes from the checkpoint that the run started from: keys of config.json, and tensors.
+
+    They are those of a vision tower, and of Qwen's layers that predict several tokens ahead; with the special tokens.
+    """
+    from gspax.hf import names, tensors
+    from gspax.run.directory import read_json
+
+    if config.delta is None or not config.checkpoint:
+        return special, {}
+    name, revision = _find_base(config.checkpoint)
+    folder = locate(f"{name}@{revision}" if revision else str(name))
+    raw, ours = read_json(folder / "config.json"), to_json(config)
+    carried = {name: each for name, each in tensors.find(folder).items() if names.is_carried(name, config)}
+    if carried:
+        warn(
+            f"{len(carried)} tensors of a vision tower or of layers that predict several tokens ahead (MTP) are copied "
+            f"from {folder}; they were not trained"
+        )
+    return {key: raw[key] for key in OF_WRAPPER if key in raw and key not in ours} | special, carried
 
 
 def _find_base(checkpoint: str) -> tuple[str | None, str | None]:

@@ -6,7 +6,16 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gspax.config import Experiment, ModelConfig, layer_groups, teacher_models, trained_dtype, updates_per_step
+from gspax.config import (
+    Experiment,
+    GatedDelta,
+    Layer,
+    ModelConfig,
+    layer_groups,
+    teacher_models,
+    trained_dtype,
+    updates_per_step,
+)
 from gspax.experiment.description import describe, flatten, show
 from gspax.model.sizes import (
     SamplerSizes,
@@ -147,9 +156,14 @@ def _layers(model: ModelConfig) -> str:
     """The groups of layers, such as "1 dense, 45 with experts" or "12 x (dense, with experts)"."""
     groups = []
     for pattern, repeats in layer_groups(model):
-        names = ", ".join("with experts" if kind.sparse else "dense" for kind in pattern)
+        names = ", ".join(_name(kind) for kind in pattern)
         groups.append(f"{repeats} {names}" if len(pattern) == 1 else f"{repeats} x ({names})")
     return ", ".join(groups)
+
+
+def _name(layer: Layer) -> str:
+    mlp = "with experts" if layer.sparse else "dense"
+    return f"delta net {mlp}" if isinstance(layer.mixer, GatedDelta) else mlp
 
 
 def _axes(mesh: dict[str, int]) -> str:

@@ -35,7 +35,7 @@ from gspax.config import (
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
-from gspax.hf.families import ALIASES, FAMILIES, MISSING, REQUIRED, Family
+from gspax.hf.families import ALIASES, FAMILIES, MISSING, REQUIRED, WRAPPERS, Family
 from gspax.run.buckets import to_path
 
 T = TypeVar("T")
@@ -78,6 +78,10 @@ ACTIVATIONS: dict[str, dict[str, Json]] = {
     "gelu_tanh": {"hidden_activation": "gelu_pytorch_tanh"},
 }
 MROPE = ("mrope_section", "mrope_interleaved")  # of images; a text's tokens have one position, and this is RoPE
+OF_WRAPPER = (  # keys around a text model
+    *("text_config", "vision_config", "tie_word_embeddings", "language_model_only"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+)
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ORIGINAL = "original_max_position_embeddings"
@@ -187,7 +191,8 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
     """
     name = family_of(config)
     family = FAMILIES[name]
-    model_type = config.model_type if config.model_type in ALIASES else name
+    wrapper = WRAPPERS.get(config.model_type)
+    model_type = config.model_type if config.model_type in ALIASES and wrapper is None else name
     content: dict[str, Json] = {"architectures": [family.architecture], "model_type": model_type}
     for part in family.copied:
         value, key = _get(config, part), family.keys_of(part)[0]
@@ -206,7 +211,11 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
         content["rope_parameters"] = {FULL: full | (_scaling_json(config) or {}), SLIDING: own}
     if family.delta:
         content["layer_types"] = [LINEAR if n in config.delta_layers else FULL for n in range(config.num_hidden_layers)]
-    return content | _window_json(config, name)
+    content |= _window_json(config, name)
+    if wrapper is None:
+        return content
+    whole: dict[str, Json] = {"architectures": [wrapper[1]], "model_type": config.model_type, "text_config": content}
+    return whole | {"tie_word_embeddings": config.tie_word_embeddings}
 
 
 def _experts_json(config: ModelConfig, family: Family) -> dict[str, Json]:
@@ -275,6 +284,8 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     if isinstance(name := raw.get("model_type"), str) and name in MISSING:
         raise ValueError(f"model_type {name}: {MISSING[name]} is not implemented")
     name = expect("model_type", name, (*FAMILIES, *ALIASES))
+    if name in WRAPPERS:
+        return _parse_wrapper(raw, name)
     family = FAMILIES[ALIASES.get(name, name)]
     expect("architectures", raw.get("architectures"), (None, [family.architecture]))
     raw = {key: _of_all_layers(value) if key in family.by_layer else value for key, value in raw.items()}
@@ -347,6 +358,19 @@ def _delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ValueError(f"layer_types: wanted a list of {layers} names, got {show(kinds)}")
     return tuple(layer for layer, kind in enumerate(kinds) if expect("layer_types", kind, (FULL, LINEAR)) == LINEAR)
+
+
+def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
+    """The text model of a checkpoint with a vision tower, whose keys are not read."""
+    text_type, architecture = WRAPPERS[name]
+    expect("architectures", raw.get("architectures"), (None, [architecture]))
+    for key in raw:
+        if key not in (*OF_WRAPPER, *TRANSLATED, *HARMLESS):
+            raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(raw[key])}")
+    text = _object(raw, "text_config")
+    expect("text_config.model_type", text.get("model_type"), (text_type,))
+    tied = expect("tie_word_embeddings", raw.get("tie_word_embeddings", False), (False, True))
+    return dataclasses.replace(_parse(text | {"tie_word_embeddings": tied}), model_type=name)
 
 
 def _of_all_layers(value: Json) -> Json:

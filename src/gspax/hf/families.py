@@ -452,7 +452,15 @@ FAMILIES = {
     ),
 }
 
-ALIASES = {"kimi_k2": "deepseek_v3"}  # model_types of files that are another family's in all but this name
+# The text models of checkpoints with a vision tower, by the `model_type` of the whole, and its class.
+WRAPPERS = {
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+}
+ALIASES = {  # model_types of files that are another family's in all but this name, or around it
+    "kimi_k2": "deepseek_v3",
+    **{name: text for name, (text, _) in WRAPPERS.items()},
+}
 
 MISSING = {  # what a model needs that gspax does not have, by model_type
     "mistral4": "a scale of queries by position",
@@ -463,7 +471,6 @@ MISSING = {  # what a model needs that gspax does not have, by model_type
     "phimoe": "a router that masks experts between its two choices",
     "llama4_text": "attention in chunks",
     **dict.fromkeys(("nemotron_h", "mamba2", "granitemoehybrid"), "a state space layer (Mamba-2)"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "a vision tower"),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "mllama", "gemma3"), "a vision tower"
     ),

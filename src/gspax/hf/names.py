@@ -27,6 +27,7 @@ import numpy as np
 
 from gspax.config import ModelConfig, layer_places, layers_of
 from gspax.hf.config_json import family_of
+from gspax.hf.families import WRAPPERS
 from gspax.hf.tensors import Part
 
 STRIP, GAP = 2**17, 32  # elements of a strip and after each of its rows, in `copy`
@@ -201,8 +202,9 @@ DELTA_PROJECTIONS = {  # by model_type, those of its inputs
     ),
 }
 DELTA_PROJECTIONS["qwen3_5_moe_text"] = DELTA_PROJECTIONS["qwen3_5_text"]
-LAYER_NUMBER, MTP, MTP_OF_QWEN = re.compile(r"model\.layers\.(\d+)\."), ".mtp_", "mtp."
-WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "minimax_m2", *DELTA_PROJECTIONS)
+MTP_OF_QWEN, TOWER = "mtp.", "model.visual."
+LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), ".mtp_"
+WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "minimax_m2")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
 
@@ -243,7 +245,10 @@ def list_chunks(
                 Chunk(f"model.layers.{layers[index[0]]}.{row.published}".format(expert=index[-1]), index, row, part)
                 for index in np.ndindex(shape)
             ]
-    return table
+    return {
+        name: [replace(chunk, published=published_name(chunk.published, config)) for chunk in chunks]
+        for name, chunks in table.items()
+    }
 
 
 def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
@@ -296,13 +301,25 @@ def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
     return any(tensor.endswith(name) for tensor in tensors)
 
 
+def published_name(tensor: str, config: ModelConfig) -> str:
+    """The name of a text model's tensor in its checkpoint, which may have a vision tower beside it."""
+    return re.sub(r"^model\.", "model.language_model.", tensor) if config.model_type in WRAPPERS else tensor
+
+
+def is_carried(tensor: str, config: ModelConfig) -> bool:
+    """Whether a published tensor is not read, and an export has it as it is: of a vision tower, or of Qwen's MTP."""
+    if config.delta is None:
+        return False
+    return tensor.startswith(MTP_OF_QWEN) or (config.model_type in WRAPPERS and tensor.startswith(TOWER))
+
+
 def is_unread(tensor: str, config: ModelConfig) -> bool:
     """Whether a published tensor is no part of the model: computed from the configuration, or of a layer after the last
     that predicts several tokens ahead (MTP)."""
     layer = LAYER_NUMBER.match(tensor)
     after_last = layer is not None and int(layer[1]) >= config.num_hidden_layers
-    ahead = after_last or MTP in tensor or tensor.startswith(MTP_OF_QWEN)
-    return BUFFER.fullmatch(tensor) is not None or (ahead and family_of(config) in WITH_MTP)
+    ahead = (after_last or MTP in tensor) and family_of(config) in WITH_MTP
+    return BUFFER.fullmatch(tensor) is not None or ahead or is_carried(tensor, config)
 
 
 def tensor_shapes(

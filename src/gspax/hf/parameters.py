@@ -80,7 +80,13 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     """
     found = tensors.find(folder)
     stored = {name: tensor for name, tensor in found.items() if not names.is_unread(name, config)}
-    if ahead := sum(not names.BUFFER.fullmatch(name) for name in found) - len(stored):
+    carried = sum(names.is_carried(name, config) for name in found)
+    if carried:
+        multihost.warn_from_primary(
+            f"{folder}: {carried} tensors of a vision tower or of layers that predict several tokens ahead (MTP) are "
+            "not read; they are not trained, and `gspax export` copies them"
+        )
+    if ahead := sum(not names.BUFFER.fullmatch(name) for name in found) - len(stored) - carried:
         multihost.warn_from_primary(
             f"{folder}: {ahead} tensors of layers that predict several tokens ahead (MTP) are not read; "
             "they are not trained, and an export does not have them"
@@ -113,14 +119,15 @@ def _validate(
 ) -> None:
     """UserError unless the tensors are those of the model. A tied model may have a copy of its embedding as head."""
     copied_head = config.tie_word_embeddings and HEAD in stored
+    table = names.published_name(EMBEDDING, config)
     if copied_head:
-        expected[HEAD] = expected[EMBEDDING]
+        expected[HEAD] = expected[table]
     tensors.require_shapes(folder, stored, expected)
     if copied_head:
-        head, embedding = (tensors.read(stored[name]).view(np.uint8) for name in (HEAD, EMBEDDING))
+        head, embedding = (tensors.read(stored[name]).view(np.uint8) for name in (HEAD, table))
         if not np.array_equal(head, embedding):  # a different head would be lost
             raise UserError(
-                f"{stored[HEAD].file}: tensor {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings"
+                f"{stored[HEAD].file}: tensor {HEAD} differs from {table}, but config.json has tie_word_embeddings"
             )
 
 
@@ -199,6 +206,7 @@ def write_checkpoint(
     dtype: str = "bfloat16",
     shard_size: int = SHARD_SIZE,
     more: Mapping[str, object] | None = None,
+    carried: Mapping[str, Stored] | None = None,
 ) -> None:
     """Write config.json and safetensors in the Hub's order and layout; tied models have no `lm_head.weight`.
 
@@ -210,14 +218,19 @@ def write_checkpoint(
       dtype: the dtype of the tensors, `bfloat16` or `float32`.
       shard_size: the maximum size of a file, in bytes of tensors.
       more: further keys of config.json, such as `eos_token_id`.
+      carried: tensors of another checkpoint that are copied as they are, with their dtypes.
     """
     content = {**config_json.to_json(config), "torch_dtype": dtype, **(more or {})}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     parameters = parameter_shapes(config)
-    table = names.list_chunks(config, parameters)
+    table, carried = names.list_chunks(config, parameters), carried or {}
     shapes = dict(sorted(names.tensor_shapes(table, parameters).items(), key=lambda item: _model_order(item[0])))
-    float32 = {chunk.published for chunks in table.values() for chunk in chunks if chunk.row.float32}
-    stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size, float32)
+    shapes |= {name: each.shape for name, each in carried.items()}
+    own = {chunk.published: np.dtype(np.float32) for chunks in table.values() for chunk in chunks if chunk.row.float32}
+    own |= {name: each.dtype for name, each in carried.items()}
+    stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size, own)
+    for name, each in carried.items():
+        tensors.write(stored[name], tensors.read(each))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, chunks in table.items():
             array = parameter(name)
@@ -234,7 +247,7 @@ def write_checkpoint(
 
 def _model_order(tensor: str) -> tuple[int, int]:
     """Sort key: embedding, layers, norm and head; within a layer the order of the table."""
-    parts = tensor.split(".")
+    parts = tensor.replace("language_model.", "").split(".")
     if parts[1] == "layers":
         return 1, int(parts[2])
     return (0 if parts[1] == "embed_tokens" else 2), 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -290,17 +290,18 @@ def lay_out(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     shard_size: int,
-    float32: Collection[str] = (),
+    own: Mapping[str, np.dtype] | None = None,
 ) -> dict[str, Stored]:
     """Create the files of a checkpoint with headers, index and space for every tensor, in the order of `shapes`.
 
-    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself. The tensors named in
-    `float32` have that dtype, all others `dtype`.
+    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself. The tensors named in `own`
+    have the dtype there, all others `dtype`.
     """
+    own = own or {}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
     for name, shape in shapes.items():
-        nbytes = math.prod(shape) * (4 if name in float32 else dtype.itemsize)
+        nbytes = math.prod(shape) * own.get(name, dtype).itemsize
         if shards[-1] and used + nbytes > shard_size:
             shards.append({})
             used = 0
@@ -309,7 +310,7 @@ def lay_out(
     tensors: dict[str, Stored] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors |= create(folder / file, shard, dtype, float32)
+        tensors |= create(folder / file, shard, dtype, own)
     if len(shards) > 1:
         total = sum(stored.nbytes for stored in tensors.values())
         files = {name: stored.file.name for name, stored in tensors.items()}
@@ -319,13 +320,13 @@ def lay_out(
 
 
 def create(
-    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, float32: Collection[str] = ()
+    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, own: Mapping[str, np.dtype] | None = None
 ) -> dict[str, Stored]:
     """Create a file with its header and space for every tensor, in the order of `shapes`; dtypes as in `lay_out`."""
     kinds = {supported: kind for kind, supported in DTYPES.items()}
     tensors, end = {}, 0
     for name, shape in shapes.items():
-        tensors[name] = Stored(name, file, DTYPES["F32"] if name in float32 else dtype, shape, end)
+        tensors[name] = Stored(name, file, (own or {}).get(name, dtype), shape, end)
         end += tensors[name].nbytes
     entries = {
         name: {

@@ -295,9 +295,8 @@ def extend(
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
         position_WM = (part.prompt_length_W + part.first)[:, None] + index_1M
         attend = _attend_over_cache(_attend_to_block, part, config, mesh)
-        live_WM = index_1M < count_W[:, None]
-        advance = _advance_over_cache(live_WM, part, mesh)
-        shared = LayerInputs(rotary_angles(position_WM, config), live_WM, attend, advance, mesh)
+        angles, live_WM = rotary_angles(position_WM, config), index_1M < count_W[:, None]
+        shared = LayerInputs(angles, live_WM, attend, _advance_over_cache(live_WM, part, mesh), mesh)
         hidden_WMD, cache, expert_WMLA = _run_layers(params, config, tokens_WM, shared, cache)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
         here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]

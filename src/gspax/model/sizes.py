@@ -142,7 +142,8 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     parts = {
         **held,
         "cache of the prompts, once per prompt": sizes.prompt_cache,
-        "cache of the completions": sizes.completion_cache,
+        "cache of the completions": sizes.completion_cache - sizes.device_slots * sizes.state,
+        "states of the slots' delta nets": sizes.device_slots * sizes.state,
         f"prefill of {sizes.prefill_chunk} prompts, estimated, beyond that": prefill if prefill > PREFILL_BUDGET else 0,
         "logits of one position, and their exponentials": 2 * FLOAT32 * logits,
         **_rollout_bytes(config, sampling, *updates, mesh),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gspax.config import (
+    Engine,
     Evaluation,
     Experiment,
     Lora,
@@ -103,7 +104,7 @@ def validate(
         lambda: _async_rewards(e.reward, e.evaluation),
         lambda: _tasks(e.evaluation, e.sampling, e.model),
         lambda: [*_rows(e.sampling, e.schedule), *_packed_rows(e.sampling, e.schedule, 1)],
-        lambda: [*_shared_prompts(e.schedule, e.model), *_delta_nets(e.model, e.sampling)],
+        lambda: [*_shared_prompts(e.schedule, e.model), *_delta_nets(e.model, e.sampling, e.engine)],
         lambda: _sampled_ahead(e.sampling, e.placement),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: [*_tokens(e.sampling), *_filters(e.sampling, e.teacher)],
@@ -305,10 +306,12 @@ def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
         yield "schedule.share_prompts: wanted False in a model with gated delta nets, got True"
 
 
-def _delta_nets(model: ModelConfig, sampling: Sampling) -> Iterator[str]:
-    """A state is in float32."""
+def _delta_nets(model: ModelConfig, sampling: Sampling, engine: Engine | None) -> Iterator[str]:
+    """A state is in float32, and servers do not get the tensors that are not read."""
     if model.delta is not None and sampling.kv_cache_dtype == "int8":
         yield 'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"'
+    if model.delta is not None and engine is not None:
+        yield "engine: wanted null for a model with gated delta nets, got an Engine"
 
 
 def _sampled_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
