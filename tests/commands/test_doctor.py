@@ -69,7 +69,7 @@ def gate_of_an_expert(monkeypatch):
     )
 
 
-ATTENTION = {f"attention, {case}, float32" for case in ("packed", "window", "shared prompts")}
+ATTENTION = {f"attention, {case}, float32" for case in ("packed", "window", "sinks", "shared prompts")}
 DECODING = {f"decode attention, float32, cache {cache}" for cache in ("float32", "int8")}
 FAULTS = {
     shift_by_one: (kernels.attention, ATTENTION, "context"),

@@ -49,20 +49,28 @@ def value_and_gradients(function: Callable[..., Array], arrays: Sequence[np.ndar
 
 
 def attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """Whole rows, forward and backward: packed segments, a window, and responses that share a prompt."""
+    """Whole rows, forward and backward: packed segments, a window, sinks, and responses that share a prompt."""
     q, k, v, dcontext = normal(0, (2, T, N, H), (2, T, K, H), (2, T, K, H), (2, T, N, H), dtype=dtype)
     segment_BT = np.repeat([[1, 2, 3, 0], [1, 2, 0, 0]], [T // 4, T // 2, T // 8, T // 8], axis=1).astype(np.int32)
     prefix_BT = np.isin(segment_BT, (2, 3)).astype(np.int32)
     is_token = (segment_BT > 0)[..., None, None]  # the result at padding is not read
-    for name, window, prefix in (("packed", T, None), ("window", WINDOW, None), ("shared prompts", T, prefix_BT)):
+    cases: dict[str, tuple[int, np.ndarray | None, list[float] | None]] = {
+        "packed": (T, None, None),
+        "window": (WINDOW, None, None),
+        "sinks": (T, None, [-1.0, 0.0, 1.0, 2.0]),
+        "shared prompts": (T, prefix_BT, None),
+    }
+    for name, (window, prefix, sinks) in cases.items():
         windows = (window,) if window < T else ()
         rows = Rows(jnp.asarray(segment_BT), mesh, windows=windows, prefix_BT=jax.tree.map(jnp.asarray, prefix))
 
-        def attend(q: Array, k: Array, v: Array, rows: Rows = rows) -> Array:
-            return jnp.where(is_token, row_attention(q, k, v, 0, rows), 0)
+        sinks_N = None if sinks is None else jnp.asarray(sinks)
+
+        def attend(q: Array, k: Array, v: Array, rows: Rows = rows, sinks_N: Array | None = sinks_N) -> Array:
+            return jnp.where(is_token, row_attention(q, k, v, 0, rows, sinks_N), 0)
 
         seen = references.visible(segment_BT, window, prefix)
-        context, _, gradients = references.attention(q, k, v, seen, np.where(is_token, dcontext, 0))
+        context, _, gradients = references.attention(q, k, v, seen, np.where(is_token, dcontext, 0), sinks)
         want = dict(zip(("context", "dq", "dk", "dv"), (np.where(is_token, context, 0), *gradients), strict=True))
         got = dict(zip(want, value_and_gradients(attend, (q, k, v), dcontext), strict=True))
         yield compare(f"attention, {name}, {dtype}", got, want, TOLERANCE[dtype])
