@@ -1,6 +1,10 @@
 """`gspax doctor`: every fault that is planted is named by the check that looks for it, and nothing else is."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -272,3 +276,30 @@ def test_the_exit_code_and_the_files(status, code, monkeypatch, tmp_path, capsys
 def test_a_workdir_that_is_not_there(capsys):
     assert main.main(["doctor", "--workdir", "missing"]) == 2
     assert "missing: wanted the directory" in capsys.readouterr().err
+
+
+SOME_CHECKS = """
+import sys
+from gspax.commands import main
+from gspax.commands.doctor import checklist
+
+make = checklist.make_checks
+some = "collectives", "update on the mesh and on one device", "checkpoint"
+checklist.make_checks = lambda directory: {name: make(directory)[name] for name in some}
+sys.exit(main.main(["doctor", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_check_their_devices_together(tmp_path):
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-c", SOME_CHECKS, "--coordinator", f"127.0.0.1:{port}", "--processes", "2"]
+    command += ["--workdir", str(tmp_path), "--json", str(tmp_path / "found.json"), "--process"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
+    started = [subprocess.Popen([*command, str(index)], env=environment) for index in range(2)]
+    assert [process.wait(600) for process in started] == [0, 0]
+    written = json.loads((tmp_path / "found.json").read_text())
+    found = {result["name"]: result["status"] for result in written["results"]}
+    assert set(found.values()) == {"ok"}
+    assert {"sum over fsdp (2 devices)", "update on the mesh and on one device, fsdp=2", "checkpoint"} <= set(found)
