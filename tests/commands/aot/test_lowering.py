@@ -36,6 +36,11 @@ VARIANTS = {
 FORWARD, BACKWARD = {"splash_mha_fwd"}, {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
 SINKS = {"attention_sinks": True, "expert_bias": True, "sliding_window": 4, "sliding_layers": (0,)}
 VARIANTS["sinks and biased experts"] = replace(SMALL, model=replace(SMALL.model, **SINKS))
+LATENT = {
+    **{"qk_norm": False, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
+    "latent": config.Latent(rank=16, query_rank=16, nope_dim=16, value_dim=16),
+}
+VARIANTS["latent attention"] = replace(VARIANTS["conversations"], model=replace(SMALL.model, **LATENT))
 KERNELS = {  # on TPU; of the programs that are not here: none
     programs.TRAIN: BACKWARD,
     programs.SCORE: FORWARD,
@@ -87,7 +92,7 @@ def kernels(exported):
 @pytest.mark.parametrize("platform", ["tpu"], indirect=True)
 def test_every_program_is_lowered_for_tpu_with_its_kernels(platform, variant):
     lowered = lower(VARIANTS[variant], platform, "bfloat16")
-    assert len(lowered) == (6 if variant == "conversations" else 4)
+    assert len(lowered) == (6 if VARIANTS[variant].environment else 4)
     for name, program in lowered.items():
         assert (program.platforms, program.nr_devices) == (("tpu",), 8)
         assert kernels(program) == KERNELS.get(name, set()), name
