@@ -47,9 +47,8 @@ YARN = {
     **{"beta_fast": 4, "beta_slow": 1},
 }
 DELTA = {
-    **{"num_hidden_layers": 4, "hidden_size": 32, "head_dim": 8, "linear_num_key_heads": 2},
-    **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32},
-    "partial_rotary_factor": 0.5,
+    **{"num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "partial_rotary_factor": 0.5},
 }
 MROPE = {  # one position for each token of a text, three of an image's
     **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000},
@@ -96,7 +95,8 @@ SMALL = {  # keys of config.json, by model_type
     "qwen3_5_moe_text": {name: SIZES[name] for name in SIZES if name != "intermediate_size"}
     | EXPERTS
     | DELTA
-    | {"shared_expert_intermediate_size": 20},
+    | {"shared_expert_intermediate_size": 20, "hidden_size": 32}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
 }
 
 PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without keys that have their default
