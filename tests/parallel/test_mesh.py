@@ -139,7 +139,7 @@ def test_gated_delta_nets_are_sharded_by_heads(mesh):
     made = make(MESHES[mesh])
     got, wanted = update(DELTA, made), alone(DELTA)
     got[1].pop("ring_fallbacks", None)
-    assert_close(got, wanted)
+    assert_close(got, wanted, 2e-4)
     memory = got[0].params["runs"][0]["mixer"]["value"]
     assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // 2
     drawn, want = jax.device_get(draw(DELTA, made, slots=8)), drawn_alone(DELTA)
