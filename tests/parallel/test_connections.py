@@ -78,6 +78,18 @@ def test_every_process_gets_all_values_in_the_order_of_the_processes(connect, en
     assert not ended
 
 
+def test_a_value_that_cannot_be_sent_is_an_error_in_every_process(connect, ended):
+    processes, _ = connect(3)
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(process.exchange, {1, 2}) for process in processes]
+        for answer in answers:
+            with pytest.raises(TypeError, match="a set cannot be sent to another process"):
+                answer.result(timeout=10)
+        after = [pool.submit(process.exchange, index) for index, process in enumerate(processes)]
+        assert [answer.result(timeout=10) for answer in after] == [[0, 1, 2]] * 3
+    assert not ended
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_lost_connection_ends_all_others(gone, connect, ended):
     _, own = connect(3)

@@ -178,9 +178,13 @@ class Connections:
             threading.Thread(target=self._read, args=(peer,), name=f"gspax_connection_{peer}", daemon=True).start()
 
     def exchange(self, value: object) -> list[Any]:
-        """The values that the processes pass to this call, in their order. All processes call it in the same order."""
+        """The values that the processes pass to this call, in their order. All processes call it in the same order.
+
+        TypeError, in every process that passes one, for a value that cannot be sent (`wire.encode`).
+        """
+        own = wire.encode(value)  # also in process 0: it must not wait for others that raise here
         if self._index:
-            self._channels[0].send(SENT, wire.encode(value))
+            self._channels[0].send(SENT, own)
             return self._received[0].get()
         encoded = wire.encode([value, *(self._received[peer].get() for peer in range(1, self._count))])
         for channel in self._channels.values():
