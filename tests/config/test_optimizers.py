@@ -136,6 +136,32 @@ def test_weight_decay_applies_only_to_matrices_by_default():
     assert decayed(partial(optimizers.muon, weight_decay=0.1)) == matrices - {"head"}
 
 
+MODELS = tiny.CONFIGS | tiny.OTHERS | {"delta nets": tiny.DELTA}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_matrix_has_all_axes_of_its_parameter_but_those_of_a_stack(model):
+    """Norms, biases, sinks, decay rates and convolutions are none; of a matrix Muon orthogonalizes the whole."""
+
+    def is_axes(leaf):
+        return isinstance(leaf, tuple)
+
+    params, axes = transformer.abstract_params(model), transformer.logical_axes(model)
+    views = optimizers._dimensions(params)
+    for (path, names), is_matrix, view in zip(
+        jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes),
+        jax.tree.leaves(optimizers.matrices(params)),
+        jax.tree.leaves(views, is_leaf=lambda leaf: leaf is None or is_axes(leaf)),
+        strict=True,
+    ):
+        own = {*names} - {"layer", "expert"}
+        is_bias = own <= {"heads", "head"}
+        is_vector = len(own) == 1 or is_bias or own & {"tap", "rate"} or path[-1].key == "embedding"
+        assert is_matrix != bool(is_vector), (path, names)
+        if view is not None:
+            assert len(view.reduction_axis) + len(view.output_axis) == len(own), (path, names)
+
+
 @pytest.mark.parametrize("schedule", [optimizers.linear, optimizers.cosine])
 def test_schedules_warm_up_and_decay_to_the_final_rate(schedule):
     settings = config.Optimizer(learning_rate=2.0, warmup_updates=4, schedule=partial(schedule, updates=12, final=0.25))

@@ -141,9 +141,13 @@ def _after_warmup(schedule: optax.Schedule, peak: float, warmup_updates: int) ->
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_updates), schedule], [warmup_updates])
 
 
-TABLES = ("embedding", "scale")  # leaves that are no matrix, whatever their rank
-INPUT_AXES = {"out": 2}  # axes that a matrix reduces; 1 for all others
-OUTPUT_AXES = {"query": 2, "key": 2, "value": 2}  # axes that it makes; 1 for all others
+NO_MATRICES = "embedding", "scale", "bias", "norm", "sinks", "rate", "taps"  # the last words of their names
+INPUT_AXES = {"attention/out": 2, "mixer/out": 3}  # axes that a matrix reduces; 1 for all others
+OUTPUT_AXES = {  # axes that it makes; 1 for all others
+    **{"attention/query": 2, "attention/key": 2, "attention/value": 2, "attention/gate": 2},
+    # a gated delta net: its value heads are in groups
+    **{"mixer/query": 2, "mixer/key": 2, "mixer/value": 3, "mixer/gate": 3, "mixer/decay": 2, "mixer/beta": 2},
+}
 
 
 def _map_names(function: Callable[[tuple[str, ...], Array], object], params: PyTree) -> PyTree:
@@ -157,7 +161,7 @@ def _map_names(function: Callable[[tuple[str, ...], Array], object], params: PyT
 
 
 def _is_matrix(names: tuple[str, ...], leaf: Array) -> bool:
-    return leaf.ndim >= 2 and names[-1] not in TABLES and not names[-1].endswith("bias")
+    return leaf.ndim >= 2 and names[-1].rpartition("_")[2] not in NO_MATRICES
 
 
 def _dimensions(params: PyTree) -> PyTree:
@@ -171,7 +175,7 @@ def _dimensions(params: PyTree) -> PyTree:
         if not _is_matrix(names, leaf) or names[-1] == "head":
             return None
         factor = names[-1] if names[-1] in ("a", "b") else ""
-        matrix = names[-2] if factor else names[-1]
+        matrix = "/".join((names[:-1] if factor else names)[-2:])
         reduced = 1 if factor == "b" else INPUT_AXES.get(matrix, 1)
         made = 1 if factor == "a" else OUTPUT_AXES.get(matrix, 1)
         first = leaf.ndim - reduced - made

@@ -44,11 +44,7 @@ from gspax.parallel.sharding import constrain, constrain_tokens
 from gspax.types import Array, Params, PyTree
 
 LayerOutput = tuple[Array, Routing | None]  # the residual stream, and a sparse layer's routing
-FLOAT32 = (
-    "correction_bias",
-    "decay_rate",
-    "decay_bias",
-)  # parameters that are so whatever the dtype of the others
+FLOAT32 = "correction_bias", "decay_rate", "decay_bias"  # parameters that stay so whatever the dtype of the others
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
 
 

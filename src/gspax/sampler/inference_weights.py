@@ -19,12 +19,7 @@ from gspax.model.low_rank import dense
 from gspax.parallel.sharding import INFERENCE_RULES, named_sharding
 from gspax.types import Array, Params, PyTree
 
-FULL = {
-    "norm",
-    "router",
-    "rate",
-    "tap",
-}  # axes of the parameters that the model reads in float32 whatever its compute dtype
+FULL = {"norm", "router", "rate", "tap"}  # axes of parameters that are read in float32 whatever the compute dtype
 
 
 def make_inference_weights(
