@@ -27,6 +27,7 @@ from gspax.config import RowShape
 from gspax.data import Problem
 from gspax.data.tasks import sort
 from gspax.errors import UserError
+from gspax.evaluation import checkpoint
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step, updates
@@ -294,6 +295,7 @@ def test_sft_alone_equals_the_warm_start_of_a_run(whole, tmp_path):
 
 def test_eval_reproduces_the_recorded_metrics_and_says_that_it_runs(whole, capsys, monkeypatch):
     monkeypatch.setattr(progress, "SILENCE", 0.0)
+    monkeypatch.setattr(checkpoint, "evaluate_heldout", slowly(checkpoint.evaluate_heldout))
     evaluate_run(experiment, whole.path, 4)
     recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/reward" in row)
     measured = record.read_rows(whole.evaluations)[-1]
@@ -304,6 +306,16 @@ def test_eval_reproduces_the_recorded_metrics_and_says_that_it_runs(whole, capsy
     count = experiment.evaluation.problems
     assert any(line.startswith(f"held-out problems 0/{count}  evaluating") and "so far" in line for line in said)
     assert any(line.startswith(f"held-out problems {count}/{count}  reward ") for line in said)
+
+
+def slowly(function):
+    """The function after a pause: an evaluation may end before anything is said of it."""
+
+    def call(*arguments):
+        time.sleep(0.2)
+        return function(*arguments)
+
+    return call
 
 
 def test_eval_of_a_missing_checkpoint_is_rejected(whole, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 
 from gspax.config import (
     Engine,
@@ -103,11 +104,11 @@ def validate(
         lambda: _lengths(e.model, e.sampling, e.evaluation),
         lambda: _async_rewards(e.reward, e.evaluation),
         lambda: _tasks(e.evaluation, e.sampling, e.model),
-        lambda: [*_rows(e.sampling, e.schedule), *_packed_rows(e.sampling, e.schedule, 1)],
-        lambda: [*_shared_prompts(e.schedule, e.model), *_delta_nets(e.model, e.sampling, e.engine)],
+        lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
+        lambda: chain(_delta_nets(e.model, e.sampling, e.engine), _shared_prompts(e.schedule, e.model)),
         lambda: _sampled_ahead(e.sampling, e.placement),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
-        lambda: [*_tokens(e.sampling), *_filters(e.sampling, e.teacher)],
+        lambda: chain(_tokens(e.sampling), _filters(e.sampling, e.teacher)),
         lambda: _updates(e.schedule),
         lambda: _adapters(e.lora),
         lambda: clip_range_problems(e.loss),
@@ -119,7 +120,7 @@ def validate(
         lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
         lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
-        lambda: [*_groups(e.sampling, e.teacher), *prompt_problems(e.teacher, e.environment, e.model, e.sampling)],
+        lambda: chain(_groups(e.sampling, e.teacher), prompt_problems(e.teacher, e.environment, e.model, e.sampling)),
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
