@@ -122,8 +122,8 @@ def _watch_start(resumed: Path) -> None:
     from gspax.training import loop
 
     class Recorder(loop.Recorder):
-        def __init__(self, run: Any, resume_step: int) -> None:
-            super().__init__(run, resume_step)
+        def __init__(self, run: Any, resume_step: int, *others: Any) -> None:
+            super().__init__(run, resume_step, *others)
             resumed.write_text(str(resume_step))
             moments.reached("compile")
 

@@ -181,10 +181,10 @@ def test_resumption_is_bit_exact(whole, runtime, monkeypatch, tmp_path, capsys):
     assert_same_run(run, whole)
     assert len(json.loads(run.environment.read_text())) == 2
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "continuing from step 2 of 4" and said[-1] == "writing the report"
+    assert "continuing from step 2 of 4" in said and said[-1] == "writing the report"
     assert f"step 4: evaluating {experiment.evaluation.problems} held-out problems" in said
     loop.train(experiment, run.path)
-    assert capsys.readouterr().out.splitlines()[0] == "already at step 4 of 4"
+    assert "already at step 4 of 4" in capsys.readouterr().out.splitlines()
 
 
 @dataclass(frozen=True)

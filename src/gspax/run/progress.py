@@ -11,14 +11,13 @@ import errno
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO, cast
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from gspax.run import interrupt
@@ -74,12 +73,11 @@ def say(message: str) -> None:
     _print(_console(), message)
 
 
-def show_table(rows: Iterable[tuple[str, str]]) -> None:
+def show_table(rows: Sequence[tuple[str, str]]) -> None:
     """Print names and texts in two columns, as `say`."""
-    table = Table.grid(padding=(0, 2))
+    console, width = _console(), max(len(name) for name, _ in rows)
     for name, text in rows:
-        table.add_row(Text(name, style="bold"), Text(text))
-    _console().print(table)
+        console.print(Text.assemble((f"{name:<{width}}  ", "bold"), text), soft_wrap=True)
 
 
 @contextlib.contextmanager
