@@ -13,6 +13,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ def comparison_table(name: str, figures: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def goals_table(comparisons: dict[str, dict[str, Any]]) -> list[str]:
+def goals_table(comparisons: dict[str, dict[str, Any]], train: dict[str, float]) -> list[str]:
     """The table of the goals: what was wanted and what was measured."""
     lines = ["| shape | quantity | goal, at most | measured | |", "| --- | --- | --- | --- | --- |"]
     for shape, quantity, peer, limit in GOALS:
@@ -89,7 +91,24 @@ def goals_table(comparisons: dict[str, dict[str, Any]]) -> list[str]:
         value = row["gspax"] / (row[peer] if peer else 1)
         name = f"{quantity.removesuffix(' s')}, relative to {peer}" if peer else quantity
         lines.append(f"| {shape} | {name} | {limit:.2f} | {value:.2f} | {'met' if value <= limit else 'missed'} |")
+    for (name, value), limit in zip(train.items(), (75, 30), strict=True):
+        lines.append(f"| | {name}, s | {limit} | {value:.0f} | {'met' if value <= limit else 'missed'} |")
     return [*lines, ""]
+
+
+def make_train(path: Path) -> dict[str, float]:
+    """Seconds of `make train` in a new clone, and of the run after the installation; from `path` if they are there."""
+    if not path.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            clone = Path(folder) / "gspax"
+            subprocess.run(["git", "clone", "-q", HERE.parents[1], clone], check=True)
+            began = time.monotonic()
+            subprocess.run(["make", "train"], cwd=clone, check=True, stdout=subprocess.DEVNULL)
+            whole = time.monotonic() - began
+            report = clone / "runs" / "sort_gspo" / "report.html"
+            run = report.stat().st_mtime - (clone / ".venv" / "installed").stat().st_mtime
+        path.write_text(json.dumps({"make train": whole, "the run in it": run}) + "\n", encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def widened(folder: Path) -> list[str]:
@@ -134,7 +153,7 @@ def main() -> None:
     }
     for name, comparison in comparisons.items():
         lines += comparison_table(name, comparison)
-    lines += ["## Goals", "", *goals_table(comparisons)]
+    lines += ["## Goals", "", *goals_table(comparisons, make_train(options.folder / "train.json"))]
     lines += ["## Where the time goes (moe)", "", *profile_parts.tables(profile_parts.measure(FILE, [])), ""]
     lines += ["## From 8 to 64 experts", "", *widened(options.folder)]
     sampling = run_once(options.folder / "sampling.json", str(HERE / "bench_sampling.py"), str(FILE))
