@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from gspax.config import is_sparse, layer_places
+from gspax.config import layer_places, layers_of
 from gspax.hf.config_json import to_json
 from gspax.model import transformer
 
@@ -89,7 +89,7 @@ def layers(config, params):
     """Each layer's parameters as numpy arrays without the leading axis, and whether the layer is sparse."""
     for number, ((run, *place), index) in enumerate(layer_places(config)):
         stack = params["runs"][run][place[0]] if place else params["runs"][run]
-        yield take(stack, index), is_sparse(config, number)
+        yield take(stack, index), layers_of(config)[number].sparse
 
 
 def take(tree, index):

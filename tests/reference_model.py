@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gspax.config import is_sparse, layer_places
+from gspax.config import layer_places, layers_of
 
 
 def rms_norm(x, scale, eps):
@@ -166,7 +166,7 @@ def forward(params, config, tokens, forced=None, streams=None):
         for t, x in enumerate(attended):
             h = rms_norm(x, p["mlp_norm"]["scale"], eps)
             m = p["mlp"]
-            if not is_sparse(config, index):
+            if not layers_of(config)[index].sparse:
                 xs.append(x + swiglu(h, m["gate"], m["up"], m["down"]))
                 continue
             prob = (softmax if config.router.scoring == "softmax" else sigmoid)(h @ m["router"])
@@ -182,7 +182,7 @@ def forward(params, config, tokens, forced=None, streams=None):
             xs.append(x + y)
             chosen.append(ids)
         streams.append(np.array(xs))
-        if is_sparse(config, index):
+        if layers_of(config)[index].sparse:
             experts.append(chosen)
     scale = np.asarray(params["norm"]["scale"], np.float64)
     return np.array([rms_norm(x, scale, config.rms_norm_eps) @ head for x in xs]), np.array(experts)

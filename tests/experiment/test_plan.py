@@ -12,7 +12,7 @@ from tiny import CONFIGS, OTHERS, one_device
 
 from gspax import config
 from gspax.commands.aot.programs import device_bytes
-from gspax.config import is_sparse
+from gspax.config import layers_of
 from gspax.experiment import load, override
 from gspax.experiment.plan import overview, plan, render
 from gspax.experiment.validation import validate
@@ -175,7 +175,7 @@ def test_optional_components_are_counted():
     for part in (more.learner, more.sampler):
         assert part["reference policy, float32"] == part["parameters, float32"]
     model = EXPERIMENT.model
-    sparse = sum(is_sparse(model, layer) for layer in range(model.num_hidden_layers))
+    sparse = sum(layers_of(model)[layer].sparse for layer in range(model.num_hidden_layers))
     experts = 64 * 16 * sparse * model.num_experts_per_tok  # a byte for each
     assert more.learner["routing of the rollout"] == experts
     assert more.learner["rollout"] == one.learner["rollout"]

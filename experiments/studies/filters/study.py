@@ -16,7 +16,7 @@ top-p 0.8 because others measured there, and top-k 3 of 12 tokens to have a filt
 
 from functools import partial
 
-from common import Measure, Study, Variant, draw_curve, draw_seeds
+from common import Measure, Study, Variant, draw_all
 from starts import GRPO, GSPO, SORT
 
 FILTERS = {"top-p 0.8": ("sampling.top_p=0.8",), "top-k 3": ("sampling.top_k=3",)}
@@ -37,12 +37,6 @@ HELDOUT = Measure("held-out reward without a filter", "eval/reward", over=0)
 ENTROPY = Measure("entropy", "policy/entropy")
 
 
-def panels(variants, tokens):
-    """The reward of every seed, its curve, and the entropy."""
-    curves = [partial(draw_curve, variants=variants, tokens=tokens, measure=measure) for measure in (REWARD, ENTROPY)]
-    return [partial(draw_seeds, variants=variants, tokens=tokens, measure=REWARD), *curves]
-
-
 study = Study(
     variants=(*variants("GSPO", GSPO), *variants("GRPO", GRPO)),
     measures=(
@@ -54,5 +48,5 @@ study = Study(
         Measure("response length", "response/length_mean", over=1),
     ),
     rows=tuple(tuple(variant.name for variant in variants(loss, ())) for loss in ("GSPO", "GRPO")),
-    panels=panels,
+    panels=partial(draw_all, (REWARD, ENTROPY)),
 )

@@ -29,7 +29,7 @@ variants of the wider clip range and of 20 updates on policy. The control takes 
 
 from functools import partial
 
-from common import Measure, Start, Study, Variant, draw_curve, draw_seeds
+from common import Measure, Start, Study, Variant, draw_all
 from starts import GRPO, GSPO
 
 TESTBED = Start(
@@ -58,12 +58,6 @@ BY_UPDATE = ("guard.collapse.steps=80", "guard.collapse.window=80")
 STALE_LOSSES = {**LOSSES, "GSPO 3e-2 / 4e-2": (GSPO[0], "loss.clip_low=3e-2", "loss.clip_high=4e-2")}
 REWARD = Measure("training reward", "reward/mean")
 CHANGED = Measure("expert choices changed", "routing/changed", over=1, percent=True)
-
-
-def panels(variants, tokens):
-    """The reward of every seed, its curve, and the changed expert choices."""
-    curves = [partial(draw_curve, variants=variants, tokens=tokens, measure=measure) for measure in (REWARD, CHANGED)]
-    return [partial(draw_seeds, variants=variants, tokens=tokens, measure=REWARD), *curves]
 
 
 study = Study(
@@ -103,5 +97,5 @@ study = Study(
         tuple(f"{name}, 16 epochs, 3e-4" for name in LOSSES),
         ("on policy, 640 updates, 3e-4",),
     ),
-    panels=panels,
+    panels=partial(draw_all, (REWARD, CHANGED)),
 )

@@ -30,7 +30,7 @@ Seven intervals decide about replay; one of twenty would exclude 0 by chance.
 
 from functools import partial
 
-from common import Measure, Start, Study, Variant, draw_curve, draw_seeds
+from common import Measure, Start, Study, Variant, draw_all
 from starts import GRPO, GSPO
 
 COLLAPSE = ("guard.collapse=gspax.config.Collapse", "guard.collapse.steps=10", "guard.collapse.window=5")
@@ -50,12 +50,6 @@ LOSSES = {  # name: overrides, and the variant that it is compared with
 }
 REWARD = Measure("training reward", "reward/mean")
 CHANGED = Measure("expert choices changed by a batch", "routing/changed", over=1, percent=True)
-
-
-def panels(variants, tokens):
-    """The reward of every seed, its curve, and the changed expert choices."""
-    curves = [partial(draw_curve, variants=variants, tokens=tokens, measure=measure) for measure in (REWARD, CHANGED)]
-    return [partial(draw_seeds, variants=variants, tokens=tokens, measure=REWARD), *curves]
 
 
 study = Study(
@@ -82,5 +76,5 @@ study = Study(
         *(tuple(name + dose for name in LOSSES) for dose in DOSES),
         ("GRPO", "GRPO, frozen router", "GRPO, 0.05", "GRPO, R3, 0.05"),
     ),
-    panels=panels,
+    panels=partial(draw_all, (REWARD, CHANGED)),
 )

@@ -216,7 +216,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     from gspax.sampler.placement import make_meshes, make_sampler
 
     own = load_file(options.file).tokenizer if options.file else None
-    if (found := find_run(name)) is not None:
+    if (found := locate_run(name)) is not None:
         run, checkpoints, step = found
         recorded, model, lora = read_recorded(run)
         tokenizer = own or read_tokenizer(recorded["tokenizer"])
@@ -239,7 +239,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     return Talk(name, Dialogue(weights, tokenizer, settings, jax.random.key(options.seed)), tokenizer, sampling)
 
 
-def find_run(name: str) -> tuple[RunDir, Path, int | None] | None:
+def locate_run(name: str) -> tuple[RunDir, Path, int | None] | None:
     """The run that DIR or DIR@STEP names, the folder of its checkpoints, and the step; None if it names no run."""
     from gspax.run.directory import RunDir
 

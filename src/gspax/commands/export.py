@@ -19,7 +19,7 @@ from gspax.config import Lora, ModelConfig
 from gspax.config.functions import name_of, parse
 from gspax.errors import FailureError, UserError, brief, describe_error, warn
 from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
-from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
+from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate, read_model
 from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import atomic_folder
 
@@ -281,15 +281,11 @@ def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
     from gspax.run.directory import read_json
 
     experiment = read_json(run.experiment)
-    try:
-        lora = parse(Lora, experiment["lora"]) if experiment.get("lora") else None
-        return experiment, parse(ModelConfig, experiment["model"]), lora
-    except (KeyError, TypeError) as problem:
-        raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
+    return experiment, *read_model(experiment, run.experiment)
 
 
 def _read_carried(config: ModelConfig, special: dict[str, object]) -> tuple[dict[str, object], dict[str, Stored]]:
-    """What an export takes from the checkpoint that the run started from: keys of config.json, and tensors.
+    """The keys of config.json and the tensors that an export takes from the checkpoint that the run started from.
 
     They are those of a vision tower, and of Qwen's layers that predict several tokens ahead; with the special tokens.
     """

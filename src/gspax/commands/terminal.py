@@ -1,4 +1,4 @@
-"""What the subcommands print on a terminal: texts of a model, which may hold anything, without control characters."""
+"""Output of the subcommands on a terminal: texts of a model, which may hold anything, without control characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer is: a mixer of a row's tokens, a feed-forward network, and where their norms stand.
+"""The kinds of layers: a mixer of a row's tokens, a feed-forward network, and where their norms stand.
 
 `config.layers_of` derives these values from the fields of a `ModelConfig`. The model builds its modules from them, and
 counts, memory, sharding and validation ask them, so that a new kind of layer answers here. Sizes are whole numbers of
@@ -25,7 +25,7 @@ class Dimension(NamedTuple):
 
 
 class CacheSize(NamedTuple):
-    """What a mixer keeps of a row while it is sampled, on each device."""
+    """The size of a mixer's cache of a row while it is sampled, on each device."""
 
     vectors: int = 0  # of each token; in 8 bits a vector has a scale of its own
     width: int = 0  # numbers in a vector
@@ -82,7 +82,7 @@ class SelfAttention:
         return CacheSize(vectors=2 * (self.key_heads // tensor), width=self.head_dim)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """What a mesh must divide; the key heads divide the query heads."""
+        """The sizes that a mesh must divide; the key heads divide the query heads."""
         return (Dimension("num_key_value_heads", self.key_heads, "heads"),)
 
     def adapted(self, D: int) -> dict[str, int]:
@@ -124,7 +124,7 @@ class LatentAttention:
         return CacheSize(vectors=1, width=self.rank + self.rope.dim)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """What a mesh must divide."""
+        """The sizes that a mesh must divide."""
         ranks = (("latent.rank", self.rank), ("latent.query_rank", self.query_rank))
         sharded = (Dimension(field, size, "embed") for field, size in ranks)
         return (Dimension("num_attention_heads", self.heads, "heads"), *sharded)
@@ -175,7 +175,7 @@ class GatedDelta:
         return CacheSize(state=state // tensor, inputs=(self.taps - 1) * self.channels // tensor)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """What a mesh must divide; the key heads divide the value heads."""
+        """The sizes that a mesh must divide; the key heads divide the value heads."""
         return (Dimension("delta.key_heads", self.key_heads, "heads"),)
 
     def adapted(self, D: int) -> dict[str, int]:
@@ -199,7 +199,7 @@ class DenseMlp:
         return number * (2 * D + 3 * self.width // tensor)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """What a mesh must divide."""
+        """The sizes that a mesh must divide."""
         return (Dimension("intermediate_size", self.width, "mlp"),)
 
     def adapted(self, D: int) -> int:
@@ -234,7 +234,7 @@ class Experts:
         return number * (2 * D + rows + shared) + 2 * 4 * self.count
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """What a mesh must divide."""
+        """The sizes that a mesh must divide."""
         return (
             Dimension("num_experts", self.count, "expert"),
             Dimension("moe_intermediate_size", self.width, "mlp"),

@@ -190,7 +190,7 @@ def rotary_dim(config: ModelConfig) -> int:
 
 @lru_cache
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """What each layer is, in order."""
+    """The layers, in order."""
     return tuple(_layer(config, number) for number in range(config.num_hidden_layers))
 
 
@@ -241,11 +241,6 @@ def _layer(config: ModelConfig, number: int) -> Layer:
         shared_gate=config.shared_expert_gate and config.shared_expert_intermediate_size > 0,
     )
     return Layer(mixer=mixer, mlp=experts, norms=config.norm_place)
-
-
-def is_sparse(config: ModelConfig, layer: int) -> bool:
-    """Whether `layer` (from 0) has experts rather than one dense feed-forward network."""
-    return layers_of(config)[layer].sparse
 
 
 def sparse_numbers(config: ModelConfig) -> tuple[int, ...]:
@@ -381,7 +376,7 @@ def _delta_problems(m: ModelConfig) -> Iterator[str]:
 
 
 def _latent_problems(m: ModelConfig) -> Iterator[str]:
-    """What latent attention does not have."""
+    """Settings that latent attention does not have."""
     absent = {
         "num_key_value_heads": m.num_attention_heads,
         **{"qk_norm": False, "qkv_bias": False, "attention_bias": False, "sliding_window": 0},

@@ -352,12 +352,8 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
 
 def _delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
     """The layers with a gated delta net: by default three of four."""
-    interval, kinds = _read(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4), raw.get("layer_types")
-    if kinds is None:
-        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types: wanted a list of {layers} names, got {show(kinds)}")
-    return tuple(layer for layer, kind in enumerate(kinds) if expect("layer_types", kind, (FULL, LINEAR)) == LINEAR)
+    interval = _read(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4)
+    return _listed(raw, [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)], (FULL, LINEAR), LINEAR)
 
 
 def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
@@ -482,14 +478,17 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
 
 
 def _listed_window(raw: Mapping[str, Json], window: int, kinds: list[str]) -> tuple[int, tuple[int, ...]]:
-    """The same, of the layers that `layer_types` lists, or else of these kinds."""
+    """The window, and the layers with it: those that `layer_types` lists, or else those of these kinds."""
+    sliding = _listed(raw, kinds, (FULL, SLIDING) if window else (FULL,), SLIDING)
+    return (window, sliding) if sliding else (0, ())
+
+
+def _listed(raw: Mapping[str, Json], kinds: list[str], permitted: tuple[str, ...], wanted: str) -> tuple[int, ...]:
+    """The layers of the wanted kind by `layer_types`, or else by these kinds."""
     listed = _first(raw, ("layer_types",), list[Json](kinds))
     if not isinstance(listed, list) or len(listed) != len(kinds):
         raise ValueError(f"layer_types: wanted a list of {len(kinds)} names, got {show(listed)}")
-    for kind in listed:
-        expect("layer_types", kind, (FULL, SLIDING) if window else (FULL,))
-    sliding = tuple(layer for layer, kind in enumerate(listed) if kind == SLIDING)
-    return (window, sliding) if sliding else (0, ())
+    return tuple(layer for layer, kind in enumerate(listed) if expect("layer_types", kind, permitted) == wanted)
 
 
 def _first(raw: Mapping[str, Json], keys: Collection[str], default: Json) -> Json:

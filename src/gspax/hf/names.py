@@ -136,10 +136,9 @@ SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROU
     "minimax_m2": (*MIXTRAL, _correction("block_sparse_moe")),
     "deepseek_v2": (*ROUTER, *EXPERTS, *SHARED_EXPERTS),
     **dict.fromkeys(
-        ("deepseek_v3", "glm4_moe_lite", "glm4_moe"),
+        ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1"),
         (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
     ),
-    "dots1": (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
     "ernie4_5_moe": (
         Row("mlp/router", "mlp.gate.weight", "E D -> D E", float32=True),
         *(*EXPERTS, *SHARED_EXPERTS, _correction("mlp.moe_statics", "1 E -> E")),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspax.config import ModelConfig
+from gspax.config import Lora, ModelConfig
 from gspax.config.functions import parse
 from gspax.data.files import read_object, require_own_files, why_not_on_hub
 from gspax.errors import UserError, describe_error
@@ -46,17 +46,17 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
     """
     name = os.fspath(checkpoint)
     folder = locate(name, CONFIG)
-    config = _read_run(folder / RUN) if (folder / RUN).is_file() else read_config(folder)
+    file = folder / RUN
+    config, lora = read_model(read_object(file), file) if file.is_file() else (read_config(folder), None)
+    if lora is not None:
+        raise UserError(f"{folder}: wanted a run without lora, whose checkpoints hold every parameter; export it")
     return dataclasses.replace(config, checkpoint=name, **changes)
 
 
-def _read_run(file: Path) -> ModelConfig:
-    """The model of a run, from its experiment.json. UserError if its checkpoints hold adapters alone."""
-    recorded: Any = read_object(file)
-    if recorded.get("lora"):
-        raise UserError(f"{file.parent}: wanted a run without lora, whose checkpoints hold every parameter; export it")
+def read_model(recorded: Mapping[str, Any], file: Path) -> tuple[ModelConfig, Lora | None]:
+    """The model and the adapters of a run, from its experiment.json. UserError if that is of another version."""
     try:
-        return parse(ModelConfig, recorded["model"])
+        return parse(ModelConfig, recorded["model"]), parse(Lora, recorded["lora"]) if recorded.get("lora") else None
     except (KeyError, TypeError) as problem:
         raise UserError(f"{file}: wanted a model of this version of gspax: {problem}") from problem
 

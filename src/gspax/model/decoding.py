@@ -53,7 +53,7 @@ BLOCK = 32  # tokens of `extend`; the scores of a block of 32 query heads and 51
 
 
 class LayerCache(NamedTuple):
-    """What one layer keeps of the prompts, and of the slots' completions.
+    """The cache of one layer: of the prompts, and of the slots' completions.
 
     Attention: keys and values in the compute dtype or in 8 bits. A gated delta net: the states after the prompts, and
     after the slots' last tokens.
@@ -397,9 +397,8 @@ def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -
 
 def _states_before(cache: LayerCache, slots: Slots) -> DeltaState:
     """The states that the slots' new tokens continue."""
-    W, P = len(slots.count_W), len(cache.prompt[0])
-    begins_W = jnp.broadcast_to(slots.first, (W,)) == 0
-    prompt_W = jnp.arange(W) // (W // P) if slots.prompt_W is None else slots.prompt_W
+    W = len(slots.count_W)
+    begins_W, prompt_W = jnp.broadcast_to(slots.first, (W,)) == 0, _prompt_numbers(slots, len(cache.prompt[0]))
 
     def begin(cache: LayerCache) -> PyTree:
         def choose(of_prompts: Array, own: Array) -> Array:
@@ -432,8 +431,8 @@ def _attend_to_token(
         oldest_in_prompt_W = jnp.clip(slots.prompt_length_W + first_W + 1 - window, 0, slots.prompt_length_W)
     own = segments.attend(q_WNH, completion, oldest_W, jnp.where(active_W, first_W + 1, 0), kernel=kernel)
     prompt_W = slots.prompt_W
-    if prompt_W is None and kernel and k_WKH is None:  # the heads of all of a prompt's slots do not fit on chip
-        prompt_W = _prompt_numbers(cache, slots)
+    if kernel and k_WKH is None:  # the heads of all of a prompt's slots do not fit on chip
+        prompt_W = _prompt_numbers(slots, cache.prompt[0].v_XKSH.shape[0])
     of_prompt = _attend_to_prompts(q_WNH, cache.prompt, oldest_in_prompt_W, slots, prompt_W, kernel=kernel)
     context_WNH = _beside_sinks(merge(of_prompt, own), sinks_N)
     return context_WNH.astype(q_WN1H.dtype)[:, :, None], LayerCache(cache.prompt, completion)
@@ -447,10 +446,10 @@ def _beside_sinks(attended: tuple[Array, Array], sinks_N: Array | None) -> Array
     return context_WNH * jax.nn.sigmoid(logsumexp_WN - sinks_N[None].astype(jnp.float32))[..., None]
 
 
-def _prompt_numbers(cache: LayerCache, slots: Slots) -> Array:
-    """The prompt of each slot, where a prompt's slots are adjacent."""
+def _prompt_numbers(slots: Slots, prompts: int) -> Array:
+    """The prompt of each slot; without `slots.prompt_W` a prompt's slots are adjacent."""
     W = len(slots.count_W)
-    return jnp.arange(W) // (W // cache.prompt[0].v_XKSH.shape[0])
+    return jnp.arange(W) // (W // prompts) if slots.prompt_W is None else slots.prompt_W
 
 
 def _attend_to_prompts(
@@ -489,11 +488,12 @@ def _attend_to_block(
     one softmax. With a window the tokens attend one after the other: each of them sees other positions. So they do to
     latents in the kernel, which would not hold all their heads at once.
     """
-    (W, N, M, H), prompt_W, numbers_W = q_WNMH.shape, slots.prompt_W, _prompt_numbers(cache, slots)
+    (W, N, M, H), prompt_W = q_WNMH.shape, slots.prompt_W
+    numbers_W = _prompt_numbers(slots, cache.prompt[0].v_XKSH.shape[0])
     if window < NO_WINDOW or (kernel and k_WKMH is None):
-        slots = slots._replace(prompt_W=numbers_W if prompt_W is None else prompt_W)
+        slots = slots._replace(prompt_W=numbers_W)
         return _attend_one_by_one(q_WNMH, k_WKMH, v_WKMH, cache, slots, sinks_N, window=window, kernel=kernel)
-    if prompt_W is None and kernel:  # which reads rows by number, and holds the queries of few rows at a time
+    if kernel:  # which reads rows by number, and holds the queries of few rows at a time
         prompt_W = numbers_W
     first_W, count_W = slots.first, slots.count_W
     zeros_W = jnp.zeros_like(count_W)

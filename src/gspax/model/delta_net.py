@@ -34,7 +34,7 @@ RATES = 0.01, 16.0  # of decay, at the start: uniform between these, as in trans
 
 
 class DeltaState(NamedTuple):
-    """What a row keeps of its tokens, where attention keeps keys and values: always as much, whatever their number.
+    """The state of a row, where attention keeps keys and values: of the same size whatever the number of its tokens.
 
     The axis of heads is the second one, as in a cache of keys and values.
     """

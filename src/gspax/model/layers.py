@@ -39,7 +39,7 @@ from gspax.types import Array, PyTree
 
 
 class Attend(Protocol):
-    """What queries attend to, and the cache after it."""
+    """The context of the queries, and the cache after it."""
 
     def __call__(
         self,

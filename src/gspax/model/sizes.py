@@ -196,7 +196,7 @@ def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora 
 
 
 def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> dict[str, int]:
-    """What updates read of a teacher: log-probs of the sampled tokens, or last hidden states and the gathered head."""
+    """The arrays of a teacher that updates read: logps of the sampled tokens, or last hidden states and the head."""
     if teacher is None:
         return {}
     rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))

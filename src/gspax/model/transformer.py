@@ -107,7 +107,7 @@ class DecoderLayer(nnx.Module):
             return x_BTD + self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm), cache, None
 
     def _normalize_output(self, y_BTD: Array, norm: RMSNorm, out_norm: RMSNorm | None) -> Array:
-        """What attention or the MLP adds to the residual stream; `out_norm` is its second norm, if it has two."""
+        """The term that attention or the MLP adds to the residual stream; `out_norm` is its second norm, if any."""
         if out_norm is not None:
             return out_norm(y_BTD)
         return norm(y_BTD) if self.norm_after else y_BTD

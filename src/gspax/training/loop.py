@@ -59,12 +59,12 @@ def train(experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("te
       DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
       Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
-    runtime, keep = make_runtime(experiment), experiment.schedule.keep_checkpoints
+    runtime, keep, description = make_runtime(experiment), experiment.schedule.keep_checkpoints, describe(experiment)
     check_calls(experiment, multihost.warn_from_primary)
     progress.show_table(plan.overview(plan.plan(experiment, jax.device_count())))
     with Trackers(report_to) as trackers:
         with (
-            enter_run(workdir, describe(experiment)) as run,
+            enter_run(workdir, description) as run,
             runtime.rewards,
             runtime.interaction.steps if runtime.interaction else contextlib.nullcontext(),
             count_compilations() as compiled,
@@ -72,7 +72,7 @@ def train(experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("te
             Checkpoints(run.checkpoints, keep=keep, mesh=runtime.mesh, note=run.newest) as checkpoints,
         ):
             if jax.process_index() == 0:
-                trackers.start(run, describe(experiment))
+                trackers.start(run, description)
             while True:
                 try:
                     train_from_newest(runtime, run, checkpoints, compiled, trackers)

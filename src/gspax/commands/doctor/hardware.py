@@ -31,7 +31,7 @@ HOST_LINK = 2e9  # bytes/s between a host and its accelerator: less than half of
 
 
 def describe() -> dict[str, object]:
-    """What a report of a bug needs to name: versions, devices, and variables."""
+    """The versions, devices, and variables that a bug report needs to name."""
     device = jax.local_devices()[0]
     memory = (device.memory_stats() or {}).get("bytes_limit")
     return {

@@ -18,7 +18,7 @@ WORST: tuple[Status, ...] = ("wrong", "slow", "ok", "skipped")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one check found."""
+    """The result of one comparison or measurement."""
 
     name: str
     status: Status

@@ -33,7 +33,7 @@ STEPS = 64.0  # a decay is split into a multiple of 1/64, sums of which are exac
 
 
 class Tokens(NamedTuple):
-    """What the rule reads of each token; for `recurrent_step` without the axis T."""
+    """The inputs of the rule for each token; for `recurrent_step` without the axis T."""
 
     q_BTKH: Array
     k_BTKH: Array

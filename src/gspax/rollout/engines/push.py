@@ -116,7 +116,7 @@ class Pusher:
         return self.pushed.weights
 
     def _choose_probes(self, params: Params) -> list[list[int]]:
-        """The same in every run of a model; with experts, those that use the most of them."""
+        """The sequences of the probes, equal in all runs of a model; with experts, those that use the most of them."""
         length = min(probe.LONGEST, self._sampling.max_prompt_tokens + self._sampling.max_tokens)
         found = probe.candidates(4 * self._settings.probes, length, self._model.vocab_size)
         _, expert_KLTA = probe.learner_scores(self._score, params, found, self.mesh)

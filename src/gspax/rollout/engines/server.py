@@ -67,7 +67,7 @@ class Server(Protocol):
 
 
 class Endpoint:
-    """What all servers share: an address that is called, and the model that the server must have."""
+    """The common part of all servers: an address that is called, and the model that the server must have."""
 
     def __init__(self, address: str, model: ModelConfig, timeout: float) -> None:
         self._client, self._model = Client(address, timeout), model
