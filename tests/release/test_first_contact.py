@@ -124,10 +124,7 @@ def test_the_notebook_trains_plots_and_reads_samples(tmp_path, monkeypatch, caps
     plt.close(figure)
 
 
-def test_the_notebook_opens_in_colab_and_holds_no_output():
-    """Its badge links to its own path; outputs would go stale."""
-    path = NOTEBOOK.relative_to(ROOT).as_posix()
-    assert f"https://colab.research.google.com/github/OWNER/gspax/blob/main/{path})" in "".join(
-        cells("markdown")[0]["source"]
-    )
+def test_the_notebook_links_to_no_unknown_address_and_holds_no_output():
+    """A badge needs an address that exists; outputs would go stale."""
+    assert not re.search(r"\]\([^)]*OWNER", "".join("".join(cell["source"]) for cell in cells("markdown")))
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
