@@ -273,6 +273,19 @@ def test_a_combination_that_needs_a_wrong_number_is_left_out():
     assert [sentence.partition(":")[0] for sentence in found] == ["sampling.prompts", "model.vocab_size"]
 
 
+def test_a_frozen_name_that_no_trained_parameter_has_is_one_sentence():
+    wrong = override(EXPERIMENT, ["optimizer.frozen=router,routr"])
+    (sentence,) = validate(wrong)
+    assert sentence.startswith("optimizer.frozen: wanted names among 0, attention, attention_norm, down, ")
+    assert sentence.endswith(", got 'routr'; did you mean 'router'?")
+    adapters = ["lora=gspax.config.Lora", "lora.mlp=false"]
+    assert validate(override(EXPERIMENT, [*adapters, "optimizer.frozen=query,attention,a"])) == []
+    (sentence,) = validate(override(EXPERIMENT, [*adapters, "optimizer.frozen=router"]))  # it has no adapter
+    assert sentence == (
+        "optimizer.frozen: wanted names among 0, a, attention, b, key, out, query, runs, value, got 'router'"
+    )
+
+
 def test_prompts_are_not_shared_in_a_model_with_sliding_windows():
     packed = override(EXPERIMENT, ["loss=gspax.losses.gspo", "schedule.microbatch_tokens=64"])
     sharing = override(packed, ["schedule.share_prompts=true"])

@@ -7,9 +7,12 @@ part, rules between parts are here. Each message is one sentence: where, what wa
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
+
+import jax
 
 from gspax.config import (
     Engine,
@@ -25,6 +28,7 @@ from gspax.config import (
     Schedule,
     Teacher,
     Turns,
+    adapted_weights,
     filters_in_use,
     layer_windows,
     updates_per_step,
@@ -129,7 +133,7 @@ def validate(
     )
     e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
     problems += _run(lambda: contract_problems(e), lambda: first_problems(e.data, e.environment, e.evaluation))
-    return problems
+    return [*problems, *_run(lambda: _frozen(e.optimizer.frozen, e.model, e.lora))]
 
 
 def _run(*checks: Callable[[], Iterable[str]]) -> Iterator[str]:
@@ -186,6 +190,25 @@ def _updates(schedule: Schedule) -> Iterator[str]:
             f"schedule: wanted at most {INT32:,} updates, got {schedule.steps} steps x {schedule.epochs} epochs x "
             f"{schedule.minibatches} minibatches = {updates:,}"
         )
+
+
+def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> Iterator[str]:
+    """Some trained parameter has each of these names in its path (`learner.optimizer.freeze`)."""
+    if not frozen:
+        return
+    from gspax.model import transformer  # here, because other dry runs need no flax
+
+    leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(model))
+    paths = [[str(key.key) for key in path] for path, _ in leaves]
+    if lora is not None:
+        adapted = {(part, name) for part, names in adapted_weights(lora).items() for name in names}
+        paths = [[*path, "a", "b"] for path in paths if tuple(path[-2:]) in adapted]
+    known = set(chain(*paths))
+    for name in frozen:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {name!r}{hint}"
 
 
 def _adapters(lora: Lora | None) -> Iterator[str]:
