@@ -102,7 +102,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_anything_starts(bucket, 
     with pytest.raises(UserError, match=r"wanted a bucket that answers: .*2 retry attempts"):
         require_usable(path)
     monkeypatch.setattr(buckets.metadata, "version", lambda package: "0.11.39")
-    with pytest.raises(UserError, match=r"wanted orbax-checkpoint 0.12 or newer to write to a bucket, got 0.11.39"):
+    with pytest.raises(UserError, match=r"wanted orbax-checkpoint 0.12.5 or newer to write to a bucket, got 0.11.39"):
         require_usable(path)
 
 
@@ -261,7 +261,7 @@ def test_a_run_goes_on_while_its_bucket_does_not_answer(code, bucket, quick, imp
             del server.buckets[name]
         else:
             server.faults = lambda request: gcs.Status(code)
-        time.sleep(0.1)
+        time.sleep(0.2)
         save(checkpoints, 2, state(2), {}, is_last=False)
         with pytest.raises(FailureError, match=r"checkpoint 2 could not be written .* its lock cannot be renewed"):
             save(checkpoints, 2, state(2), {}, is_last=True)
@@ -367,6 +367,67 @@ def test_metrics_are_written_in_parts_and_read_as_one(bucket, monkeypatch):
     assert [row["x"] for row in read_metrics(run.metrics)] == [1, 2, 3, 4, 5, 60]
 
 
+def test_no_step_and_no_save_waits_for_a_request(bucket):
+    """The server answers nothing until they have returned."""
+    path, server = bucket
+    run, returned, waited_for = RunDir(path), threading.Event(), []
+
+    def fault(request):
+        if not returned.wait(30):
+            waited_for.append(request)
+
+    with (
+        lock.hold(run.lock),
+        Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints,
+        Recorder(run, 0) as recorder,
+    ):
+        for step in (1, 2):
+            server.faults = fault
+            recorder._file._due = 0.0
+            recorder.write_metrics(step, {"x": step})
+            save(checkpoints, step, state(step), {}, recorder.flush(), is_last=False)
+            returned.set()
+            checkpoints.wait()
+            server.faults = lambda request: None
+            returned.clear()
+        assert checkpoints.steps() == [1, 2]
+    assert waited_for == []
+
+
+def test_a_step_has_its_metrics_before_its_manifest(bucket):
+    path, server = bucket
+    run, found = RunDir(path), []
+
+    def fault(request):
+        if request.name.endswith(manifest.MANIFEST) and request.method == "PUT":
+            found.append(read_part())
+        return gcs.Slow(0.5) if ".part_" in request.name else None
+
+    def read_part():
+        return server.buckets[str(path).split("/")[2]].get("runs/a/metrics.jsonl.part_000000")
+
+    with Recorder(run, 0) as recorder, Checkpoints(run.checkpoints, keep=2) as checkpoints:
+        server.faults = fault
+        recorder.write_metrics(1, {"x": 1})
+        save(checkpoints, 1, state(1), {}, recorder.flush(), is_last=True)
+    assert len(found) == 1 and found[0] is not None
+
+
+def test_what_the_thread_of_the_logs_raises_ends_the_run(bucket):
+    path, _ = bucket
+    run, raised = RunDir(path), []
+    with lock.hold(run.lock), pytest.raises(lock.LostError), Recorder(run, 0) as recorder:
+        lock._held[0]._generation = None
+        recorder.write_metrics(1, {"x": 1})
+        with pytest.raises(lock.LostError):
+            recorder.flush()()
+        try:
+            recorder.write_metrics(2, {"x": 2})
+        except lock.LostError as problem:
+            raised.append(problem)
+    assert len(raised) == 1
+
+
 def test_a_step_takes_no_request_and_a_flush_one(bucket):
     path, server = bucket
     with Recorder(RunDir(path), 0) as recorder:
@@ -376,8 +437,8 @@ def test_a_step_takes_no_request_and_a_flush_one(bucket):
         for step in range(2, 100):
             recorder.write_metrics(step, {"x": step})
         assert server.requests == []
-        recorder.flush()
-        recorder.flush()
+        recorder.flush()()
+        recorder.flush()()
         assert len(server.requests) == 1
 
 
@@ -479,10 +540,10 @@ def test_logs_that_cannot_be_written_cost_a_warning(bucket, impatient, capsys):
         server.faults = lambda request: gcs.Status(503)
         for step in (1, 2, 3):
             recorder.write_metrics(step, {"x": step})
-            recorder.flush()
+            recorder.flush()()
         recorder.write_samples(3, [{"a": 1}])
         server.faults = lambda request: None
-        recorder.flush()
+        recorder.flush()()
     assert [row["step"] for row in read_metrics(path / "metrics.jsonl")] == [1, 2, 3]
     warnings = capsys.readouterr().err
     assert warnings.count("metrics.jsonl could not be written: All 2 retry attempts failed: a fault (ABORTED)") == 1

@@ -620,7 +620,7 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         return StepResult(state, {f"of_step_{int(state.step)}": 1.0}, Samples([], np.zeros(0, np.float32)))
 
-    def save(checkpoints, step, state, extra, *, is_last):
+    def save(checkpoints, step, state, extra, wait_for_log, *, is_last):
         (events,) = run.tensorboard.iterdir()
         written.append(f"of_step_{int(state.step)}".encode() in events.read_bytes())
 

@@ -18,7 +18,7 @@ from gspax.run import objects
 from gspax.run.objects import SCHEME
 
 URL = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^/]+)+/*")
-OLDEST = {"orbax-checkpoint": (0, 12), "tensorstore": (0, 1, 84)}  # that write checkpoints to a bucket as they are
+OLDEST = {"orbax-checkpoint": (0, 12, 5), "tensorstore": (0, 1, 84)}  # that write checkpoints to a bucket as they are
 
 
 def to_path(text: str | os.PathLike[str]) -> Path:

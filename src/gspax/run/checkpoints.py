@@ -77,11 +77,14 @@ class Checkpoints:
         elif problem := self._files.poll(None):  # the other processes may not come here
             _warn(self.directory, f"a checkpoint could not be written: {problem}")
 
-    def save(self, step: int, state: PyTree, extra: Mapping[str, object]) -> None:
+    def save(
+        self, step: int, state: PyTree, extra: Mapping[str, object], wait_for_log: Callable[[], object] = lambda: None
+    ) -> None:
         """Start writing a checkpoint; `state` may be donated as soon as this returns.
 
         Writing continues in the background; the step exists once `wait`, `steps` or `latest` has returned. Saving a
         step twice writes it once. After an older checkpoint was restored, the first save deletes the later ones.
+        Before the manifest is written, process 0 calls `wait_for_log` in the background.
         FailureError if this save or the one before it failed.
         """
         self.wait()
@@ -92,7 +95,7 @@ class Checkpoints:
         try:
             multihost.all_or_raise(lambda: self._files.make_room(step))
             table = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in _table(state).items()}
-            multihost.all_or_raise(lambda: self._files.start(step, table, json.dumps(extra)))
+            multihost.all_or_raise(lambda: self._files.start(step, table, json.dumps(extra), wait_for_log))
         except Exception as error:
             self._files.abandon()
             problem = f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}"
@@ -190,7 +193,15 @@ class Checkpoints:
         return multihost.all_or_raise(lambda: self._files.load(step, wanted, is_partial=is_partial))
 
 
-def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str, object], *, is_last: bool) -> None:
+def save(
+    checkpoints: Checkpoints,
+    step: int,
+    state: PyTree,
+    extra: Mapping[str, object],
+    wait_for_log: Callable[[], object] = lambda: None,
+    *,
+    is_last: bool,
+) -> None:
     """Save, and only warn if this save or the previous one fails, as on a full disk: the next save tries again.
 
     Only the last one is waited for.
@@ -205,7 +216,7 @@ def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str,
         return
     for act, is_required in (
         (checkpoints.wait, False),
-        (lambda: checkpoints.save(step, state, extra), is_last),
+        (lambda: checkpoints.save(step, state, extra, wait_for_log), is_last),
     ):
         try:
             act()
@@ -280,22 +291,26 @@ class _Files:
         self.saving: futures.Future[None] | None = None
         self.failed, self.attempts = threading.Event(), 0
         self.traffic: dict[str, float] = {}  # of the last save that succeeded
+        self.last = -1  # no later step than this one is stored
         if keep is not None and self.takes_part:
             directory.mkdir(parents=True, exist_ok=True)
             if self.is_primary:
                 manifest.remove_leftovers(directory)
+                self.last = max(manifest.list_steps(directory), default=-1)
 
     def make_room(self, step: int) -> None:
         """Delete a step and the later ones, finished or not. OSError if this process could not write another one."""
         if not self.takes_part:
             return
         if self.is_primary:
-            later = [other for other in manifest.list_steps(self.directory) if other >= step]
-            manifest.remove_steps(self.directory, later)
+            if step <= self.last:  # else a save would wait for a bucket to list nothing
+                later = [other for other in manifest.list_steps(self.directory) if other >= step]
+                manifest.remove_steps(self.directory, later)
+            self.last = step
             manifest.require_space(self.directory)
         manifest.require_writable(self.directory)
 
-    def start(self, step: int, table: Mapping[str, jax.Array], extra: str) -> None:
+    def start(self, step: int, table: Mapping[str, jax.Array], extra: str, wait_for_log: Callable[[], object]) -> None:
         """Start writing; the arrays may be donated as soon as this returns."""
         if not self.takes_part:
             return
@@ -312,6 +327,7 @@ class _Files:
             handler,
             async_options=ocp.options.AsyncOptions(barrier_sync_fn=barrier),
             multiprocessing_options=self.options,
+            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),  # `make_room` has made sure
         )
         save_args = {name: _save_args(name, leaf) for name, leaf in table.items()}
         arguments = ocp.args.PyTreeSave(dict(table), save_args=save_args, ocdbt_target_data_file_size=FILE_BYTES)
@@ -322,6 +338,7 @@ class _Files:
             with contextlib.closing(writer):
                 writer.wait_until_finished()
             if self.is_primary:
+                wait_for_log()
                 write_atomically(manifest.extra_file(self.directory, step), extra + "\n")
                 manifest.write_manifest(self.directory / str(step))
                 if self.note is not None:

@@ -73,13 +73,13 @@ def require_held(*, fresh: bool = False) -> None:
     A lock file that cannot be read counts as held.
 
     Args:
-      fresh: renew a lock in a bucket now, before what cannot be undone, instead of every `HEARTBEAT` seconds.
+      fresh: renew a lock in a bucket now, before what cannot be undone. Else the heartbeat does so, and nobody waits.
 
     Raises:
       OSError: the lock is in a bucket that does not answer, so that another process may have taken it.
     """
     for lock in [*_held]:
-        if not lock.is_held(FRESH if fresh else HEARTBEAT):
+        if not lock.is_held(FRESH if fresh else 2 * HEARTBEAT):
             raise LostError(f"{lock.path} is no longer the lock of this run: another may write here, so this one ends")
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 
@@ -33,7 +34,10 @@ T = TypeVar("T")
 
 
 class Recorder:
-    """The open log files of a run, a context manager. Of several processes only process 0 writes."""
+    """The open log files of a run, a context manager. Of several processes only process 0 writes.
+
+    In a bucket a thread writes the metrics, so that no step and no save waits for an answer.
+    """
 
     def __init__(self, run: RunDir, resume_step: int, trackers: Trackers | None = None) -> None:
         """Open the logs and drop what was recorded after `resume_step`, the restored step; 0 drops everything.
@@ -45,6 +49,8 @@ class Recorder:
         self._tensorboard: Tracker | None = None
         self._failing: set[Path] = set()
         self._kept: list[dict[str, float]] = []
+        self._thread = ThreadPoolExecutor(1, "gspax_logs") if is_bucket(run.path) else None
+        self._problem: Exception | None = None  # of the thread
         self._traffic = objects.measure_traffic() if is_bucket(run.path) else None
         if not self._writes:
             return
@@ -59,13 +65,17 @@ class Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._writes:
-            with self._warned(self._run.metrics):
-                self._file.flush()
+        if not self._writes:
+            return
+        try:
+            self.flush()()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
             self._file.close()
-        if self._tensorboard is not None:
-            with self._warned(self._run.tensorboard):
-                self._tensorboard.finish(None)
+            if self._tensorboard is not None:
+                with self._warned(self._run.tensorboard):
+                    self._tensorboard.finish(None)
 
     def has(self, step: int, name: str) -> bool:
         """Whether a metric of a step was recorded before this process. Collective."""
@@ -76,11 +86,15 @@ class Recorder:
         if not self._writes:
             return
         numbers = {name: float(value) for name, value in values.items()}
-        with self._warned(self._run.metrics):
-            self._file.write(to_line({"step": step, **numbers}).encode())
-        if self._tensorboard is not None:
-            with self._warned(self._run.tensorboard):
-                self._tensorboard.log(numbers, step)
+
+        def write() -> None:
+            with self._warned(self._run.metrics):
+                self._file.write(to_line({"step": step, **numbers}).encode())
+            if self._tensorboard is not None:
+                with self._warned(self._run.tensorboard):
+                    self._tensorboard.log(numbers, step)
+
+        self._in_order(write)
         if self._trackers is not None:
             self._trackers.log(numbers, step)
 
@@ -91,14 +105,38 @@ class Recorder:
         before, self._traffic = self._traffic, objects.measure_traffic()
         return self._traffic.since(before, "bucket/")
 
-    def flush(self) -> None:
-        """Write what is buffered, before a save: a run that is killed has the metrics up to its checkpoint."""
-        if self._writes:
+    def flush(self) -> Callable[[], object]:
+        """Write what is buffered, for a save: a run that is killed has the metrics up to its checkpoint.
+
+        Returns:
+          A function that waits until it is written.
+        """
+
+        def flush() -> None:
             with self._warned(self._run.metrics):
                 self._file.flush()
-        if self._tensorboard is not None:
-            with self._warned(self._run.tensorboard):
-                self._tensorboard.flush()
+            if self._tensorboard is not None:
+                with self._warned(self._run.tensorboard):
+                    self._tensorboard.flush()
+
+        return self._in_order(flush) if self._writes else lambda: None
+
+    def _in_order(self, work: Callable[[], None]) -> Callable[[], object]:
+        """Do `work` now, for a bucket in the thread; a function that waits for it. Raises what it raised earlier."""
+        if self._thread is None:
+            work()
+            return lambda: None
+        if self._problem is not None:
+            raise self._problem
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as problem:
+                self._problem = problem
+                raise
+
+        return self._thread.submit(run).result
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
         """Record completions of a step."""

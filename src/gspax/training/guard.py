@@ -200,11 +200,10 @@ def too_many_skipped(count: int, limit: int, step: int, state: TrainState, dumpe
 def save_state(
     checkpoints: Checkpoints, recorder: Recorder, step: int, state: TrainState, extra: JsonObject, *, is_last: bool
 ) -> None:
-    """Save the state after `step` steps, once its log is on disk. DivergedError if a parameter is not finite."""
+    """Save the state after `step` steps; its log is on disk before it. DivergedError if a parameter is not finite."""
     stored = drop_frozen(state)
     check_finite(stored, step)
-    recorder.flush()
-    save_checkpoint(checkpoints, step, stored, extra, is_last=is_last)
+    save_checkpoint(checkpoints, step, stored, extra, recorder.flush(), is_last=is_last)
 
 
 def check_finite(state: TrainState, step: int) -> None:
