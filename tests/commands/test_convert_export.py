@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import small_experiment
 import tiny
@@ -407,6 +408,54 @@ def test_the_base_of_an_adapter_is_found_from_any_working_directory(tmp_path, mo
     assert "warning" not in capsys.readouterr().err
     assert export._find_base("../gone") == ("../gone", None) and export._find_base("") == (None, None)
     assert capsys.readouterr().err.count("base_model_name_or_path names no model that PEFT could load") == 2
+
+
+def started_from(folder, model):
+    """The directory of a run whose model was that of a checkpoint, with a checkpoint of the same parameters."""
+    run = open_run(folder, describe(replace(small_experiment.experiment, model=model)))
+    state = new_state(random_params(model), optax.sgd(0.1), jax.random.key(0))
+    with Checkpoints(run.checkpoints, keep=1) as checkpoints:
+        checkpoints.save(3, state, {})
+    return run.path
+
+
+def test_a_run_descends_from_what_the_run_before_it_started_from(tmp_path, monkeypatch, capsys):
+    """Its export has the tokenizer and the layers that predict ahead of that; PEFT can load neither run."""
+    config = tiny.CONFIGS["a router of sigmoids"]
+    ahead = {f"model.layers.3.{name}.weight": np.arange(4, dtype=np.float32) for name in ("enorm", "eh_proj")}
+    tensors = published(config, random_params(config), DTYPES["bfloat16"]) | ahead
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    save(tmp_path / "hf", config, tensors)
+    raw = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(raw))
+    monkeypatch.chdir(tmp_path)
+    convert.run("hf", Path("orbax"))
+    started_from(tmp_path / "first", hf("orbax"))
+    second = started_from(tmp_path / "second", hf("first"))
+    export.run(second, tmp_path / "out")
+    assert "2 tensors of a vision tower or of layers that predict several tokens ahead" in capsys.readouterr().err
+    assert same_bytes(load(tmp_path / "out"), tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert export._find_base("first") == ("first", None)
+    assert "first is a run, whose `gspax export` it can load" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "hf")
+    export.run(second, tmp_path / "without")
+    assert "are not copied: " in capsys.readouterr().err
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert load(tmp_path / "without").keys() == tensors.keys() - ahead.keys()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_has_the_layout_of_experts_of_the_checkpoint_it_descends_from(dtype, tmp_path):
+    """And its dtypes: Qwen3.5's decay rates are float32 beside bfloat16."""
+    tensors = published(tiny.MOE, random_params(tiny.MOE), DTYPES[dtype], fused=True)
+    wide = "model.layers.1.self_attn.q_norm.weight"
+    tensors[wide] = np.float32(1.1) * tensors[wide].astype(np.float32)
+    convert.run(str(save(tmp_path / "hf", tiny.MOE, tensors)), tmp_path / "orbax")
+    export.run(tmp_path / "orbax", tmp_path / "out", dtype=dtype, shard_size=8000)
+    assert same_bytes(load(tmp_path / "out"), tensors)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)

@@ -173,14 +173,16 @@ def test_a_tensor_that_is_not_finite_is_rejected(dtype, value, tmp_path):
     parameters.read_params(tmp_path, MOE, wanted(MOE))
 
 
-def test_layers_that_predict_several_tokens_ahead_are_not_read_and_a_warning_says_so(tmp_path, capsys):
-    """The one after GLM-4.5's last layer; in a family that has none, it is a tensor that the model lacks."""
-    config = tiny.CONFIGS["a router of sigmoids"]
+@pytest.mark.parametrize("name", ["a router of sigmoids", "latent attention"])
+def test_layers_that_predict_several_tokens_ahead_are_not_read_and_a_warning_says_so(name, tmp_path, capsys):
+    """Those after the last layer of GLM-4.5 and DeepSeek-V3; in a family that has none, a layer too many is refused."""
+    config = tiny.CONFIGS[name]
     params = random_params(config)
     ahead = {f"model.layers.3.{name}.weight": np.ones(4, np.float32) for name in ("enorm", "mlp.gate", "eh_proj")}
     save(tmp_path, config, published(config, params) | ahead)
     assert equal(parameters.read_params(tmp_path, config, wanted(config)), params)
-    assert "3 tensors of layers that predict several tokens ahead (MTP) are not read" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "3 tensors of a vision tower or of layers that predict several tokens ahead (MTP) are not read" in said
 
 
 def test_an_extra_layer_is_rejected(tmp_path):

@@ -23,7 +23,7 @@ VISION = {
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
 def whole(request, tmp_path_factory):
-    """A model of transformers with a tower, and its folder, which has MTP tensors too."""
+    """A model of transformers with a tower, and its folder, which has MTP tensors, and fused experts as published."""
     from safetensors.torch import load_file, save_file
 
     folder, name = tmp_path_factory.mktemp(request.param), request.param
@@ -32,7 +32,7 @@ def whole(request, tmp_path_factory):
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=False)
     file = folder / "model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.randn(4, 8).bfloat16()}, file, {"format": "pt"})
     return model, folder
@@ -54,6 +54,7 @@ def test_an_export_has_the_tower_and_every_other_byte(whole, tmp_path, capsys):
     convert.run(str(folder), tmp_path / "converted")
     export.run(tmp_path / "converted", tmp_path / "exported", dtype="float32")
     ours, theirs = load(tmp_path / "exported"), load(folder)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in ours) == folder.name.startswith("qwen3_5_moe")
     assert "mtp.fc.weight" in ours and any(name.startswith("model.visual.") for name in ours)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():

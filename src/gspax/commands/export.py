@@ -19,7 +19,8 @@ from gspax.config import Lora, ModelConfig
 from gspax.config.functions import name_of, parse
 from gspax.errors import FailureError, UserError, brief, describe_error, warn
 from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
-from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate, read_model
+from gspax.hf.families import OF_MTP, WRAPPERS
+from gspax.hf.source import HUB_NAME, RUN, SMALL, copy_companions, locate, read_model
 from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import atomic_folder
 
@@ -115,8 +116,8 @@ def run(
         stored = partial(open_array, checkpoints.directory, chosen)
         copied = copy_companions(companions, temporary)
         if not adapter:
-            more, carried = _read_carried(config, _read_special_tokens(companions))
-            write = partial(write_checkpoint, dtype=dtype, shard_size=shard_size, more=more, carried=carried)
+            more, origin = _read_origin(config, _read_special_tokens(companions))
+            write = partial(write_checkpoint, dtype=dtype, shard_size=shard_size, more=more, origin=origin)
             write(temporary, config, _parameters(run, config, lora, stored))
         elif lora is None:
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
@@ -284,44 +285,67 @@ def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
     return experiment, *read_model(experiment, run.experiment)
 
 
-def _read_carried(config: ModelConfig, special: dict[str, object]) -> tuple[dict[str, object], dict[str, Stored]]:
-    """The keys of config.json and the tensors that an export takes from the checkpoint that the run started from.
+def _read_origin(config: ModelConfig, special: dict[str, object]) -> tuple[dict[str, object], dict[str, Stored]]:
+    """Further keys of an export's config.json, and the tensors of the published checkpoint that a model descends from.
 
-    They are those of a vision tower, and of Qwen's layers that predict several tokens ahead; with the special tokens.
+    The keys are the special tokens, and those of what is copied (`names.is_carried`): a vision tower, and layers that
+    predict several tokens ahead.
     """
     from gspax.hf import names, tensors
     from gspax.run.directory import read_json
 
-    if config.delta is None or not config.checkpoint:
+    origin, carries = _find_origin(config.checkpoint), names.carries(config)
+    if not origin:
         return special, {}
-    name, revision = _find_base(config.checkpoint)
-    folder = locate(f"{name}@{revision}" if revision else str(name))
-    raw, ours = read_json(folder / "config.json"), to_json(config)
-    carried = {name: each for name, each in tensors.find(folder).items() if names.is_carried(name, config)}
-    if carried:
+    try:
+        folder = locate(origin, download=carries)
+        found, raw, ours = tensors.find(folder), read_json(folder / "config.json"), to_json(config)
+    except UserError as problem:
+        if config.model_type in WRAPPERS:  # whose export is not complete without a tower
+            raise
+        if carries:
+            warn(f"layers that predict several tokens ahead (MTP), if {origin} has some, are not copied: {problem}")
+        return special, {}
+    keys = special | {key: raw[key] for key in OF_WRAPPER if key in raw and key not in ours}
+    if count := sum(names.is_carried(name, config) for name in found):
         warn(
-            f"{len(carried)} tensors of a vision tower or of layers that predict several tokens ahead (MTP) are copied "
+            f"{count} tensors of a vision tower or of layers that predict several tokens ahead (MTP) are copied "
             f"from {folder}; they were not trained"
         )
-    return {key: raw[key] for key in OF_WRAPPER if key in raw and key not in ours} | special, carried
+        keys |= {key: raw[key] for key in OF_MTP if key in raw}
+        if isinstance(text := ours.get("text_config"), dict):
+            keys["text_config"] = text | {key: x for key, x in raw["text_config"].items() if key in OF_MTP}
+    return keys, found
+
+
+def _find_origin(checkpoint: str) -> str:
+    """The published checkpoint that a model descends from, through runs and what `gspax convert` wrote; or nothing."""
+    from gspax.learner.state import CHECKPOINTS
+    from gspax.run.checkpoints import Checkpoints, read_extra
+    from gspax.run.directory import RunDir
+
+    folder = to_path(checkpoint)
+    if checkpoint and (folder / RUN).is_file():
+        return _find_origin(read_recorded(RunDir(folder))[1].checkpoint)
+    if not checkpoint or not (folder / CHECKPOINTS).is_dir():
+        return checkpoint
+    with Checkpoints(folder / CHECKPOINTS) as converted:
+        return str(read_extra(converted, converted.steps()[-1])["source"])
 
 
 def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     """The model that a run's adapters belong to, as PEFT finds it from any working directory, and its revision."""
-    from gspax.learner.state import CHECKPOINTS
-    from gspax.run.checkpoints import Checkpoints, read_extra
-
-    folder = to_path(checkpoint)
-    if checkpoint and (folder / CHECKPOINTS).is_dir():  # by `gspax convert`, which PEFT cannot load
-        with Checkpoints(folder / CHECKPOINTS) as converted:
-            return _find_base(read_extra(converted, converted.steps()[-1])["source"])
-    if checkpoint and not is_bucket(folder) and folder.is_dir():
+    is_run = bool(checkpoint) and (to_path(checkpoint) / RUN).is_file()
+    name = checkpoint if is_run else _find_origin(checkpoint)  # PEFT cannot load what `gspax convert` wrote
+    folder = to_path(name)
+    if name and not is_run and not is_bucket(folder) and folder.is_dir():
         return str(folder.resolve()), None
-    if not HUB_NAME.fullmatch(checkpoint):
-        what = f"{checkpoint} is not here" if checkpoint else "the run started from random parameters"
+    if is_run or not HUB_NAME.fullmatch(name):
+        what = f"{name} is not here" if name else "the run started from random parameters"
+        what = f"{name} is a run, whose `gspax export` it can load" if is_run else what
         warn(f"adapter_config.json: base_model_name_or_path names no model that PEFT could load: {what}")
-        return checkpoint or None, None
-    name, _, revision = checkpoint.partition("@")
+        return name or None, None
+    name, _, revision = name.partition("@")
     return name, revision or None
 
 
@@ -332,7 +356,7 @@ def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
     """
     fields = tokenizer if isinstance(tokenizer, dict) else {}
     folders = [Path(fields["path"])] if fields.get("path") else []
-    for name in filter(None, (fields.get("checkpoint"), checkpoint)):
+    for name in filter(None, (fields.get("checkpoint"), checkpoint, _find_origin(checkpoint))):
         with contextlib.suppress(UserError):
             folders.append(locate(name, SMALL, download=False))
     return folders

@@ -35,7 +35,7 @@ from gspax.config import (
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
-from gspax.hf.families import ALIASES, FAMILIES, MISSING, REQUIRED, WRAPPERS, Family
+from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, WRAPPERS, Family
 from gspax.run.buckets import to_path
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ HARMLESS = (  # keys that do not affect what gspax computes
     *("bos_token_id", "eos_token_id"),  # for generation; gspax uses the tokenizer and generation_config.json
     *("sep_token_id", "eod_token_id"),
     "pad_token_id",  # gspax marks padding by segments, not by a token
-    *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"),  # not read
+    *OF_MTP,
     "moe_capacity",  # of training
     *("pretraining_tp", "tokenizer_class"),  # how it was trained, and with what
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),  # what transformers returns

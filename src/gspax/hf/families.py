@@ -89,7 +89,10 @@ GATED_KEYS: dict[str, tuple[Json, ...]] = {
     **{"attn_output_gate": (None, True), "output_gate_type": (None, "swish"), "mamba_ssm_dtype": (None, "float32")},
     "mlp_only_layers": (None, list[Json]()),
 }
-OF_MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # what predicts several tokens ahead is not run
+OF_MTP = (  # the keys of layers that predict several tokens ahead, which are not run
+    *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+)
 # Of the first files of Phi-3: what became transformers' own class.
 PHI3_CODE: Json = {
     "AutoConfig": "configuration_phi3.Phi3Config",
@@ -132,6 +135,7 @@ class Family:
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
     quantized: str = ""  # the `quant_method` of its files, which are read
+    ahead: bool = False  # its files may have layers that predict several tokens ahead (MTP), which are copied
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
 
     @property
@@ -222,6 +226,7 @@ FAMILIES = {
         window="none",
         dense_layers=("first_k_dense_replace", 1),
         shared_experts=("n_shared_experts", 1),
+        ahead=True,
         written={"num_nextn_predict_layers": 0},
     ),
     "dots1": Family(
@@ -269,6 +274,7 @@ FAMILIES = {
         dense_layers=("first_k_dense_replace", 3),
         shared_experts=("n_shared_experts", 1),
         null=("latent.query_rank",),
+        ahead=True,
         written={"num_nextn_predict_layers": 0},
     ),
     "glm4_moe_lite": Family(
@@ -286,6 +292,7 @@ FAMILIES = {
         shared_experts=("n_shared_experts", 1),
         dense_or_sparse="mlp_layer_types",
         null=("latent.query_rank",),
+        ahead=True,
         written={"num_nextn_predict_layers": 0},
     ),
     "minimax_m2": Family(
@@ -306,6 +313,7 @@ FAMILIES = {
         window="none",
         theta=5e6,
         by_layer=("attn_type_list",),
+        ahead=True,
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
@@ -323,6 +331,7 @@ FAMILIES = {
         theta=5e5,
         dense_layers=("moe_layer_start_index", 1),
         shared_experts=("moe_num_shared_experts", 2),
+        ahead=True,
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
@@ -424,6 +433,7 @@ FAMILIES = {
         head_dim=256,
         window="none",
         delta=True,
+        ahead=True,
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
@@ -431,10 +441,10 @@ FAMILIES = {
         GATED,
         keys=DELTA_KEYS,
         permitted=GATED_KEYS,
-        harmless=OF_MTP,
         head_dim=256,
         window="none",
         delta=True,
+        ahead=True,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -445,10 +455,10 @@ FAMILIES = {
         GATED | {"norm_topk_prob": True},
         keys=EXPERT_KEYS | DELTA_KEYS,
         permitted=GATED_KEYS,
-        harmless=OF_MTP,
         head_dim=256,
         window="none",
         delta=True,
+        ahead=True,
     ),
 }
 

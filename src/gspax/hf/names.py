@@ -27,7 +27,7 @@ import numpy as np
 
 from gspax.config import ModelConfig, layer_places, layers_of
 from gspax.hf.config_json import family_of
-from gspax.hf.families import WRAPPERS
+from gspax.hf.families import FAMILIES, WRAPPERS
 from gspax.hf.tensors import Part
 
 STRIP, GAP = 2**17, 32  # elements of a strip and after each of its rows, in `copy`
@@ -201,9 +201,8 @@ DELTA_PROJECTIONS = {  # by model_type, those of its inputs
     ),
 }
 DELTA_PROJECTIONS["qwen3_5_moe_text"] = DELTA_PROJECTIONS["qwen3_5_text"]
-MTP_OF_QWEN, TOWER = "mtp.", "model.visual."
-LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), ".mtp_"
-WITH_MTP = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "minimax_m2")
+TOWER = "model.visual."
+LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"mtp\.|model\.mtp_")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
 
@@ -305,20 +304,25 @@ def published_name(tensor: str, config: ModelConfig) -> str:
     return re.sub(r"^model\.", "model.language_model.", tensor) if config.model_type in WRAPPERS else tensor
 
 
+def carries(config: ModelConfig) -> bool:
+    """Whether the checkpoints of the model's family may have tensors that `is_carried`."""
+    return FAMILIES[family_of(config)].ahead
+
+
 def is_carried(tensor: str, config: ModelConfig) -> bool:
-    """Whether a published tensor is not read, and an export has it as it is: of a vision tower, or of Qwen's MTP."""
-    if config.delta is None:
-        return False
-    return tensor.startswith(MTP_OF_QWEN) or (config.model_type in WRAPPERS and tensor.startswith(TOWER))
+    """Whether a published tensor is not read, and an export has it as it is.
+
+    It is of a vision tower, or of layers that predict several tokens ahead (MTP): those after the last, or by its name.
+    """
+    layer = LAYER_NUMBER.match(tensor)
+    after_last = layer is not None and int(layer[1]) >= config.num_hidden_layers
+    of_tower = config.model_type in WRAPPERS and tensor.startswith(TOWER)
+    return of_tower or ((after_last or MTP.match(tensor) is not None) and carries(config))
 
 
 def is_unread(tensor: str, config: ModelConfig) -> bool:
-    """Whether a published tensor is no part of the model: computed from the configuration, or of a layer after the last
-    that predicts several tokens ahead (MTP)."""
-    layer = LAYER_NUMBER.match(tensor)
-    after_last = layer is not None and int(layer[1]) >= config.num_hidden_layers
-    ahead = (after_last or MTP in tensor) and family_of(config) in WITH_MTP
-    return BUFFER.fullmatch(tensor) is not None or ahead or is_carried(tensor, config)
+    """Whether a published tensor is no part of the model: computed from the configuration, or carried."""
+    return BUFFER.fullmatch(tensor) is not None or is_carried(tensor, config)
 
 
 def tensor_shapes(

@@ -80,16 +80,10 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     """
     found = tensors.find(folder)
     stored = {name: tensor for name, tensor in found.items() if not names.is_unread(name, config)}
-    carried = sum(names.is_carried(name, config) for name in found)
-    if carried:
+    if carried := sum(names.is_carried(name, config) for name in found):
         multihost.warn_from_primary(
             f"{folder}: {carried} tensors of a vision tower or of layers that predict several tokens ahead (MTP) are "
             "not read; they are not trained, and `gspax export` copies them"
-        )
-    if ahead := sum(not names.BUFFER.fullmatch(name) for name in found) - len(stored) - carried:
-        multihost.warn_from_primary(
-            f"{folder}: {ahead} tensors of layers that predict several tokens ahead (MTP) are not read; "
-            "they are not trained, and an export does not have them"
         )
     leaves = named_leaves(wanted)
     fused, read_as = names.is_fused(config, stored), tensors.join_mxfp4(stored)
@@ -206,7 +200,7 @@ def write_checkpoint(
     dtype: str = "bfloat16",
     shard_size: int = SHARD_SIZE,
     more: Mapping[str, object] | None = None,
-    carried: Mapping[str, Stored] | None = None,
+    origin: Mapping[str, Stored] | None = None,
 ) -> None:
     """Write config.json and safetensors in the Hub's order and layout; tied models have no `lm_head.weight`.
 
@@ -218,16 +212,20 @@ def write_checkpoint(
       dtype: the dtype of the tensors, `bfloat16` or `float32`.
       shard_size: the maximum size of a file, in bytes of tensors.
       more: further keys of config.json, such as `eos_token_id`.
-      carried: tensors of another checkpoint that are copied as they are, with their dtypes.
+      origin: the tensors of the checkpoint that the model descends from. Its layout of experts is written, those of its
+        tensors that are float32 among others that are not stay so, and what is not read (`names.is_carried`) is copied.
     """
     content = {**config_json.to_json(config), "torch_dtype": dtype, **(more or {})}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     parameters = parameter_shapes(config)
-    table, carried = names.list_chunks(config, parameters), carried or {}
+    origin = origin or {}
+    carried = {name: each for name, each in origin.items() if names.is_carried(name, config)}
+    numbers = [name for name, each in origin.items() if name not in carried and each.dtype != tensors.BYTES]
+    table = names.list_chunks(config, parameters, fused=names.is_fused(config, numbers))  # 4 bits are not written
     shapes = dict(sorted(names.tensor_shapes(table, parameters).items(), key=lambda item: _model_order(item[0])))
     shapes |= {name: each.shape for name, each in carried.items()}
     own = {chunk.published: np.dtype(np.float32) for chunks in table.values() for chunk in chunks if chunk.row.float32}
-    own |= {name: each.dtype for name, each in carried.items()}
+    own |= {name: each.dtype for name, each in carried.items()} | _kept_float32(config, origin)
     stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size, own)
     for name, each in carried.items():
         tensors.write(stored[name], tensors.read(each))
@@ -243,6 +241,14 @@ def write_checkpoint(
                     tensors.write(place, names.to_published(chunk.row, tensor), chunk.part)
 
                 list(pool.map(write, layer))
+
+
+def _kept_float32(config: ModelConfig, origin: Mapping[str, Stored]) -> dict[str, np.dtype]:
+    """The float32 tensors of a checkpoint whose embedding is not, such as the decay rates of Qwen3.5's delta nets."""
+    embedding, single = origin.get(names.published_name(EMBEDDING, config)), np.dtype(np.float32)
+    if embedding is None or embedding.dtype == single:
+        return {}
+    return {name: single for name, each in origin.items() if each.dtype == single}
 
 
 def _model_order(tensor: str) -> tuple[int, int]:
