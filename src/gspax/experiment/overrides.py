@@ -1,7 +1,7 @@
 """`a.b=c` on the command line: any field of an experiment, parsed by its annotation.
 
-A key is a field of a dataclass (a part of the experiment, a data source, a model) or a keyword of a function
-(`loss.clip_low` makes a `functools.partial`). Values:
+A key is a field of a dataclass (a part of the experiment, a data source, a model), a name in a mapping
+(`teacher.models.math.checkpoint`), or a keyword of a function (`loss.clip_low` makes a `functools.partial`). Values:
 
     int             8, 1_000, 1e3 (any number that is whole)
     float           1e-5, 3
@@ -122,18 +122,22 @@ def _set(experiment: T, key: str, text: str) -> T:
 
 
 def _with(node: Hint, name: str, value: object) -> Hint:
-    """A dataclass with another field, or a function with another keyword."""
+    """A dataclass with another field, a mapping with another value, or a function with another keyword."""
     if is_record(node):
         return dataclasses.replace(node, **{name: value})
+    if isinstance(node, Mapping):
+        return {**node, name: value}
     bound = {**getattr(node, "keywords", {}), name: value}
     return functools.partial(unwrap(node), *getattr(node, "args", ()), **bound)
 
 
 def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
-    """The fields of a dataclass or the keywords of a function, each with its value and its annotation."""
+    """The fields of a dataclass, the values of a mapping or the keywords of a function, each with its annotation."""
     if is_record(node):
         hints = hints_of(type(node))
         values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
+    elif isinstance(node, Mapping):
+        hints, values = {}, {name: value for name, value in node.items() if isinstance(name, str)}
     elif isinstance(node, functools.partial) or is_function(node):
         hints, values = hints_of(unwrap(node)), keywords(node)
     else:
