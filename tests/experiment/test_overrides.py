@@ -1,12 +1,13 @@
 """Overrides `a.b=c`: what can be set, to which values, and the errors for the rest."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import stub_experiment
 
 from gspax import losses
-from gspax.config import optimizers
+from gspax.config import Teacher, optimizers
 from gspax.errors import UserError
 from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.description import SOURCE
@@ -73,6 +74,16 @@ def test_setting_a_keyword_of_a_function_makes_a_partial():
     new = override(EXPERIMENT, ["loss=gspax.losses.gspo", "loss.clip_low=1e-3"])
     assert new.loss.func is losses.gspo
     assert new.loss.keywords == {"clip_low": 1e-3}
+
+
+def test_a_name_in_a_mapping_is_set_and_the_others_stay():
+    teacher = Teacher(models=dict.fromkeys(("math", "code"), EXPERIMENT.model))
+    experiment = replace(EXPERIMENT, teacher=teacher)
+    models = override(experiment, ["teacher.models.math.checkpoint=runs/math"]).teacher.models
+    assert {name: model.checkpoint for name, model in models.items()} == {"math": "runs/math", "code": ""}
+    assert teacher.models["math"] == EXPERIMENT.model
+    with pytest.raises(UserError, match=r"did you mean 'teacher\.models\.math\.checkpoint'"):
+        override(experiment, ["teacher.models.maths.checkpoint=x"])
 
 
 def test_an_optimizer_and_a_schedule_are_set_by_name():
