@@ -19,7 +19,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--all-layers",
         action="store_true",
-        help="compile the sampler with all layers, instead of extrapolating from a few equal layers",
+        help="compile the sampler with all layers, instead of extrapolating from a few",
     )
     return parser
 

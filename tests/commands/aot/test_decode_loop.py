@@ -1,15 +1,15 @@
-"""The report on one token: the need by hand, live blocks of a kernel, weights gathered in a loop, equal layers."""
+"""The report on one token: the need by hand, live blocks of a kernel, weights gathered in a loop, repeated layers."""
 
 from dataclasses import replace
 
 import pytest
-import small_experiment
 
 from gspax.commands.aot import hlo, programs, report
 from gspax.commands.aot.hlo import Collective, fetched_at, traffic
 from gspax.commands.aot.report import Phase
-from gspax.config import Sampling
+from gspax.config import GatedDelta, Sampling, layers_of
 from gspax.model import presets
+from gspax.model.sizes import inference_weights_bytes
 from gspax.parallel.sharding import AXES
 
 ONES = dict.fromkeys(AXES, 1)
@@ -27,6 +27,24 @@ def test_the_need_of_a_token_by_hand():
         cache = position * (32 * length + 2 * 1024)
         found = report.needed(part, presets.qwen3_30b_a3b, PAPER, ONES | {"expert": 64})
         assert found == pytest.approx(experts + attention + head + rest + cache, rel=1e-6)
+
+
+def test_the_need_of_windows_and_states_by_hand():
+    """One device, 2 prompts of 4 tokens for 3 samples each: a layer that sees 5 tokens and one that sees all; then a
+    gated delta net instead of the first."""
+    sampling = Sampling(prompts=2, group=3, max_prompt_tokens=4, max_tokens=10)
+    plain = replace(presets.tiny_moe, dtype="bfloat16")
+    position = 2 * 2 * 2 * 16  # of a layer
+    windows = replace(plain, sliding_window=5, sliding_layers=(0,))
+    delta = GatedDelta(key_heads=1, value_heads=2, key_dim=3, value_dim=5)
+    states = replace(plain, delta=delta, delta_layers=(0,))
+    state = 4 * 2 * 3 * 5 + 2 * 3 * (3 + 3 + 2 * 5)  # of a row
+    for part, own, of_prompt in (("start", (1, 1), (4, 4)), ("mean", (4, 5.5), (1, 4)), ("end", (5, 10), (0, 4))):
+        cache = position * (6 * sum(own) + 2 * sum(of_prompt))
+        weights = inference_weights_bytes(windows, sampling, ONES)
+        assert report.needed(part, windows, sampling, ONES) == weights + cache
+        cache = position * (6 * own[1] + 2 * of_prompt[1]) + 2 * 6 * state
+        assert report.needed(part, states, sampling, ONES) == inference_weights_bytes(states, sampling, ONES) + cache
 
 
 def test_the_kernel_fetches_whole_blocks_of_what_is_live():
@@ -49,6 +67,8 @@ ENTRY %main (q: bf16[4,2,3,8]) -> f32[4,2,3,8] {
         fetched = fetched_at(part, sampling)
         assert traffic(module, unknown_trips=1, fetched=fetched) == both + prompts + 2 * 4 * 2 * positions * 8 * 2
     assert traffic(module, unknown_trips=1) == both + prompts + 2 * 4 * 2 * 1024 * 8 * 2
+    near = fetched_at("end", sampling, [1024, 100])  # all of the response, or its second block
+    assert traffic(module, unknown_trips=1, fetched=near) == both + prompts + 2 * 4 * 2 * 768 * 8 * 2
 
 
 LOOP = """
@@ -94,7 +114,7 @@ def test_only_what_is_equal_for_all_tokens_is_a_gathered_weight(line, found):
     assert hlo.gathered_weights(hlo.parse(LOOP.format(line=line))) == found
 
 
-def test_phases_are_linear_in_equal_layers():
+def test_phases_are_linear_in_repeated_layers():
     over = Collective("all-gather", ("expert",), 4)
     one, two = (
         Phase(
@@ -107,14 +127,33 @@ def test_phases_are_linear_in_equal_layers():
             devices=4,
             moved_at={"mean": 10 + 5 * number},
         )
-        for number in programs.FEW
+        for number in (4, 8)
     )
-    (found,) = report.extrapolate_phases([one], [two], 10)
-    assert found == replace(one, moved=60, sent={over: 20}, moved_at={"mean": 60})
+    (found,) = report.extrapolate_phases([one], [two], programs.Few(4, 8, 20))
+    assert found == replace(one, moved=110, sent={over: 40}, moved_at={"mean": 110})
 
 
-def test_layers_that_are_not_alike_are_all_compiled():
-    model = presets.qwen3_30b_a3b
-    assert programs.are_alike(model) and not programs.are_alike(small_experiment.experiment.model)
-    assert not programs.are_alike(replace(model, mlp_only_layers=(0,), intermediate_size=8))
-    assert not programs.are_alike(replace(model, sliding_window=8, sliding_layers=(1,)))
+EQUAL = replace(presets.qwen3_30b_a3b, intermediate_size=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "few"),
+    [
+        ({}, (2, 3, 48)),
+        ({"num_hidden_layers": 5}, None),
+        ({"mlp_only_layers": (0,)}, (3, 4, 48)),
+        ({"mlp_only_layers": (20,)}, (23, 24, 48)),
+        ({"mlp_only_layers": (24,)}, None),
+        ({"sliding_window": 8, "sliding_layers": tuple(range(0, 48, 2))}, (2, 4, 48)),
+        ({"sliding_window": 8, "sliding_layers": tuple(range(0, 47, 2)), "num_hidden_layers": 47}, (3, 5, 47)),
+        ({"sliding_window": 8, "sliding_layers": tuple(n for n in range(48) if n % 4 != 3)}, (4, 8, 48)),
+    ],
+)
+def test_small_models_are_the_leading_layers_and_at_least_two_that_repeat_a_pattern(changes, few):
+    model = replace(EQUAL, **changes)
+    found = programs.few_layers(model)
+    assert found == few
+    if found is not None:
+        whole, less = (layers_of(replace(model, num_hidden_layers=n)) for n in (found.layers, found.less))
+        period = found.more - found.less
+        assert less + less[-period:] * ((len(whole) - len(less)) // period) == whole

@@ -22,13 +22,13 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from gspax.config import Sampling
+from gspax.config import NO_WINDOW, Sampling
 from gspax.model.kernels.decode_attention import KERNEL, fetched_positions
 
 RAGGED = "ragged-all-to-all"
@@ -377,16 +377,28 @@ def _grid(shape: str, transposed: str | None) -> np.ndarray:
     return grid.transpose(_integers(transposed)) if transposed else grid
 
 
-def fetched_at(part: str, sampling: Sampling) -> Fetched:
-    """The positions that the decoding attention fetches at the `start` or the `end` of a response, or on average
-    (`mean`) over its tokens."""
+def seen_at(part: str, sampling: Sampling, windows: Sequence[int], *, of_prompt: bool) -> list[tuple[int, int]]:
+    """The positions of the prompt, or of the response, that a token sees: the first one and the one after the last.
+
+    There is a pair for each window, at the `start` or the `end` of a response, or at each of its tokens (`mean`).
+    """
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
     lengths = {"start": [1], "end": [C], "mean": range(1, C + 1)}[part]
+    pairs = [(length, window) for length in lengths for window in windows]
+    if of_prompt:
+        return [(min(max(S + length - window, 0), S), S) for length, window in pairs]
+    return [(max(length - window, 0), length) for length, window in pairs]
+
+
+def fetched_at(part: str, sampling: Sampling, windows: Sequence[int] = (NO_WINDOW,)) -> Fetched:
+    """The positions that the decoding attention fetches at the `start` or the `end` of a response, or on average
+    (`mean`) over its tokens; on average over the layers' windows."""
+    C = sampling.max_tokens
 
     def fetched(T: int, has_fewer_heads: bool) -> float:
-        if T == C and has_fewer_heads:  # with as many prompt as completion positions, the heads tell the two apart
-            return sum(fetched_positions(T, length) for length in lengths) / len(lengths)
-        return fetched_positions(T, min(S, T))
+        # with as many prompt as completion positions, the heads tell the two apart
+        seen = seen_at(part, sampling, windows, of_prompt=not (T == C and has_fewer_heads))
+        return sum(fetched_positions(T, min(stop, T), start) for start, stop in seen) / len(seen)
 
     return fetched
 

@@ -3,11 +3,11 @@
 They are the run's own functions; only their arguments are `ShapeDtypeStruct`s: no array is made. A test compares the
 abstract minibatch with one that a rollout is split into.
 
-The sampler's layers are unrolled (`model.decoding`), so compiling all of a large model takes up to an hour. Where all
-layers are alike, each adds the same instructions, so that bytes moved, bytes sent and memory are linear in their
-number: two small programs, of two and of three layers, are compiled and extrapolated. What the compiler does across
-layers, such as prefetching, differs a little from layer to layer. One layer would not do: the compiler keeps most of
-its weights on chip from token to token.
+The sampler's layers are unrolled (`model.decoding`), so compiling all of a large model takes up to an hour. Where a
+pattern of layers repeats, each repetition adds the same instructions, so that bytes moved, bytes sent and memory are
+linear in their number: two small programs, of fewer repetitions, are compiled and extrapolated. What the compiler does
+across layers, such as prefetching, differs a little from layer to layer. One layer would not do: the compiler keeps
+most of its weights on chip from token to token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,7 @@ from gspax.config import (
     Sampling,
     Teacher,
     expert_id_dtype,
-    layer_groups,
-    layer_windows,
+    layers_of,
     row_shape,
     sampling_mask_size,
     sparse_layers,
@@ -68,8 +67,6 @@ PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of multi-turn rollout
 SAMPLER = (COPY, ROLLOUT, PROMPTS, TURNS, REPLIES)  # run on the sampler's mesh
 
 GB = 1e9
-FEW = (2, 3)  # layers of the small programs
-FEWEST = 6  # layers from which on it is worth it
 Tree = TypeVar("Tree")
 
 
@@ -418,28 +415,40 @@ def summarize_error(message: str) -> str:
     return line.strip()[:300].rstrip(".")
 
 
-def are_alike(model: ModelConfig) -> bool:
-    """Whether the layers are many and all of one kind."""
-    (group, *others) = layer_groups(model)
-    alike = len(group.pattern) == 1 and not others and not layer_windows(model)
-    return model.num_hidden_layers >= FEWEST and alike
+class Few(NamedTuple):
+    """Two models of fewer layers, from whose programs those of a whole model are extrapolated."""
+
+    less: int  # layers of one model
+    more: int  # of the other one, whose pattern is repeated once more
+    layers: int  # of the whole model
+
+    def extrapolate(self, less: float, more: float) -> float:
+        """A quantity that is linear in the number of repetitions, and not negative."""
+        return max(0.0, less + (self.layers - self.less) * (more - less) / (self.more - self.less))
 
 
-def compile_few(program: Program, few: Callable[[int], Program], layers: int) -> Compiled:
-    """The program with `layers` layers, from `few` of each number in `FEW`; an error of either is its error."""
-    small = tuple(compile_program(few(number)) for number in FEW)
+def few_layers(model: ModelConfig) -> Few | None:
+    """Leading layers, and at least two of those that repeat a pattern; None if they are not fewer than all together."""
+    layers = layers_of(model)
+    for period in range(1, len(layers) // 2 + 1):
+        pairs = zip(layers, layers[period:], strict=False)
+        first = 1 + max((number for number, (a, b) in enumerate(pairs) if a != b), default=-1)
+        less = first + (len(layers) - first) % period + period * -(-2 // period)  # whole patterns follow
+        if less + less + period < len(layers):
+            return Few(less, less + period, len(layers))
+    return None
+
+
+def compile_few(program: Program, make: Callable[[int], Program], few: Few) -> Compiled:
+    """The program, from those that `make` makes of fewer layers; an error of either is its error."""
+    small = compile_program(make(few.less)), compile_program(make(few.more))
     seconds = sum(compiled.seconds for compiled in small)
     less, more = (compiled.memory for compiled in small)
     if less is None or more is None:
         return Compiled(program=program, seconds=seconds, error=small[0].error or small[1].error)
-    sizes = {name: round(extrapolate(size, getattr(more, name), layers)) for name, size in vars(less).items()}
+    sizes = {name: round(few.extrapolate(size, getattr(more, name))) for name, size in vars(less).items()}
     memory = Memory(**sizes | {"resident": program.resident})
     return Compiled(program=program, seconds=seconds, memory=memory, text=small[1].text, few=small)
-
-
-def extrapolate(less: float, more: float, layers: int) -> float:
-    """A quantity that is linear in the number of layers, and not negative, from those of the numbers in `FEW`."""
-    return max(0.0, less + (layers - FEW[0]) * (more - less) / (FEW[1] - FEW[0]))
 
 
 def describe_misfits(compiled: Sequence[Compiled], topology: Topology) -> list[str]:

@@ -24,7 +24,6 @@ from gspax.commands.aot.chips import Chip, Rate, Target, Topology, make_targets
 from gspax.commands.aot.hlo import Collective
 from gspax.commands.aot.programs import (
     COPY,
-    FEW,
     GB,
     PROMPTS,
     REPLIES,
@@ -34,17 +33,17 @@ from gspax.commands.aot.programs import (
     TRAIN,
     TURNS,
     Compiled,
+    Few,
     Program,
-    are_alike,
     compile_few,
     compile_program,
     describe_misfits,
     device_bytes,
-    extrapolate,
+    few_layers,
     make_programs,
     reply_tokens,
 )
-from gspax.config import Experiment, ModelConfig, Placement, Sampling
+from gspax.config import NO_WINDOW, Experiment, ModelConfig, Placement, Sampling, layer_windows
 from gspax.model.decoding import BLOCK
 from gspax.model.sizes import (
     forward_flops,
@@ -155,15 +154,15 @@ def _compile(
     program: Program, model: ModelConfig, make: Callable[[ModelConfig], list[Program]], *, all_layers: bool
 ) -> Compiled:
     """Compile a program, from those that `make` makes of smaller models if possible; print how long it took."""
-    how = ""
+    how, few = "", few_layers(model)
 
-    def few(number: int) -> Program:
+    def make_small(number: int) -> Program:
         smaller = make(replace(model, num_hidden_layers=number))
         return next(small for small in smaller if small.name == program.name)
 
-    if program.name in SAMPLER and are_alike(model) and not all_layers:
-        compiled = compile_few(program, few, model.num_hidden_layers)
-        how = f"with {FEW[0]} and {FEW[1]} of {model.num_hidden_layers} equal layers "
+    if program.name in SAMPLER and few is not None and not all_layers:
+        compiled = compile_few(program, make_small, few)
+        how = f"with {few.less} and {few.more} of {few.layers} layers "
     else:
         compiled = compile_program(program)
     print(f"  {program.name}: compiled {how}in {compiled.seconds:.0f} s", flush=True)
@@ -179,7 +178,9 @@ def estimate(compiled: Sequence[Compiled], learner: Target, sampler: Target, wor
             make_phases(small, work, target.sizes, target.topology.slices) for small in program.few or (program,)
         )
         if more:
-            phases = extrapolate_phases(phases, more[0], work.model.num_hidden_layers)
+            few = few_layers(work.model)
+            assert few is not None
+            phases = extrapolate_phases(phases, more[0], few)
         estimates += [(phase, estimate_times(phase, target.topology.chip, target.link_rate)) for phase in phases]
     return estimates
 
@@ -232,9 +233,11 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
     prefill = phase(PREFILL, sampling.prompts / devices * S * forward_flops(model, S), trips=0)
     if compiled.name == PROMPTS:
         return [prefill]
+    windows = layer_windows(model) or (NO_WINDOW,)
+    fetched_at = {part: hlo.fetched_at(part, sampling, windows) for part in PARTS}
     moved_at = {
-        part: hlo.traffic(compiled.module, unknown_trips=1, fetched=hlo.fetched_at(part, sampling)) - prefill.moved
-        for part in PARTS
+        part: hlo.traffic(compiled.module, unknown_trips=1, fetched=fetched) - prefill.moved
+        for part, fetched in fetched_at.items()
     }
     both = phase(DECODE, token)
     sent = dict(Counter(both.sent) - Counter(prefill.sent))
@@ -242,17 +245,17 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
     return [decode] if compiled.name == TURNS else [prefill, replace(decode, runs=C - 1)]
 
 
-def extrapolate_phases(less: list[Phase], more: list[Phase], layers: int) -> list[Phase]:
-    """The phases of a program with `layers` layers, from those of the small ones. FLOPs are those of `less`."""
+def extrapolate_phases(less: list[Phase], more: list[Phase], few: Few) -> list[Phase]:
+    """The phases of a whole program, from those of the small ones. FLOPs are those of `less`."""
 
     def scale(first: dict[Key, int], second: dict[Key, int]) -> dict[Key, int]:
         keys = {**first, **second}
-        return {key: round(extrapolate(first.get(key, 0), second.get(key, 0), layers)) for key in keys}
+        return {key: round(few.extrapolate(first.get(key, 0), second.get(key, 0))) for key in keys}
 
     return [
         replace(
             a,
-            moved=round(extrapolate(a.moved, b.moved, layers)),
+            moved=round(few.extrapolate(a.moved, b.moved)),
             sent={key: sent for key, sent in scale(a.sent, b.sent).items() if sent},
             moved_at=scale(a.moved_at, b.moved_at),
         )
@@ -287,14 +290,21 @@ def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, in
     """Bytes that a device must read for one token of each of its rows, at a part of the response.
 
     These are the weights on the device once, except for the table of embeddings, of which a token reads a row; the
-    active part of the completions' cache; and the prompts' cache once per prompt.
+    positions of the completions' cache that a token sees; those of the prompts' cache, once per prompt; and the states
+    of gated delta nets, which are written too.
     """
     sizes = sampler_sizes(model, sampling, mesh)
     rows = sampling.prompts * sampling.group / batch_shards(mesh)
-    length = {"start": 1.0, "end": sampling.max_tokens, "mean": (1 + sampling.max_tokens) / 2}[part]
-    cache = rows * length * sizes.position + sizes.prompt_cache
-    table = size_of(model.dtype) * lookup_count(model)
-    return int(inference_weights_bytes(model, sampling, mesh) - table // mesh["tensor"] // mesh["fsdp"] + cache)
+    windows = layer_windows(model) or (NO_WINDOW,)
+
+    def seen(*, of_prompt: bool) -> float:
+        pairs = hlo.seen_at(part, sampling, windows, of_prompt=of_prompt)
+        return sum(stop - start for start, stop in pairs) / len(pairs)
+
+    cache = sizes.position * (rows * seen(of_prompt=False) + sizes.prompts * seen(of_prompt=True))
+    table = size_of(model.dtype) * lookup_count(model) // mesh["tensor"] // mesh["fsdp"]
+    weights = inference_weights_bytes(model, sampling, mesh) - table
+    return int(weights + cache + 2 * rows * sizes.state)
 
 
 def heading(name: str, topology: Topology, learner: Target, sampler: Target, *, turns: bool) -> str:

@@ -91,10 +91,11 @@ def write_positions(cache_BKTH: Array, new_BKH: Array, position: Array) -> Array
     return jax.vmap(write)(cache_BKTH, new_BKH, position)
 
 
-def fetched_positions(T: int, stop: int) -> int:
-    """Positions that the kernel fetches of a row whose active ones are 0 ≤ t < stop: whole blocks, at least one."""
+def fetched_positions(T: int, stop: int, start: int = 0) -> int:
+    """Positions that the kernel fetches of a row whose active ones are start ≤ t < stop: whole blocks, at least one."""
     block = min(KERNEL_BLOCK, T)
-    return (max(stop - 1, 0) // block + 1) * block
+    last = max(stop - 1, 0) // block
+    return (last - min(start // block, last) + 1) * block
 
 
 def _call_kernel(
