@@ -1,10 +1,12 @@
 """Every experiment file is valid, and its warm start, sampler, scores and updates can be traced."""
 
+import json
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from gspax.data import hf_tokenizer
 from gspax.data.problem import Problem
 from gspax.experiment import load, validate
 from gspax.experiment.loading import MODULE
+from gspax.hf.config_json import read_config
 from gspax.learner import minibatches
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
@@ -37,7 +40,10 @@ TASKS = {"addition", "calculations"}  # problems that experiments import
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | WORDS | TASKS)
 
 
-SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as on v5p with other sizes
+SAME = (  # the same programs as on v5p with other sizes
+    *("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64"),
+    *("qwen3_5_35b_a3b_v6e_64", "glm_4_5_air_v6e_128"),
+)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +121,21 @@ def test_the_two_sorting_experiments_differ_in_two_lines():
     gspo, grpo = ((FOLDER / f"sort_{name}.py").read_text().splitlines() for name in ("gspo", "grpo"))
     changed = [(a.split("=")[0].strip(), b.split("=")[0].strip()) for a, b in zip(gspo, grpo, strict=True) if a != b]
     assert changed == [("name", "name"), ("loss", "loss")]
+
+
+@pytest.mark.parametrize(
+    ("stem", "model_type"),
+    [
+        ("qwen3_5_35b_a3b_v5p_64", "qwen3_5_moe_text"),
+        ("glm_4_5_air_v5p_64", "glm4_moe"),
+        ("gpt_oss_20b_v5e_64", "gpt_oss"),
+    ],
+)
+def test_a_model_for_pods_has_its_published_configuration(stem, model_type, tmp_path):
+    name, published = families.PUBLISHED[model_type]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} | published))
+    chosen = {"checkpoint": name, "dtype": "bfloat16", "remat": "full"}
+    assert load(FOLDER / f"{stem}.py").model == replace(read_config(tmp_path), **chosen)
 
 
 @pytest.fixture(scope="module")
