@@ -4,6 +4,8 @@
         os.environ.update(server.env)
         train(experiment, to_path("gs://bucket/run"))
 
+As a program, `python tests/gcs.py BUCKET`, it serves a bucket at port 9023 until it is interrupted.
+
 Objects are in memory, and every write gives an object a new generation, on which `ifGenerationMatch` is decided under a
 lock. `faults` is asked before a request is answered and may return what to do instead of answering it.
 """
@@ -15,6 +17,7 @@ import json
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -66,6 +69,7 @@ class Server:
         self.requests: list[Request] = []
         self.faults: Callable[[Request], Fault] = lambda request: None
         self.lock, self.generation, self.url = threading.Lock(), 1_700_000_000_000_000, ""
+        self.refuses_ranges = True  # that begin after the end of an object; gcp-storage-emulator answers with nothing
 
     @property
     def env(self) -> dict[str, str]:
@@ -138,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"x-goog-generation": str(generation)} if generation else {}
         if code == 200 and (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))):
             first, last = int(asked[1]), int(asked[2] or len(content) - 1)
-            if first >= len(content):
+            if first >= len(content) and self.server.store.refuses_ranges:
                 return self._send(416, b"")
             code, whole, content = 206, len(content), content[first : last + 1]
             headers["Content-Range"] = f"bytes {first}-{first + len(content) - 1}/{whole}"
@@ -212,3 +216,8 @@ def serve(*buckets: str, port: int = 0) -> Iterator[Server]:
     with local_server.serve(_Handler, port, store=store) as http:
         store.url = f"http://127.0.0.1:{http.server_port}"
         yield store
+
+
+if __name__ == "__main__":
+    with serve(sys.argv[1], port=9023), contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()

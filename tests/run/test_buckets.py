@@ -81,6 +81,7 @@ def test_a_path_in_a_bucket_reads_and_writes_objects(bucket):
     [
         *("gs:/bucket/run", "gs://bucket", "gs://bucket/", "gs:///run", "gs://ab/run", "gs://Bucket/run"),
         *("gcs://bucket/run", "s3://bucket/run", "https://storage.googleapis.com/bucket/run"),
+        *("gs//bucket/run", "gs:bucket/run"),
     ],
 )
 def test_a_url_with_a_mistake_is_refused_with_a_sentence(url):
@@ -114,6 +115,15 @@ def test_a_request_that_fails_is_not_taken_for_a_missing_object(bucket, impatien
     for ask in (path.exists, path.is_dir, path.is_file, lambda: manifest.finished_steps(path / "checkpoints")):
         with pytest.raises(OSError, match="retry attempts failed"):
             ask()
+
+
+@pytest.mark.parametrize("refuses_ranges", [True, False])
+def test_the_end_of_an_object_is_found(refuses_ranges, bucket, monkeypatch):
+    path, server = bucket
+    monkeypatch.setattr(server, "refuses_ranges", refuses_ranges)
+    (path / "x").write_bytes(b"0123")
+    assert objects.read_ranges(path / "x", [(1, 2), (0, 0), (3, 1)]) == [b"12", b"", b"3"]
+    assert [objects.ends_at(path / "x", size) for size in (3, 4, 5)] == [False, True, False]
 
 
 # Conditional writes
@@ -283,7 +293,10 @@ def test_a_checkpoint_is_saved_and_restored(bucket):
         restored, extra = checkpoints.restore(WANTED)
     assert float(restored["params/w"][3]) == 6 and extra == {"step": 6}
     assert not [name for name in server.names(str(path).split("/")[2]) if "/checkpoints/2/" in name]
-    assert open_array(run.checkpoints, 6, "params/w", (50,))[()].tolist() == [6.0] * 50
+    array = open_array(run.checkpoints, 6, "params/w", (50,))
+    server.requests.clear()
+    assert array[()].tolist() == [6.0] * 50
+    assert not [request for request in server.requests if request.name.endswith("manifest.ocdbt")]
 
 
 @pytest.mark.parametrize(

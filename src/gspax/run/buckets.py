@@ -27,7 +27,7 @@ def to_path(text: str | os.PathLike[str]) -> Path:
     UserError for any other URL.
     """
     url = os.fspath(text)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", url) is None:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|(gs|gcs|s3)(:|//)", url) is None:
         return Path(url)
     if URL.fullmatch(url) is None:
         raise UserError(f"{url}: wanted a directory or {SCHEME}BUCKET/NAME, got another URL")

@@ -487,8 +487,10 @@ def shorten(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:160]}"
+    first = (str(error).strip().splitlines() or [""])[0].partition(" [")[0]
+    if len(first) > 160:  # tensorstore names the files first, and the cause last
+        first = f"{first[:60]} … {first[-97:]}"
+    return f"{type(error).__name__}: {first}"
 
 
 class StoredArray:
@@ -523,8 +525,8 @@ def open_array(directory: Path, step: int, name: str, shape: tuple[int, ...]) ->
     where = f"{name} of checkpoint {step} in {directory}"
     base = _absolute(directory / str(step)).as_uri() + "/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    try:
-        store = tensorstore.open(spec, open=True, read=True).result()
+    try:  # without asking for the manifest again at each read: a checkpoint stays as it is
+        store = tensorstore.open(spec, open=True, read=True, recheck_cached_data="open").result()
     except ValueError as error:
         raise UserError(f"{where} cannot be read: {shorten(error)}") from error
     if tuple(store.shape) != tuple(shape):

@@ -133,35 +133,24 @@ def _read(folder: Path) -> dict[str, Entry]:
 
 
 def _digest(path: Path, *, sync: bool = False) -> Entry:
-    if is_bucket(path):
-        content = path.read_bytes()
-        return Entry(len(content), hashlib.sha256(content).hexdigest())
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = file.tell()
-        if sync:
+        if sync and not is_bucket(path):
             os.fsync(file.fileno())
-    return Entry(size, digest)
+        return Entry(file.seek(0, os.SEEK_END), digest)
 
 
 def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | None:
     path = folder / name
     try:
-        if is_bucket(folder):
-            found = _digest(path)
-            if found.bytes != wanted.bytes:
-                return f"{name} has {found.bytes} bytes instead of {wanted.bytes}"
-            return None if found == wanted else f"{name} has another SHA-256"
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if not is_bucket(folder) and not path.resolve().is_relative_to(folder.resolve()):
             return f"{name} is outside of the checkpoint"
-        size = path.stat().st_size
-        if size != wanted.bytes:
-            return f"{name} has {size} bytes instead of {wanted.bytes}"
-        if hashes and _digest(path) != wanted:
-            return f"{name} has another SHA-256"
+        found = _digest(path) if hashes else wanted._replace(bytes=path.stat().st_size)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None
+    if found.bytes != wanted.bytes:
+        return f"{name} has {found.bytes} bytes instead of {wanted.bytes}"
+    return None if found == wanted else f"{name} has another SHA-256"
 
 
 def installed_versions(packages: Sequence[str]) -> dict[str, str]:

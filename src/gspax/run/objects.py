@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCHEME = "gs://"
 QUIET = 60.0  # seconds
+TOO_SHORT = "OUT_OF_RANGE", "FAILED_PRECONDITION: Unexpected Content-Range"  # errors: Google's, gcp-storage-emulator's
 RETRIES = {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}  # of 429, 5xx and resets: 20 seconds in all
 
 
@@ -41,7 +42,7 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes] | 
     try:
         found = iter([result(future, path) for future in asked])
     except OSError as problem:
-        if str(problem.__cause__).startswith("OUT_OF_RANGE"):
+        if str(problem.__cause__).startswith(TOO_SHORT):
             return None
         raise
     return [next(found).value if length else b"" for _, length in ranges]
