@@ -4,6 +4,7 @@ Runs `gspax compile` for each, one after the other, unless its report is in DIR 
 One takes 5 to 10 CPU-minutes and 5 GB. The experiments on data sets read their files in the working directory.
 
 Run: python experiments/benchmarks/pods.py DIR --commit COMMIT (pods.md)
+     python experiments/benchmarks/pods.py DIR --commit COMMIT --of families (pods_families.md)
      python experiments/benchmarks/pods.py DIR --commit COMMIT --of datasets (pods_datasets.md)
 """
 
@@ -29,6 +30,14 @@ PODS = {  # file, topology, overrides
     "v6e_64": ("qwen3_30b_a3b_v6e_64.py", "v6e:8x8"),
     "235B, v5p_512": ("qwen3_235b_a22b_v5p_512.py", "v5p:8x8x8"),
 }
+FAMILIES = {
+    "Qwen3.5-35B, v5p_64": ("qwen3_5_35b_a3b_v5p_64.py", "v5p:4x4x4"),
+    "Qwen3.5-35B, v6e_64": ("qwen3_5_35b_a3b_v6e_64.py", "v6e:8x8"),
+    "GLM-4.5-Air, v5p_64": ("glm_4_5_air_v5p_64.py", "v5p:4x4x4"),
+    "GLM-4.5-Air, v6e_128": ("glm_4_5_air_v6e_128.py", "v6e:8x16"),
+    "gpt-oss-20b, v5e_64": ("gpt_oss_20b_v5e_64.py", "v5e:8x8"),
+    "235B teaches 30B, v5p_64": ("qwen3_30b_a3b_distill_v5p_64.py", "v5p:4x4x4"),
+}
 DATASETS = {
     "gsm8k_gspo": ("gsm8k_gspo.py", "v5p:4x4x4"),
     "gsm8k_lora": ("gsm8k_lora.py", "v5p:2x2x4"),
@@ -38,10 +47,11 @@ DATASETS = {
 }
 TABLES = {
     "pods": (PODS, "pods.md", "The experiments for TPU pods, compiled"),
+    "families": (FAMILIES, "pods_families.md", "Other models and a distillation on TPU pods, compiled"),
     "datasets": (DATASETS, "pods_datasets.md", "The experiments on data sets, compiled for TPU pods"),
 }
-PROGRAMS = ("train step", "old log-probs", "inference weights", "rollout", "prompts", "turns", "replies")
-PHASES = ("inference weights", "prefill", "decode, a token", "a reply", "old log-probs", "train step")
+PROGRAMS = ("train step", "old log-probs", "teacher", "inference weights", "rollout", "prompts", "turns", "replies")
+PHASES = ("inference weights", "prefill", "decode, a token", "a reply", "old log-probs", "teacher", "train step")
 
 
 def read_or_compile(path: Path, file: str, topology: str, overrides: Sequence[str]) -> str:
@@ -71,8 +81,8 @@ def read_figures(report: str) -> dict[str, str]:
     compiled = [name for name in PROGRAMS if head and re.search(rf"\b{name}\b", head[1])]
     found = {f"GB at the peak, {name}": f"{size} of {usable[0]}" for name, size in zip(compiled, total, strict=False)}
     for phase in PHASES:
-        if phase == "a reply" and not re.search(rf"^  {phase} ", report, re.MULTILINE):
-            continue  # no environment
+        if phase in ("a reply", "teacher") and not re.search(rf"^  {phase} ", report, re.MULTILINE):
+            continue  # no environment, no teacher
         _, moved, sent, *seconds = _numbers(report, phase)
         found[f"{phase}: GB moved, sent"] = f"{moved}, {sent}"
         found[f"{phase}: seconds of FLOPs, memory, network"] = ", ".join(seconds[:3])
@@ -112,7 +122,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="such as tokenizer.checkpoint=FOLDER")
     parser.add_argument("--commit", required=True, help="what is compiled")
     parser.add_argument("--of", choices=TABLES, default="pods", help="which experiments")
-    parser.add_argument("--only", nargs="+", choices=[*PODS, *DATASETS])
+    parser.add_argument("--only", nargs="+", choices=[*PODS, *FAMILIES, *DATASETS])
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     experiments, page, title = TABLES[options.of]
@@ -126,7 +136,7 @@ def main() -> None:
         "",
         f"Written by `pods.py` at {options.commit}: `gspax compile` of each; [compile.md](../../docs/compile.md)",
         "defines the figures. Nothing here has run on a TPU; times are rooflines. The sampler is extrapolated from two",
-        "and three layers; the learner's programs are compiled whole.",
+        "models of few layers; the learner's programs are compiled whole.",
         "",
     ]
     (HERE / page).write_text("\n".join([*intro, *table(columns), ""]), encoding="utf-8")

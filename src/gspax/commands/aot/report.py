@@ -30,6 +30,7 @@ from gspax.commands.aot.programs import (
     ROLLOUT,
     SAMPLER,
     SCORE,
+    TEACHER,
     TRAIN,
     TURNS,
     Compiled,
@@ -352,7 +353,7 @@ def time_table(estimates: Estimates, chip: Chip) -> str:
 
 
 def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool) -> str:
-    """The whole step: rollout, old log-probs and updates, if all of them compiled.
+    """The whole step: rollout, old log-probs, teachers' passes and updates, if all of them compiled.
 
     With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step.
     """
@@ -361,15 +362,17 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
         return "No estimate of a whole step: not all of it compiled."
     copied = seconds.get(PUSH, 0.0) + seconds.get(COPY, 0.0)
     rollout = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
-    learner = seconds[SCORE] + seconds[TRAIN]
+    teachers = sum(time for name, time in seconds.items() if name.startswith(TEACHER))
+    learner = seconds[SCORE] + teachers + seconds[TRAIN]
     step = max(copied + rollout, learner) if ahead else copied + rollout + learner
     push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
+    taught = f"teacher {teachers:.2f}, " if teachers else ""
     devices = topology.slices * topology.slice_devices
     tokens = sampling.prompts * sampling.group * sampling.max_tokens
     flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)
     return (
         f"A step takes at least {step:.2f} s: {push}rollout {rollout:.2f}{' and meanwhile' if ahead else ','} "
-        f"old log-probs {seconds[SCORE]:.2f}, updates {seconds[TRAIN]:.2f}\n"
+        f"old log-probs {seconds[SCORE]:.2f}, {taught}updates {seconds[TRAIN]:.2f}\n"
         f"(responses of {sampling.max_tokens} tokens, perfect overlap); "
         f"MFU at most {flops / step / devices / topology.chip.flops:.1%}, "
         f"{tokens / step / devices:,.0f} sampled tokens/s on each device"
