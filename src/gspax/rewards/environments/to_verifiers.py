@@ -1,0 +1,100 @@
+"""A task of gspax as a taskset and an environment of `verifiers` (0.4), without jax.
+
+    # higher_lower_vf.py, an installed module: `eval higher_lower_vf` of verifiers finds the two classes
+    Tasks, Conversation = offer(Games(), reward=reward, environment=HigherOrLower())
+    __all__ = ["Tasks", "Conversation"]
+
+Tools stay text: the model reads their schemas in the system message, writes calls as `<tool_call>`, and gets the
+replies as the user's messages. The server that samples must therefore not parse calls itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import verifiers.v1 as vf
+
+from gspax.config.protocols import DataSource, Environment, Message, Reward
+
+_TOOLS = """You may call functions. Their signatures are
+<tools>
+{}
+</tools>
+For each call write <tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call>."""
+
+
+def offer(
+    data: DataSource, reward: Reward, environment: Environment | None = None, *, turns: int = 8, tasks: int = 1000
+) -> tuple[type[Any], type[Any]]:
+    """Classes for a module's `__all__`: a `vf.Taskset` and a `vf.Env`.
+
+    Args:
+      data: its first training problems are the tasks.
+      reward: grades the last message; the rewards of an environment's steps are added as `environment`.
+      environment: answers the model; None for tasks of one turn.
+      turns: the most messages of the model in a conversation.
+      tasks: their number.
+    """
+    schemas = environment.schemas() if environment is not None and hasattr(environment, "schemas") else []
+
+    def reset(index: int) -> tuple[Any, Sequence[Message]]:
+        problem = data.train(index)
+        if environment is None:
+            return None, [*problem.context, {"role": "user", "content": problem.prompt}]
+        return environment.reset(problem)
+
+    class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+        @vf.reward
+        async def reward(self, task: Any, trace: Any) -> Any:
+            value = await _call(reward, data.train(task.idx), trace.last_reply)
+            return value if isinstance(value, Mapping) else float(value)
+
+    class Tasks(vf.Taskset[Task, vf.TasksetConfig]):
+        def load(self) -> Iterator[Task]:
+            for index in range(tasks):
+                messages = [dict(message) for message in reset(index)[1]]
+                if schemas:
+                    described = _TOOLS.format("\n".join(map(json.dumps, schemas)))
+                    first = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
+                    messages.insert(0, {"role": "system", "content": first + described})
+                yield Task(vf.TaskData(idx=index, prompt=messages), self.config.task)
+
+    class Conversation(vf.Env[vf.SingleAgentEnvConfig]):
+        async def run(self, task: Any, agents: Any) -> None:
+            if environment is None:
+                await agents.agent.run(task)
+                return
+            state, total, metrics = reset(task.data.idx)[0], 0.0, dict[str, float]()
+            async with agents.agent.interaction(task) as talk:
+                segment = await talk.turn()
+                for turn in range(turns):
+                    if segment.terminated:
+                        break
+                    step = await _call(environment.step, copy.deepcopy(state), segment.last_reply)
+                    state, total = step.state, total + step.reward
+                    for name, value in step.metrics.items():
+                        metrics[name] = metrics.get(name, 0.0) + value
+                    if step.done or turn == turns - 1:
+                        break
+                    segment = await talk.turn([_as_user(message) for message in step.messages])
+            talk.trace.record_reward("environment", total)
+            talk.trace.record_metrics(metrics)
+
+    return Tasks, Conversation
+
+
+async def _call(function: Any, *arguments: object) -> Any:
+    """The result of a function that may be async; others run in a thread."""
+    result = await asyncio.to_thread(function, *arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _as_user(message: Message) -> dict[str, Any]:
+    if message["role"] != "tool":
+        return dict(message)
+    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
