@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import io
 import json
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import local_server
 import numpy as np
 
 from gspax.config import ModelConfig
+from gspax.hf import tensors
 from gspax.hf.parameters import read_params
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
@@ -96,10 +98,15 @@ class Fake:
         self.loaded = None
         manifest = json.loads((Path(folder) / "manifest.json").read_text())
         if self.faults.flips_byte:
-            flip_byte(Path(folder) / "model.safetensors")
-        if problem := worker.find_damage(Path(folder), manifest["tensors"]):
-            return {"error": problem}
-        self.read(folder)
+            flip_byte(next(file for file in Path(folder).iterdir() if file.suffix != ".json"))
+        try:
+            if problem := worker.find_damage(Path(folder)):
+                return {"error": problem}
+            with tempfile.TemporaryDirectory() as whole:
+                assemble(Path(folder), Path(whole))
+                self.read(whole)
+        except Exception as problem:
+            return {"error": f"{folder}: {type(problem).__name__}: {problem}"}
         self.loaded = {"version": manifest["version"], "digest": manifest["digest"], "instance": instance}
         return {**self.loaded, "experts_repacked": self.model.num_hidden_layers}
 
@@ -162,10 +169,20 @@ class Fake:
         return tokens, chosen, "length", experts
 
 
+def assemble(folder, whole):
+    """Write the tensors that our worker extension reads from a version as one file."""
+    found = list(worker.read_tensors(folder))
+    dtypes = {each.name: tensors.DTYPES[each.kind] for each in found}
+    shapes = {each.name: tuple(each.shape) for each in found}
+    stored = tensors.create(whole / tensors.SINGLE, shapes, np.dtype(np.float32), dtypes)
+    for each in found:
+        tensors.write(stored[each.name], each.bits.view(dtypes[each.name]))
+
+
 def flip_byte(file):
-    """Change one bit of the last byte, which belongs to a tensor."""
+    """Change one bit of the byte in the middle, which belongs to a tensor."""
     content = bytearray(file.read_bytes())
-    content[-1] ^= 1
+    content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 

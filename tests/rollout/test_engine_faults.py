@@ -176,6 +176,27 @@ def test_a_server_that_restarted_between_two_steps_gets_the_weights_again(kind, 
         jax.tree.map(np.testing.assert_array_equal, sample(runtime, state, pushed), undisturbed)
 
 
+def test_a_server_that_restarted_gets_the_changes_since_a_version_in_full(here):
+    """A push writes only what a small step has changed, and a damaged file of changes is refused."""
+    model = replace(experiment.model, dtype="bfloat16")
+    with fake_vllm.serve(model) as fake:
+        runtime = make_runtime(served(fake, model=model))
+        params = fresh(runtime).params
+        for version in range(3):
+            pushed = runtime.engine.push(params, version)
+            assert (pushed.metrics["engine/push_bytes"] < 4000) == (version > 0)
+            params = params | {"norm": jax.tree.map(lambda leaf: leaf * 1.01, params["norm"])}
+        assert len(list(Path("weights").iterdir())) == 3
+        fake.start()
+        assert runtime.engine.state()[0].version is None
+        runtime.engine.score(runtime.engine.push(params, 3), [[1, 2]])
+        assert fake.loaded["version"] == 3
+        fake.faults.flips_byte = True
+        params = params | {"norm": jax.tree.map(lambda leaf: leaf * 1.01, params["norm"])}
+        with pytest.raises(FailureError, match=r"weights_v000004: (BadZipFile|tensor \S+ wanted the checksum)"):
+            runtime.engine.push(params, 4)
+
+
 @pytest.mark.parametrize("digest", ["of another run", None], ids=["other", "equal"])
 def test_another_run_that_pushes_to_the_same_server_is_noticed(here, digest):
     """Also weights that are equal: what was answered in between was of others, perhaps."""

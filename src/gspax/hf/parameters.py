@@ -35,6 +35,7 @@ Box = tuple[tuple[int, int], ...]  # start and stop of each axis
 
 
 Rows = tuple[int, int, int]  # first and last of the first axis of a tensor, or of the beginning of it, and its size
+Table = Mapping[str, Sequence[Chunk]]  # of each parameter by its path
 Read = Callable[[str, Rows, Part | None], np.ndarray]  # these rows of a tensor, or of a part of it, by its name
 
 
@@ -215,32 +216,62 @@ def write_checkpoint(
       origin: the tensors of the checkpoint that the model descends from. Its layout of experts is written, those of its
         tensors that are float32 among others that are not stay so, and what is not read (`names.is_carried`) is copied.
     """
-    content = {**config_json.to_json(config), "torch_dtype": dtype, **(more or {})}
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    parameters = parameter_shapes(config)
+    write_config(folder, config, dtype, more)
     origin = origin or {}
     carried = {name: each for name, each in origin.items() if names.is_carried(name, config)}
     numbers = [name for name, each in origin.items() if name not in carried and each.dtype != tensors.BYTES]
-    table = names.list_chunks(config, parameters, fused=names.is_fused(config, numbers))  # 4 bits are not written
-    shapes = dict(sorted(names.tensor_shapes(table, parameters).items(), key=lambda item: _model_order(item[0])))
+    table, shapes, own = published_tensors(config, fused=names.is_fused(config, numbers))  # 4 bits are not written
     shapes |= {name: each.shape for name, each in carried.items()}
-    own = {chunk.published: np.dtype(np.float32) for chunks in table.values() for chunk in chunks if chunk.row.float32}
     own |= {name: each.dtype for name, each in carried.items()} | _kept_float32(config, origin)
     stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size, own)
     for name, each in carried.items():
         tensors.write(stored[name], tensors.read(each))
+    dtypes = {name: place.dtype for name, place in stored.items()}
+    publish(table, parameter, dtypes, lambda name, numbers, part: tensors.write(stored[name], numbers, part))
+
+
+def write_config(folder: Path, config: ModelConfig, dtype: str, more: Mapping[str, object] | None = None) -> None:
+    """Write config.json, for tensors of this dtype."""
+    content = {**config_json.to_json(config), "torch_dtype": dtype, **(more or {})}
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def published_tensors(
+    config: ModelConfig, *, fused: bool = False
+) -> tuple[Table, dict[str, tuple[int, ...]], dict[str, np.dtype]]:
+    """`list_chunks` of a model, and its published tensors in the Hub's order: shapes, and own dtypes of some."""
+    parameters = parameter_shapes(config)
+    table = names.list_chunks(config, parameters, fused=fused)
+    shapes = dict(sorted(names.tensor_shapes(table, parameters).items(), key=lambda item: _model_order(item[0])))
+    own = {chunk.published: np.dtype(np.float32) for chunks in table.values() for chunk in chunks if chunk.row.float32}
+    return table, shapes, own
+
+
+def publish(
+    table: Table,
+    parameter: Callable[[str], Readable],
+    dtypes: Mapping[str, np.dtype],
+    write: Callable[[str, np.ndarray, Part | None], None],
+) -> None:
+    """Call `write` with the name and the numbers of each published tensor, or of each part of one, in threads.
+
+    Args:
+      table: `list_chunks` of the model.
+      parameter: as in `write_checkpoint`; also called for parameters of which nothing is written.
+      dtypes: of the tensors that are written.
+    """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, chunks in table.items():
             array = parameter(name)
             for first, layer in itertools.groupby(chunks, key=lambda chunk: chunk.index[:1]):
                 part = np.asarray(array[first])
 
-                def write(chunk: Chunk, part: np.ndarray = part) -> None:
-                    place = stored[chunk.published]
-                    tensor = part[chunk.index[1:]].astype(place.dtype, copy=False)
-                    tensors.write(place, names.to_published(chunk.row, tensor), chunk.part)
+                def convert(chunk: Chunk, part: np.ndarray = part) -> None:
+                    if chunk.published in dtypes:
+                        tensor = part[chunk.index[1:]].astype(dtypes[chunk.published], copy=False)
+                        write(chunk.published, names.to_published(chunk.row, tensor), chunk.part)
 
-                list(pool.map(write, layer))
+                list(pool.map(convert, layer))
 
 
 def _kept_float32(config: ModelConfig, origin: Mapping[str, Stored]) -> dict[str, np.dtype]:

@@ -294,10 +294,24 @@ def lay_out(
 ) -> dict[str, Stored]:
     """Create the files of a checkpoint with headers, index and space for every tensor, in the order of `shapes`.
 
-    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself. The tensors named in `own`
-    have the dtype there, all others `dtype`.
+    The files are those of `divide`. The tensors named in `own` have the dtype there, all others `dtype`.
     """
     own = own or {}
+    files = divide(shapes, dtype, shard_size, own)
+    write_index(folder, files, dtype, own)
+    tensors: dict[str, Stored] = {}
+    for file, shard in files.items():
+        tensors |= create(folder / file, shard, dtype, own)
+    return tensors
+
+
+def divide(
+    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int, own: Mapping[str, np.dtype]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The shapes of the tensors of each file, by the file's name.
+
+    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself.
+    """
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
     for name, shape in shapes.items():
@@ -307,16 +321,24 @@ def lay_out(
             used = 0
         shards[-1][name] = shape
         used += nbytes
-    tensors: dict[str, Stored] = {}
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors |= create(folder / file, shard, dtype, own)
-    if len(shards) > 1:
-        total = sum(stored.nbytes for stored in tensors.values())
-        files = {name: stored.file.name for name, stored in tensors.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": files}
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def write_index(
+    folder: Path,
+    files: Mapping[str, Mapping[str, tuple[int, ...]]],
+    dtype: np.dtype,
+    own: Mapping[str, np.dtype],
+) -> None:
+    """Write the index of a checkpoint of several files; a single one has none."""
+    if len(files) > 1:
+        shapes = {name: shape for shard in files.values() for name, shape in shard.items()}
+        total = sum(math.prod(shape) * own.get(name, dtype).itemsize for name, shape in shapes.items())
+        names = {name: file for file, shard in files.items() for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": names}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return tensors
 
 
 def create(

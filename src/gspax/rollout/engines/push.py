@@ -21,7 +21,7 @@ from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Served, Weights
 from gspax.rollout.engines.server import Ask, Server
 from gspax.rollout.engines.servers import PAUSE, Servers
-from gspax.rollout.engines.weights import Written
+from gspax.rollout.engines.weights import Writer, Written
 from gspax.run import interrupt
 from gspax.types import Array, Params
 
@@ -77,6 +77,7 @@ class Pusher:
         self.mesh, self.servers = mesh, Servers(servers, settings.timeout, self.install)
         self.pool = ThreadPoolExecutor(settings.requests * len(servers), thread_name_prefix="gspax_engine")
         self.pushed: Pushed | None = None
+        self._writer = Writer(Path(settings.folder), model, changes=all(server.reads_changes for server in servers))
         self._settings, self._model, self._sampling = settings, model, sampling
         self._length, self._keep_experts = length, keep_experts
         self._score = make_score(StepSettings(config=model, mesh=mesh), keep_experts=has_experts(model))
@@ -92,7 +93,7 @@ class Pusher:
             return before.weights
         folder = Path(self._settings.folder)
         multihost.all_or_raise(lambda: weights.require_folder(folder))
-        written = weights.write_version(folder, version, params, self._model)
+        written = self._writer.write(version, params)
         probes = before.probes if before is not None else self._choose_probes(params)
         learner, _ = probe.learner_scores(self._score, params, probes, self.mesh)
         limit = probe.tolerance(self._model, self._settings.tolerance, self._first)
@@ -104,7 +105,7 @@ class Pusher:
         sampled = float(np.max([self._sampled_difference(params, one.answers) for one in probed]))
         require_equal(sampled, limit, "tokens that it sampled")
         self._first = max(scored, sampled) if self._first is None else self._first
-        weights.remove_others(folder, written.path)
+        weights.remove_others(folder, self._writer.kept)
         metrics = {
             "engine/push_bytes": float(written.bytes),
             "engine/write_seconds": written.seconds,

@@ -28,6 +28,8 @@ WORKER = Path(__file__).parent / "vllm_worker"
 class VLLM(Endpoint):
     """A server that was started with `command`."""
 
+    reads_changes = True
+
     def sample(self, ask: Ask) -> Answer:
         """POST /v1/completions."""
         sampling = ask.sampling

@@ -7,15 +7,27 @@ called over HTTP by `/collective_rpc`, which exists with VLLM_SERVER_DEV_MODE=1.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 FORMAT = 1  # of manifest.json
-PIECE = 2**24  # bytes that are read at once
+BITS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2")}
+
+
+class Tensor(NamedTuple):
+    """A tensor of a version."""
+
+    name: str
+    kind: str  # of `BITS`
+    shape: list[int]
+    bits: np.ndarray  # all in one axis
 
 
 class Extension:
@@ -32,15 +44,13 @@ class Extension:
         """
         self.gspax_loaded = None  # until it has succeeded, the weights are of no version
         try:
-            manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
-            if manifest["format"] != FORMAT:
-                return {"error": f"{folder}: wanted a manifest of format {FORMAT}, got {manifest['format']}"}
-            if problem := find_damage(Path(folder), manifest["tensors"]):
+            manifest = read_manifest(Path(folder))
+            if problem := find_damage(Path(folder)):
                 return {"error": problem}
-            self.model_runner.reload_weights(weights_iterator=read_tensors(Path(folder)))
+            self.model_runner.reload_weights(weights_iterator=map(to_torch, read_tensors(Path(folder))))
             repacked = repack(self.model_runner.get_model())
         except Exception as problem:
-            return {"error": f"{type(problem).__name__}: {problem}"[:1000]}
+            return {"error": f"{folder}: {type(problem).__name__}: {problem}"[:1000]}
         loaded = {"version": manifest["version"], "digest": manifest["digest"], "instance": instance}
         self.gspax_loaded = loaded
         return {**self.gspax_loaded, "experts_repacked": repacked}
@@ -61,37 +71,79 @@ class Extension:
         }
 
 
-def find_damage(folder: Path, checksums: Mapping[str, str]) -> str:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a version. ValueError if it is of another format."""
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{folder}: wanted a manifest of format {FORMAT}, got {manifest['format']}")
+    return manifest
+
+
+def find_damage(folder: Path) -> str:
     """A sentence about the first tensor whose bytes are not those that were written; empty if there is none."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length))
-            header.pop("__metadata__", None)
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                begin, end = entry["data_offsets"]
-                opened.seek(8 + length + begin)
-                checksum, left = hashlib.sha256(), end - begin
-                while left and (piece := opened.read(min(PIECE, left))):
-                    checksum.update(piece)
-                    left -= len(piece)
-                found[name] = "a file that is too short" if left else checksum.hexdigest()
+    checksums = read_manifest(folder)["tensors"]
+    found = {tensor.name: hashlib.sha256(tensor.bits.data).hexdigest() for tensor in read_tensors(folder)}
     for name in sorted(checksums.keys() | found.keys()):
         wanted, got = checksums.get(name, "no such tensor"), found.get(name, "none")
         if wanted != got:
-            return f"{folder}: tensor {name}: wanted the checksum {wanted[:16]}, got {got[:24]}"
+            return f"{folder}: tensor {name}: wanted the checksum {wanted[:16]}, got {got[:16]}"
     return ""
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The tensors of a version, one at a time: (name, torch tensor)."""
-    from safetensors import safe_open  # of vLLM's environment
+def read_tensors(folder: Path) -> Iterator[Tensor]:
+    """The tensors of a version, one at a time: those of the version in full that it begins with, and all changes since.
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (a method that gives names, not a dict)
-                yield name, opened.get_tensor(name)
+    Raises:
+      ValueError: a version that changes are applied to is another one.
+    """
+    changes, manifest = [folder], read_manifest(folder)
+    while base := manifest.get("base"):
+        folder = folder.parent / base["folder"]
+        manifest = read_manifest(folder)
+        if manifest["digest"] != base["digest"]:
+            raise ValueError(
+                f"wanted the version {base['digest'][:16]} to apply the changes of {changes[-1].name} to, "
+                f"{folder.name} is {manifest['digest'][:16]}"
+            )
+        changes.append(folder)
+    with contextlib.ExitStack() as stack:
+        files = [file for each in reversed(changes) for file in sorted(each.glob("changes-*.npz"))]
+        opened = [stack.enter_context(np.load(file)) for file in files]
+        for file in sorted(folder.glob("*.safetensors")):
+            for tensor in read_file(file):
+                for changed in opened:
+                    if tensor.name in changed:
+                        apply(changed[tensor.name], tensor.bits)
+                yield tensor
+
+
+def read_file(file: Path) -> Iterator[Tensor]:
+    """The tensors of a file, in the order of their bytes."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        kind = BITS[entry["dtype"]]
+        bits = np.fromfile(file, kind, (end - begin) // kind.itemsize, offset=8 + length + begin)
+        yield Tensor(name, entry["dtype"], entry["shape"], bits)
+
+
+def apply(change: np.ndarray, bits: np.ndarray) -> None:
+    """Apply the change of a tensor: its new bits, or some of them with their places."""
+    if change.dtype.names is None:
+        bits[...] = change
+    else:
+        bits[change["place"]] = change["bits"]
+
+
+def to_torch(tensor: Tensor) -> tuple[str, Any]:
+    """(name, torch tensor), as vLLM takes it."""
+    import torch  # of vLLM's environment
+
+    kind = {"F32": torch.float32, "BF16": torch.bfloat16}[tensor.kind]
+    return tensor.name, torch.from_numpy(tensor.bits).view(kind).reshape(tensor.shape)
 
 
 def repack(model: Any) -> int:
