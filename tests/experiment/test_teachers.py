@@ -200,4 +200,5 @@ def test_the_dry_run_counts_the_teacher_and_what_updates_read_of_it():
     assert several.learner["teacher's head, gathered"] == 2 * compared["teacher's head, gathered"]
     offloaded = plan(taught(model=None, models={"one": LARGE, "other": LARGE}, offload=True))
     assert offloaded.learner["the largest teacher, while it reads"] == weights and offloaded.host == 2 * weights
+    assert offloaded.sampler == plan(small_experiment.experiment).sampler  # in the host's memory meanwhile
     assert "teacher, float32" in render(plan(taught())) and "teacher, float32" in plan(taught()).sampler

@@ -126,10 +126,10 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     sampling = with_carried(experiment.sampling, placement)
     weights, dtype = inference_weights_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
     if placement is None:
-        has_reference, lora = experiment.reference is not None, experiment.lora
-        held = resident_bytes(
-            config, lora, experiment.optimizer, learner, reference=has_reference, teacher=experiment.teacher
-        )
+        has_reference, lora, teacher = experiment.reference is not None, experiment.lora, experiment.teacher
+        if teacher is not None and teacher.offload:
+            teacher = None  # in host memory meanwhile
+        held = resident_bytes(config, lora, experiment.optimizer, learner, reference=has_reference, teacher=teacher)
         held[f"inference weights, {dtype}"] = weights
     else:
         pushes = 1 + (placement.staleness if placement.partial is None else 1)

@@ -172,15 +172,13 @@ def _compile(
 
 def estimate(compiled: Sequence[Compiled], learner: Target, sampler: Target, work: Work) -> list[tuple[Phase, Times]]:
     """The phases of the compiled programs, and their times on their targets."""
-    estimates = []
+    estimates, few = [], few_layers(work.model)
     for program in compiled:
         target = sampler if program.name in SAMPLER else learner
         phases, *more = (
             make_phases(small, work, target.sizes, target.topology.slices) for small in program.few or (program,)
         )
-        if more:
-            few = few_layers(work.model)
-            assert few is not None
+        if more and few is not None:
             phases = extrapolate_phases(phases, more[0], few)
         estimates += [(phase, estimate_times(phase, target.topology.chip, target.link_rate)) for phase in phases]
     return estimates
