@@ -33,6 +33,7 @@ class Rollout:
     expert_BLTA: Array | None = None
     reply_B: Array | None = None  # int32    with an environment, the tokens of its replies
     version_BT: Array | None = None  # int32    on request, version of the weights that sampled the token; 0 elsewhere
+    passes_B: Array | None = None  # int32    with drafts, the passes of the model that sampled the tokens
     # On request, the sampling mask: the ids of the tokens that the filters left the sampler to choose from, the most
     # probable first, then the vocabulary's size. Log-probs are then over these tokens. Undefined where not masked in.
     kept_BTK: Array | None = None  # uint8 or wider

@@ -21,14 +21,13 @@ from gspax.errors import FailureError, UserError
 from gspax.hf import tensors
 from gspax.learner.state import abstract_state, init_state
 from gspax.rollout.engines import weights
-from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.run.manifest import finished_steps
 from gspax.training import loop
-from gspax.training.in_flight import receive, start_rollout
+from gspax.training.in_flight import InFlight, receive, start_rollout
 
 CLOCKS = ("time/", "cpu/", "perf/", "engine/write_seconds", "engine/load_seconds")
 
@@ -47,7 +46,7 @@ def served(*fakes, timeout=30.0, **changes):
 
 
 def sample(runtime, state, weights):
-    return jax.device_get(receive(runtime, start_rollout(runtime, weights, state, 0, Skipped())).rollout)
+    return jax.device_get(receive(runtime, start_rollout(runtime, weights, state, 0, InFlight())).rollout)
 
 
 def fresh(runtime):
@@ -239,7 +238,7 @@ def test_conversations_are_token_ids_that_only_grow(here):
     with fake_vllm.serve(model, max_tokens=64) as fake:
         runtime = make_runtime(served(fake, model=model, routing_replay="sampler", **talking))
         state = fresh(runtime)
-        batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, Skipped()))
+        batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight()))
         rollout = jax.device_get(batch.sampled)
         assert len(batch.started) == 32 and rollout.reply_B.sum() > 0
         asked = [body["prompt"] for path, body in fake.seen if body and body.get("stop_token_ids")]

@@ -12,7 +12,6 @@ from small_experiment import experiment
 from gspax.config import Engine
 from gspax.errors import FailureError
 from gspax.learner.state import init_state
-from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.training.in_flight import InFlight, receive, start_rollout
 from gspax.training.step import run_step
@@ -73,7 +72,7 @@ def test_a_step_trains_on_what_a_server_has_sampled(fake):
 def test_a_rollout_is_what_the_server_answered(fake):
     runtime = make_runtime(served(fake, routing_replay="sampler"))
     state = fresh(runtime)
-    batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 3), state, 0, Skipped()))
+    batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 3), state, 0, InFlight()))
     rollout = jax.device_get(batch.sampled)
     assert batch.policy == 3
     for row in range(32):
@@ -98,7 +97,7 @@ def test_equal_keys_give_equal_samples(fake):
     state = fresh(runtime)
     weights = runtime.engine.push(state.params, 0)
     first, again, other = (
-        jax.device_get(receive(runtime, start_rollout(runtime, weights, state, start, Skipped())).rollout.tokens_BT)
+        jax.device_get(receive(runtime, start_rollout(runtime, weights, state, start, InFlight())).rollout.tokens_BT)
         for start in (0, 0, 8)
     )
     np.testing.assert_array_equal(first, again)

@@ -25,10 +25,10 @@ from gspax.rewards.scores import reward_calls
 from gspax.rollout.episodes import begin, interact, sample_conversations
 from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
 from gspax.sampler import sampler
-from gspax.sampler.engine import Prompts, pad_replies
+from gspax.sampler.engine import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import make_sampler
-from gspax.sampler.sampler import assemble
+from gspax.sampler.sampler import assemble, pad_replies
 from gspax.sampler.token_sampling import sample_tokens
 
 P, G = 3, 2

@@ -21,7 +21,6 @@ from gspax.learner.state import add_adapters, init_state
 from gspax.losses.correction import truncate_geometric
 from gspax.parallel.sharding import make_mesh, reshape_mesh
 from gspax.rollout.grading import reward_completions
-from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
@@ -74,7 +73,7 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
     jax.tree.map(
         np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
-    drawn = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, Skipped())
+    drawn = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight())
     assert devices(drawn.sampled) == set(jax.devices()[4:])
 
 
@@ -105,7 +104,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
     first, second = range(8, 16), range(16, 24)
 
     def texts_now(index):
-        return texts(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, index, Skipped()))
+        return texts(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, index, InFlight()))
 
     by_first = texts_now(first[0])
     for done in (0, 1):

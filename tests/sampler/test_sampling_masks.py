@@ -15,8 +15,9 @@ from gspax.learner.forward import forward
 from gspax.model import transformer
 from gspax.parallel import sharding
 from gspax.sampler import sampler, token_sampling
-from gspax.sampler.engine import Prompts, pad_replies
+from gspax.sampler.engine import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
+from gspax.sampler.sampler import pad_replies
 
 FILTERS = [(0, 0.75, 0.0), (3, 1.0, 0.0), (0, 1.0, 0.1), (6, 0.9, 0.05), (0, 1e-6, 0.0)]
 

@@ -57,6 +57,7 @@ Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
 # 0: greedy
 SamplingTemperature = Annotated[float, Range("0, or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)]
+Drafts = Annotated[int, at_least(0), at_most(31)]  # one block of `model.decoding.BLOCK` with the next token
 GroupSize = Annotated[int, at_least(1), at_most(2**20)]
 SamplerDtype = Literal["auto", "int8"]  # auto: the model's dtype
 
@@ -75,6 +76,7 @@ class Sampling:
     prefill_prompts: NonNegativeInt = 0  # prefilled at once; 0: as many as fit where the completions' cache will be
     kv_cache_dtype: SamplerDtype = "auto"  # int8: keys and values with a scale for each token and head
     weights_dtype: SamplerDtype = "auto"  # int8: the sampler's weights with a scale for each output channel
+    drafts: Drafts = 0  # tokens that a decoding pass checks beyond the next one, from earlier texts; 0: off
     # Problems that cannot be read or whose prompts do not fit, of those loaded, or of 1,000: they are skipped
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off

@@ -1,5 +1,5 @@
-"""The model as the sampler runs it: `prefill` of whole prompts, `decode`, one token of every slot at a time, and
-`extend`, several new tokens of a slot after what it holds.
+"""The model as the sampler runs it: `prefill` of whole prompts, `decode`, one token of every slot at a time,
+`decode_block`, a token of every slot and drafts of the next ones, and `extend`, an environment's reply.
 
 They take inference weights (`sampler.inference_weights`), whose layers are not stacked: each layer's weights and each
 layer's cache are arrays of their own, and the layers are unrolled, so that they are read in place. XLA:TPU turns one
@@ -286,18 +286,13 @@ def extend(
     """
     W, X = tokens_WX.shape
     M, L = min(X, BLOCK), sparse_layers(config)
-    index_1M = jnp.arange(M)[None]
 
     def run(block: Array, carry: tuple[Array, Cache, Array]) -> tuple[Array, Cache, Array]:
         last_WD, cache, expert_WXLA = carry
         count_W = jnp.clip(slots.count_W - block * M, 0, M)
         part = slots._replace(first=slots.first + block * M, count_W=count_W)
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
-        position_WM = (part.prompt_length_W + part.first)[:, None] + index_1M
-        attend = _attend_over_cache(_attend_to_block, part, config, mesh)
-        angles, live_WM = rotary_angles(position_WM, config), index_1M < count_W[:, None]
-        shared = LayerInputs(angles, live_WM, attend, _advance_over_cache(live_WM, part, mesh), mesh)
-        hidden_WMD, cache, expert_WMLA = _run_layers(params, config, tokens_WM, shared, cache)
+        hidden_WMD, cache, expert_WMLA = decode_block(params, config, tokens_WM, cache, part, mesh=mesh)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
         here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]
         expert_WXLA = jax.lax.dynamic_update_slice_in_dim(expert_WXLA, expert_WMLA, block * M, axis=1)
@@ -307,6 +302,28 @@ def extend(
     begin = jnp.zeros((W, config.hidden_size), config.dtype), cache, expert_WXLA
     with jax.named_scope("extend"):
         return jax.lax.fori_loop(0, -(-slots.count_W.max() // M), run, begin)
+
+
+def decode_block(
+    params: Params,
+    config: ModelConfig,
+    tokens_WM: Array,
+    cache: Cache,
+    slots: Slots,
+    *,
+    mesh: jax.sharding.Mesh,
+) -> tuple[Array, Cache, Array]:
+    """`extend` by at most `BLOCK` tokens, with the final hidden states of all of them `[W, M, D]`.
+
+    A slot that keeps only its first tokens can go on after them: later keys and values are replaced before they are
+    read. The state of a gated delta net cannot.
+    """
+    index_1M = jnp.arange(tokens_WM.shape[1])[None]
+    position_WM = (slots.prompt_length_W + slots.first)[:, None] + index_1M
+    attend = _attend_over_cache(_attend_to_block, slots, config, mesh)
+    angles, live_WM = rotary_angles(position_WM, config), index_1M < slots.count_W[:, None]
+    shared = LayerInputs(angles, live_WM, attend, _advance_over_cache(live_WM, slots, mesh), mesh)
+    return _run_layers(params, config, tokens_WM, shared, cache)
 
 
 def logits(params: Params, hidden_BD: Array) -> Array:

@@ -30,7 +30,7 @@ from gspax.rollout.completion import GradedTurns
 from gspax.rollout.grading import Started, StartedReward
 from gspax.run import interrupt
 from gspax.sampler import sampler
-from gspax.sampler.engine import Replies, SampleOptions, pad_replies
+from gspax.sampler.engine import Replies, SampleOptions
 from gspax.types import Array, Params, Rollout
 
 VERSION = np.int32(0)  # of the parameters, which stay the same
@@ -42,6 +42,7 @@ class Ready(NamedTuple):
     problem: Problem
     prompt: Sequence[int]  # tokens; with an environment those of its first messages
     state: object = None  # of the environment
+    earlier: Sequence[np.ndarray] = ()  # with drafts, what followed the prompt in an earlier epoch, for each sample
 
 
 @dataclass
@@ -162,7 +163,8 @@ def sample_conversations(
       UserError: a prompt does not fit.
     """
     options = replace(sampler.split_rows(options, len(ready)), turns=True)
-    prompts = sampler.place_prompts([one and one.prompt for one in ready], prompt_ids, options)
+    earlier = [one.earlier if one else () for one in ready]
+    prompts = sampler.place_prompts([one and one.prompt for one in ready], prompt_ids, options, earlier)
     state, progress = sampler.start(params, prompts, key, options=options)
     rows = RowsOnHost(list(ready), np.zeros(progress.length_B.shape, bool))
     while not rows.ended_B.all():
@@ -222,9 +224,9 @@ def answer(
     own = multihost.all_or_raise(lambda: take(steps))
     replies = multihost.gather_rows([own.get(row, []) if row in tokens_BC else None for row in range(len(length_B))])
     np.logical_or(rows.ended_B, turn_B & [not reply for reply in replies], out=rows.ended_B)
-    return (
-        multihost.to_devices(pad_replies(replies), named_sharding(options.mesh, "batch")) if waiting_B.any() else None
-    )
+    if not waiting_B.any():
+        return None
+    return multihost.to_devices(sampler.pad_replies(replies), named_sharding(options.mesh, "batch"))
 
 
 def _take_step(

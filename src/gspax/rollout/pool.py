@@ -83,7 +83,8 @@ def admit(
     fresh_R[list(ids)] = True
     fresh_B = np.repeat(fresh_R, len(rows.ended_B) // len(fresh_R))
     prompts = [new and new.prompt if fresh else [0] for new, fresh in zip(ready, fresh_R, strict=True)]  # any will do
-    placed = place_prompts(prompts, np.maximum(problem_R, 0).tolist(), options, widest=True)
+    earlier = [new.earlier if new else () for new in ready]
+    placed = place_prompts(prompts, np.maximum(problem_R, 0).tolist(), options, earlier, widest=True)
     fresh_P = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
     tokens_RS, state, progress = _admit(
         weights.params,

@@ -21,7 +21,7 @@ from gspax.errors import UserError
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import sampler
-from gspax.sampler.engine import SampleOptions, State, pad_replies
+from gspax.sampler.engine import SampleOptions, State
 from gspax.types import Array, Params
 
 VERSION = np.int32(0)  # of the parameters, which stay the same
@@ -42,7 +42,7 @@ class Dialogue:
           options: `sampling.max_prompt_tokens` limits the first message, `max_tokens` all that follows it.
           key: equal (key, messages) give equal answers.
         """
-        sampling = replace(options.sampling, group=batch_shards(options.mesh), chunk=1, slots=0)
+        sampling = replace(options.sampling, group=batch_shards(options.mesh), chunk=1, slots=0, drafts=0)
         self._options = sampler.split_rows(replace(options, sampling=sampling, turns=True), 1)
         self._params, self._tokenizer, self._key = params, tokenizer, key
         self._state: State | None = None
@@ -115,7 +115,7 @@ class Dialogue:
             )
         rows = state.rows  # of a turn that was cut no further token is sampled
         ended = replace(rows, waiting_W=rows.waiting_W | rows.active_W, active_W=jnp.zeros_like(rows.active_W))
-        replies = pad_replies([ids] * len(rows.length_B))
+        replies = sampler.pad_replies([ids] * len(rows.length_B))
         placed = multihost.to_devices(replies, named_sharding(options.mesh, "batch"))
         self._state, self._begin = None, begin
         return sampler.resume(self._params, replace(state, rows=ended), placed, self._key, VERSION, options=options)

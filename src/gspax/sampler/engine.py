@@ -10,16 +10,17 @@ A slot is active (its sample gets a token in each pass), waiting (its sample's t
 reply) or free. A waiting slot keeps its sample and its cache.
 
 With a slot for every sample there is no queue: slot b has sample b, and all slots are at one position. With fewer,
-where groups are admitted, and with turns, each slot has a position of its own.
+where groups are admitted, with turns, and with drafts, each slot has a position of its own.
 
 Axes: P prompts, G samples per prompt, B = P·G samples, W slots, Q devices that have rows of their own, S prompt
 positions, C positions after the prompt (with turns: those of turns and replies), X tokens of the longest reply, Y =
-X + 1 with the stop token before it, V vocabulary, K tokens of a sampling mask, T = S + C.
+X + 1 with the stop token before it, V vocabulary, K tokens of a sampling mask, T = S + C, H as in `drafts`, M = 1 + the
+drafts of a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -34,11 +35,11 @@ from gspax.model import decoding
 from gspax.model.decoding import Cache, Slots
 from gspax.model.sizes import sampler_sizes
 from gspax.parallel.sharding import batch_shards, constrain, named_sharding, sample_axis, spec
+from gspax.sampler import drafts
 from gspax.sampler.token_sampling import Draw, is_stop, sample_at
 from gspax.types import Array, Params, PyTree, Rollout
 
 T = TypeVar("T")
-SMALLEST_REPLY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Prompts(NamedTuple):
     tokens_PS: Array  # int32
     length_P: Array  # int32
     id_P: Array  # uint32, of each prompt's first sample; its others have the ids after it
+    earlier_PGC: Array | None = None  # int32, with drafts: what followed the prompt in an earlier epoch, then -1
 
 
 @jax.tree_util.register_dataclass
@@ -83,10 +85,12 @@ class Rows:
     version_BC: Array | None  # int32
     kept_BCK: Array | None  # uint8 or wider    as in `Rollout`
     cut_BC: Array | None  # bool
+    text_BH: Array | None  # int32    with drafts, the texts that they come from (`drafts.join_texts`)
+    passes_B: Array | None  # int32    with drafts, as in `Rollout`
     order_B: Array  # int32    queued samples, which have no slot; only the first `queued_Q` count
     queued_Q: Array  # int32
     taken_Q: Array  # int32    of those, the samples that have got a slot since
-    sample_W: Array  # int32    the slot's sample; not read without a queue
+    sample_W: Array  # int32    the slot's sample; not read where all slots are at one position
     token_W: Array  # int32    the sample's last token, which is not in the cache yet
     length_W: Array  # int32    the sample's tokens after the prompt
     active_W: Array  # bool     the sample gets tokens
@@ -193,9 +197,8 @@ def _sample_first(
     number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
     id_B = jnp.repeat(prompts.id_P, G) + number_B
     greedy_B = number_B >= G - options.greedy if options.greedy else None
-    prompt_length_B = jnp.repeat(prompts.length_P, G)
-    logits_BV = jnp.repeat(decoding.logits(params, last_PD), G, axis=0)
-    draw = _sample_next(logits_BV, key, id_B, prompt_length_B, greedy_B, options)
+    prompt_length_B, logits_PV = jnp.repeat(prompts.length_P, G), decoding.logits(params, last_PD)
+    draw = _sample_next(jnp.repeat(logits_PV, G, axis=0), key, id_B, prompt_length_B, greedy_B, options)
     stops_B = is_stop(draw.token_B, options.stop_ids)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
     zeros_Q, zeros_W = jnp.zeros(_row_shards(mesh, B, W), jnp.int32), jnp.zeros(W, jnp.int32)
@@ -217,10 +220,12 @@ def _sample_first(
         version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
         kept_BCK=jax.tree.map(first, draw.kept_BK),
         cut_BC=jax.tree.map(first, draw.cut_B),
+        text_BH=None if prompts.earlier_PGC is None else drafts.join_texts(*prompts[:2], prompts.earlier_PGC),
+        passes_B=jnp.ones(B, jnp.int32) if sampling.drafts else None,
         order_B=jnp.zeros(B, jnp.int32),
         queued_Q=zeros_Q,
         taken_Q=zeros_Q,
-        sample_W=zeros_W,
+        sample_W=jnp.arange(W, dtype=jnp.int32) % (W // len(zeros_Q)) if sampling.drafts else zeros_W,
         token_W=draw.token_B[:W],
         length_W=zeros_W + 1,
         active_W=jnp.zeros(W, bool),
@@ -243,8 +248,13 @@ def _sample_next(
 
 
 def has_queue(rows: Rows, options: SampleOptions) -> bool:
-    """Whether slots take samples from a queue. Otherwise slot b has sample b, and all are at one position."""
+    """Whether slots take samples from a queue. Otherwise slot b has sample b."""
     return len(rows.active_W) < len(rows.length_B) or options.admits or options.turns
+
+
+def at_one_position(rows: Rows, options: SampleOptions) -> bool:
+    """Whether all slots are at one position: slot b has sample b, and each pass gives it one token."""
+    return not has_queue(rows, options) and not options.sampling.drafts
 
 
 def advance(
@@ -255,7 +265,7 @@ def advance(
     tokens: Array | int = 2**30,
     version: Array | int = 0,
 ) -> State:
-    """Decode until no slot is active, or `tokens` times.
+    """Decode until no slot is active, or `tokens` times; with drafts a pass may give a slot several tokens.
 
     The parameters may be newer than at earlier tokens, whose cached keys and values are not recomputed.
     """
@@ -264,7 +274,7 @@ def advance(
     def decode(state: State) -> State:
         rows = state.rows
         slots, id_W, greedy_W = describe_slots(rows, options)
-        if not has_queue(rows, options):
+        if at_one_position(rows, options):
             slots = slots._replace(first=state.step)
         with jax.named_scope("decode"):
             hidden_WD, cache, expert_WLA = decoding.decode(
@@ -278,7 +288,75 @@ def advance(
         rows = on_devices(partial(_write_back, options=options), options, rows, sampled)
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
-    return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.active_W.any(), decode, state)
+    def decode_with_drafts(state: State) -> State:
+        rows, at_version = state.rows, jnp.asarray(version, jnp.int32)
+        slots, id_W, greedy_W = describe_slots(rows, options)
+        draft_WK, count_W = on_devices(partial(_draft, options=options), options, rows)
+        tokens_WM = jnp.concatenate([rows.token_W[:, None], draft_WK], axis=1)
+        slots = slots._replace(count_W=slots.count_W * (1 + count_W))
+        with jax.named_scope("decode"):
+            hidden_WMD, cache, expert_WMLA = decoding.decode_block(
+                params, options.model, tokens_WM, state.cache, slots, mesh=options.mesh
+            )
+        W, M, D = hidden_WMD.shape
+        each = partial(jnp.repeat, repeats=M, axis=0)
+        position_WM = (slots.prompt_length_W + rows.length_W)[:, None] + jnp.arange(M)[None]
+        logits_BV = decoding.logits(params, hidden_WMD.reshape(W * M, D))
+        draw_B = _sample_next(
+            logits_BV, key, each(id_W), position_WM.reshape(-1), jax.tree.map(each, greedy_W), options
+        )
+        draw_WM = jax.tree.map(lambda x_B: x_B.reshape(W, M, *x_B.shape[1:]), draw_B)
+        kept_WMLA = expert_WMLA if options.keep_experts else None
+        sampled = Sampled(rows.active_W, draw_WM, kept_WMLA, state.step, at_version)
+        write = partial(_write_drafted, options=options)
+        rows = on_devices(write, options, rows, draft_WK, count_W, sampled)
+        return replace(state, rows=rows, step=state.step + 1, cache=cache)
+
+    run = decode_with_drafts if options.sampling.drafts else decode
+    return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.active_W.any(), run, state)
+
+
+def _draft(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
+    """`drafts.look_up` for the samples of the slots."""
+    assert rows.text_BH is not None, "see `Prompts.earlier_PGC`"
+    sample_W = rows.sample_W
+    return drafts.look_up(rows.text_BH[sample_W], rows.tokens_BC[sample_W], rows.length_W, options.sampling.drafts)
+
+
+def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled, *, options: SampleOptions) -> Rows:
+    """`_write_back` for a pass with drafts: what `sampled` has for each slot, it has for each of its M positions.
+
+    A position's token counts if those before it were drafted right and none of them ends the turn.
+    """
+    token_WM, index_1K = sampled.draw.token_B, jnp.arange(draft_WK.shape[1])[None]
+    stops_WM = is_stop(token_WM.reshape(-1), options.stop_ids).reshape(token_WM.shape)
+    right_WK = (draft_WK == token_WM[:, :-1]) & (index_1K < count_W[:, None]) & ~stops_WM[:, :-1]
+    right_W = jnp.cumprod(right_WK, axis=1, dtype=jnp.int32).sum(axis=1) * sampled.gets_W
+    place_WK = jnp.where(index_1K < right_W[:, None], rows.length_W[:, None] + index_1K, rows.tokens_BC.shape[1] + 1)
+
+    def record(x_BC: PyTree, x_WM: Array | None, back: int = 0) -> PyTree:
+        """With the values of the right drafts' positions, or of those before."""
+        if x_BC is None or x_WM is None:
+            return x_BC
+        return x_BC.at[rows.sample_W[:, None], place_WK - back].set(x_WM[:, :-1].astype(x_BC.dtype), mode="drop")
+
+    def last(x_WM: Array) -> Array:
+        return jax.vmap(lambda x_M, number: x_M[number])(x_WM, right_W)
+
+    draw = sampled.draw
+    rows = replace(
+        rows,
+        tokens_BC=record(rows.tokens_BC, draw.token_B),
+        logp_BC=record(rows.logp_BC, draw.logp_B),
+        sampled_BC=record(rows.sampled_BC, jnp.ones_like(stops_WM)),
+        expert_BCLA=record(rows.expert_BCLA, sampled.expert_WLA, back=1),
+        version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, token_WM.shape)),
+        kept_BCK=record(rows.kept_BCK, draw.kept_BK),
+        cut_BC=record(rows.cut_BC, draw.cut_B),
+        length_W=rows.length_W + right_W,
+    )
+    draw, expert_WLA = jax.tree.map(last, (draw, sampled.expert_WLA))
+    return _write_back(rows, sampled._replace(draw=draw, expert_WLA=expert_WLA), options=options)
 
 
 def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Array | None]:
@@ -293,7 +371,7 @@ def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Ar
 
     slots, id_W, greedy_W = on_devices(describe, options, rows)
     in_order = len(rows.active_W) == len(rows.length_B) and not options.admits  # slot b has sample b
-    one_view = not has_queue(rows, options) or not layer_windows(options.model)  # a prompt's slots see the same of it
+    one_view = at_one_position(rows, options) or not layer_windows(options.model)  # a prompt's slots see the same of it
     if in_order and one_view and options.mesh.shape["context"] == 1:
         slots = slots._replace(prompt_W=None)  # each prompt is read once for all its slots
     return slots, id_W, greedy_W
@@ -346,7 +424,7 @@ def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows
     C, gets_W, draw = rows.tokens_BC.shape[1], sampled.gets_W, sampled.draw
     stops_W = is_stop(draw.token_B, options.stop_ids) & gets_W
     sample_W = None
-    if has_queue(rows, options):
+    if not at_one_position(rows, options):
         sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # of the other slots: dropped
 
     def record(x_BC: PyTree, x_W: Array | None, back: int = 0) -> PyTree:
@@ -369,6 +447,7 @@ def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows
         version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, stops_W.shape)),
         kept_BCK=record(rows.kept_BCK, draw.kept_BK),
         cut_BC=record(rows.cut_BC, draw.cut_B),
+        passes_B=None if rows.passes_B is None else rows.passes_B.at[sample_W].add(1, mode="drop"),
         length_B=of_sample(rows.length_B, rows.length_W + 1),
         finished_B=rows.finished_B if options.turns else of_sample(rows.finished_B, stops_W),
         token_W=jnp.where(gets_W, draw.token_B, rows.token_W),
@@ -376,26 +455,7 @@ def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows
         active_W=jnp.where(gets_W, ~stops_W & (rows.length_W + 1 < C), rows.active_W),
         waiting_W=rows.waiting_W | stops_W if options.turns else rows.waiting_W,
     )
-    return rows if sample_W is None else _refill(rows, options)
-
-
-def pad_replies(replies: Sequence[Sequence[int]]) -> Replies:
-    """Right-padded replies. With the stop token before it, a row of X + 1 tokens is 8, 16, 32, 64, … long, so that few
-    programs are compiled; `extend` runs no more blocks than there are tokens for."""
-    return Replies(*pad_rows(replies, bucket(max(map(len, replies)) + 1, SMALLEST_REPLY) - 1))
-
-
-def pad_rows(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded int32 rows of this size, and their lengths."""
-    padded = np.zeros((len(rows), size), np.int32)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
-    return padded, np.array([*map(len, rows)], np.int32)
-
-
-def bucket(longest: int, smallest: int) -> int:
-    """The least power of two that is at least as large as both; `smallest` is one."""
-    return max(smallest, 1 << (longest - 1).bit_length())
+    return _refill(rows, options) if has_queue(rows, options) else rows
 
 
 def resume(
@@ -408,7 +468,7 @@ def resume(
     so neither the other samples nor the time at which a reply arrives changes it.
 
     Args:
-      replies: of all samples, from `pad_replies`; each leaves room for a token of the next turn.
+      replies: of all samples, from `sampler.pad_replies`; each leaves room for a token of the next turn.
       version: of the parameters, which the next tokens are sampled with.
     """
     rows = state.rows
@@ -496,6 +556,7 @@ def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:
         version_BT=None if rows.version_BC is None else place(rows.version_BC),
         kept_BTK=None if rows.kept_BCK is None else place(rows.kept_BCK),
         cut_BT=None if rows.cut_BC is None else place(rows.cut_BC),
+        passes_B=rows.passes_B,
     )
     return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
 

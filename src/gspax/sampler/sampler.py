@@ -27,10 +27,11 @@ from gspax.model import decoding
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.run import interrupt
-from gspax.sampler import engine
-from gspax.sampler.engine import Prompts, Replies, SampleOptions, State, bucket, pad_rows
+from gspax.sampler import drafts, engine
+from gspax.sampler.engine import Prompts, Replies, SampleOptions, State
 from gspax.types import Array, Params, Rollout
 
+SMALLEST_REPLY = 8
 SMALLEST_BUCKET = 16  # S is 16, 32, 64, … or the limit, so that few programs are compiled
 Finished = Callable[[dict[int, np.ndarray]], None]  # gets this process's completions, stop token included, by row
 
@@ -52,6 +53,7 @@ def sample(
     key: Array,
     options: SampleOptions,
     *,
+    earlier: Sequence[Sequence[np.ndarray]] = (),
     ended: Finished | None = None,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
@@ -63,6 +65,7 @@ def sample(
       prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
       options: of which `sampling.prompts` is not read. Temperature 0 decodes greedily, with log-probs at temperature 1.
+      earlier: for `place_prompts`.
       ended: with `sampling.chunk`, called after each chunk in which samples have ended; it gets each row once. What it
         raises is raised on every process.
 
@@ -70,7 +73,7 @@ def sample(
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or B not a multiple of the devices.
     """
     options = split_rows(options, len(prompts))
-    placed = place_prompts(prompts, prompt_ids, options)
+    placed = place_prompts(prompts, prompt_ids, options, earlier)
     if not options.sampling.chunk:
         return _generate(params, placed, key, options=options)
     state, progress = start(params, placed, key, options=options)
@@ -187,6 +190,7 @@ def place_prompts(
     prompts: Sequence[Sequence[int] | None],
     prompt_ids: Sequence[int],
     options: SampleOptions,
+    earlier: Sequence[Sequence[np.ndarray]] = (),
     *,
     widest: bool = False,
 ) -> Prompts:
@@ -195,6 +199,8 @@ def place_prompts(
     Args:
       prompts: fewer than P if groups are split: each is repeated.
       options: from `split_rows`.
+      earlier: with drafts, for each prompt, what followed it in each of its samples of an earlier epoch; else, or for
+        a prompt that had none, nothing.
       widest: S is `sampling.max_prompt_tokens`, not a bucket.
     """
     sampling, limit = options.sampling, options.sampling.max_prompt_tokens
@@ -206,7 +212,14 @@ def place_prompts(
     first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - options.greedy)
     id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)
     placed = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
-    return Prompts(*multihost.to_devices(placed, named_sharding(options.mesh, "batch")))
+    arrays: tuple[np.ndarray, ...] = placed
+    if sampling.drafts:
+        earlier_BC = np.full((len(prompts), parts * sampling.group, sampling.max_tokens), drafts.NONE, np.int32)
+        for number, texts in enumerate(earlier):
+            for sample_C, text in zip(earlier_BC[number], texts, strict=False):
+                sample_C[: len(text)] = text[: len(sample_C)]
+        arrays = *placed, earlier_BC.reshape(-1, sampling.group, sampling.max_tokens)
+    return Prompts(*multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
 
 
 def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -> Sampling:
@@ -225,8 +238,29 @@ def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -
 
 def lengths_to_host(rollout: Rollout) -> Rollout:
     """The rollout with its lengths and `finished_B` on the host of every process."""
-    small = {name: getattr(rollout, name) for name in ("prompt_length_B", "length_B", "finished_B", "reply_B")}
+    small = {
+        name: getattr(rollout, name) for name in ("prompt_length_B", "length_B", "finished_B", "reply_B", "passes_B")
+    }
     return replace(rollout, **multihost.to_host(small))
+
+
+def pad_replies(replies: Sequence[Sequence[int]]) -> Replies:
+    """Right-padded replies. With the stop token before it, a row of X + 1 tokens is 8, 16, 32, 64, … long, so that few
+    programs are compiled; `extend` runs no more blocks than there are tokens for."""
+    return Replies(*pad_rows(replies, bucket(max(map(len, replies)) + 1, SMALLEST_REPLY) - 1))
+
+
+def pad_rows(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded int32 rows of this size, and their lengths."""
+    padded = np.zeros((len(rows), size), np.int32)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded, np.array([*map(len, rows)], np.int32)
+
+
+def bucket(longest: int, smallest: int) -> int:
+    """The least power of two that is at least as large as both; `smallest` is one."""
+    return max(smallest, 1 << (longest - 1).bit_length())
 
 
 def longest_prompt(prompts: Sequence[Sequence[int] | None], prompt_ids: Sequence[int], limit: int) -> int:

@@ -23,6 +23,7 @@ from gspax.data.problem import Problem
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.engines.contract import Request, Weights
 from gspax.rollout.episodes import Ready, set_finished
 from gspax.rollout.grading import Started, start_rewards
@@ -69,6 +70,7 @@ class InFlight:
     skipped: Skipped = field(default_factory=Skipped)
     batches: deque[SampledBatch] = field(default_factory=deque)  # that the sampler works on, the next one first
     pool: Pool | None = None  # instead, for partial rollouts; None before the first step and after a restore
+    earlier: EarlierTexts = field(default_factory=EarlierTexts)  # of the problems, which drafts come from
 
 
 def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
@@ -81,7 +83,7 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
         return next_partial(runtime, state, in_flight)
     first = int(multihost.to_host(state.position))
     if not ahead:
-        ahead.append(start_rollout(runtime, runtime.engine.push(state.params, done), state, first, in_flight.skipped))
+        ahead.append(start_rollout(runtime, runtime.engine.push(state.params, done), state, first, in_flight))
     batch = receive(runtime, ahead.popleft())
     first += batch.taken + sum(pending.taken for pending in ahead)
     last = find_last_ahead(staleness_of(runtime), done, partial(is_saved, runtime))
@@ -89,7 +91,7 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     weights = runtime.engine.push(state.params, done) if missing else None
     for _ in missing:
         assert weights is not None
-        ahead.append(start_rollout(runtime, weights, state, first, in_flight.skipped))
+        ahead.append(start_rollout(runtime, weights, state, first, in_flight))
         first += ahead[-1].taken
     return batch
 
@@ -106,14 +108,16 @@ def is_saved(runtime: Runtime, done: int) -> bool:
     return progress.is_due(done, schedule.checkpoint_every, schedule.steps)
 
 
-def start_rollout(runtime: Runtime, weights: Weights, state: TrainState, first: int, skipped: Skipped) -> SampledBatch:
+def start_rollout(
+    runtime: Runtime, weights: Weights, state: TrainState, first: int, in_flight: InFlight
+) -> SampledBatch:
     """Start sampling the usable problems from `first` on.
 
     In this process it waits for the samples with `sampling.chunk`, and with an environment, whose replies the sampler
     needs.
     """
     places = range(runtime.experiment.sampling.prompts)
-    ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), skipped)
+    ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), in_flight)
     prompt_ids, taken = [ids[place] for place in places], max(ids.values()) + 1 - first
     problems, started = [one and one.problem for one in ready], Started()
     request = Request(
@@ -168,7 +172,7 @@ def sample_options(runtime: Runtime) -> SampleOptions:
 
 
 def read_prompts(
-    runtime: Runtime, indices: Mapping[int, int], places: int, skipped: Skipped
+    runtime: Runtime, indices: Mapping[int, int], places: int, in_flight: InFlight
 ) -> tuple[dict[int, int], list[Ready | None]]:
     """Read the training problems of these places, with the next ones in place of those that cannot be used. Collective.
 
@@ -186,7 +190,8 @@ def read_prompts(
         teachers=() if experiment.teacher is None else tuple(experiment.teacher.models),
     )
     sharding, group = named_sharding(runtime.engine.mesh, "batch"), experiment.sampling.group
-    ids, ready = read_usable(read, indices, places, sharding, skipped, group=group)
+    ids, ready = read_usable(read, indices, places, sharding, in_flight.skipped, group=group)
+    ready = {place: one._replace(earlier=in_flight.earlier.find(one.prompt)) for place, one in ready.items()}
     return ids, [ready.get(place) for place in range(places)]
 
 
@@ -221,7 +226,7 @@ def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     if pool is None:
         places, first = with_carried(sampling, placement).prompts, int(multihost.to_host(state.position))
         pool = new_pool(places, sampling.group, first, sampling_key(state))
-    pool = fill(runtime, pool, done, weights, options, in_flight.skipped)
+    pool = fill(runtime, pool, done, weights, options, in_flight)
     while True:
         pool = end_samples(runtime, pool, weights, options)
         chosen = choose_groups(pool, find_ended(pool), sampling.prompts, done - placement.staleness)
@@ -233,20 +238,22 @@ def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     batch = receive(runtime, batch)
     if not is_saved(runtime, done + 1):
         if placement.partial.ahead:
-            pool = fill(runtime, pool, done + 1, weights, options, in_flight.skipped)
+            pool = fill(runtime, pool, done + 1, weights, options, in_flight)
         for _ in range(placement.partial.ahead):
             pool = sample_chunk(pool, weights, options)
     in_flight.pool = pool
     return batch
 
 
-def fill(runtime: Runtime, pool: Pool, done: int, weights: Weights, options: SampleOptions, skipped: Skipped) -> Pool:
+def fill(
+    runtime: Runtime, pool: Pool, done: int, weights: Weights, options: SampleOptions, in_flight: InFlight
+) -> Pool:
     """Add groups to the pool, up to the number that it may have once `done` rollouts have been taken out of it."""
     rollouts = 1 + find_last_ahead(1, done, partial(is_saved, runtime)) - done
     groups = min(len(pool.problem_R), rollouts * runtime.experiment.sampling.prompts) - pool.count()
     if groups <= 0:
         return pool
-    ids, ready = read_prompts(runtime, next_problems(pool, groups), len(pool.problem_R), skipped)
+    ids, ready = read_prompts(runtime, next_problems(pool, groups), len(pool.problem_R), in_flight)
     return admit(pool, ids, ready, weights, options)
 
 

@@ -101,13 +101,14 @@ def train_from_newest(
     state = restore_or_start(runtime, run, checkpoints, in_flight.skipped)
     started = done = count_rollouts(runtime, state)
     state = skip_problems(run, state, done)
-    watch = Watch(**read_extra(checkpoints, done).get("watch", {})) if done else Watch()
-    guard = RunGuard(experiment, run, runtime.mesh, watch)
-
+    extra = read_extra(checkpoints, done) if done else {}
+    guard = RunGuard(experiment, run, runtime.mesh, Watch(**extra.get("watch", {})))
+    in_flight.earlier.load(extra)
     teachers, identity = load_same_teachers(runtime, checkpoints, done)
 
     def save(is_last: bool) -> None:
-        extra = {"experiment": describe(experiment), "watch": asdict(guard.watch), **identity}
+        watch, earlier = asdict(guard.watch), in_flight.earlier.dump()
+        extra = {"experiment": describe(experiment), "watch": watch, **identity, **earlier}
         save_state(checkpoints, recorder, done, state, extra, is_last=is_last)
 
     with (

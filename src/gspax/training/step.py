@@ -112,6 +112,7 @@ def run_step(
     state = refresh_if_due(experiment.teacher, updated.state, trained + 1)
     state = replace(state, position=state.position + graded.prompts)
     jax.block_until_ready(state)
+    in_flight.earlier.keep(graded.rollout, experiment.sampling.group)  # not before: a step may be begun again
     clock.lap("train")
 
     metrics = {
@@ -158,7 +159,7 @@ def replace_constant_groups(
 
     def sample(taken: int) -> GradedBatch:
         weights = runtime.engine.push(state.params, count_rollouts(runtime, state))
-        pending = start_rollout(runtime, weights, state, first + taken, in_flight.skipped)
+        pending = start_rollout(runtime, weights, state, first + taken, in_flight)
         return grade(runtime, receive(runtime, pending))
 
     return refill(
@@ -257,11 +258,13 @@ def select_tokens(
 
 def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[str, float]:
     """The metrics of the rewards and the responses of a rollout."""
+    sampled_B, passes_B = count_sampled(graded.rollout), graded.rollout.passes_B
     return {
         **reward_metrics(graded.completions, group),
         **graded.metrics,
         "data/skipped": float(graded.skipped),
-        **response_metrics(count_sampled(graded.rollout), graded.rollout.finished_B),
+        **response_metrics(sampled_B, graded.rollout.finished_B),
+        **({} if passes_B is None else {"sampling/tokens_per_pass": float(sampled_B.sum() / passes_B.sum())}),
         **sampling_mask_metrics(graded.rollout, vocab_size),
     }
 

@@ -189,6 +189,8 @@ def _make_sampler(
     sampling = sampler.split_groups(with_carried(experiment.sampling, placement), mesh)
     P, rows = sampling.prompts, partial(abstract_rows, mesh)
     prompts = Prompts(rows((P, sampling.max_prompt_tokens), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.uint32))
+    if sampling.drafts:
+        prompts = prompts._replace(earlier_PGC=rows((P, sampling.group, sampling.max_tokens), jnp.int32))
     admits = placement is not None and placement.partial is not None
     options = SampleOptions(
         model=model,

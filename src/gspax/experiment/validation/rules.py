@@ -334,6 +334,11 @@ def _delta_nets(model: ModelConfig, sampling: Sampling, engine: Engine | None) -
     """A state is in float32, and servers do not get the tensors that are not read."""
     if model.delta is not None and sampling.kv_cache_dtype == "int8":
         yield 'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"'
+    if model.delta is not None and sampling.drafts:
+        yield (
+            "sampling.drafts: wanted 0 in a model with gated delta nets, whose states cannot forget a wrong draft, got "
+            f"{sampling.drafts}"
+        )
     if model.delta is not None and engine is not None:
         yield "engine: wanted null for a model with gated delta nets, got an Engine"
 

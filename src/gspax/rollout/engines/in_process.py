@@ -42,7 +42,8 @@ class InProcess:
             sampled.set_result(sample_conversations(request.interaction, weights.params, ready, ids, key, options))
         else:
             prompts = [one and one.prompt for one in ready]
-            rollout = sample(weights.params, prompts, ids, key, options, ended=request.ended)
+            earlier = [one.earlier if one else () for one in ready]
+            rollout = sample(weights.params, prompts, ids, key, options, earlier=earlier, ended=request.ended)
             sampled.set_result((rollout, Started()))
         return sampled
 

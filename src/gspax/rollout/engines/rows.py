@@ -16,8 +16,8 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.engines.contract import Request
 from gspax.rollout.engines.server import Answer, Ask
-from gspax.sampler.engine import Replies, SampleOptions, bucket
-from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, longest_prompt
+from gspax.sampler.engine import Replies, SampleOptions
+from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, bucket, longest_prompt
 from gspax.types import Rollout
 
 

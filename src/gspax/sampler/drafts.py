@@ -1,0 +1,70 @@
+"""Drafts of a sample's next tokens without a draft model: looked up in its text of an earlier epoch, its prompt, and
+its own tokens.
+
+A decoding pass of k + 1 positions checks k drafts (`engine.advance`). A token is a function of (key, sample id,
+position) and the logits, so a draft is right if it is the token that is sampled at its position: samples and log-probs
+are those without drafts, up to rounding. Speculative decoding with another proposal (arXiv 2211.17192) accepts a draft
+with some probability instead, and prompt lookup is that of https://github.com/apoorvumang/prompt-lookup-decoding.
+
+Axes: P prompts, G samples per prompt, B = P·G, W slots, C positions after the prompt, S prompt positions,
+H = C + S + 2, T = H + C, K drafts.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from gspax.types import Array
+
+MATCH = 4  # of the last tokens, the most that are compared
+NONE = -1  # no token
+
+
+def join_texts(prompt_PS: Array, prompt_length_P: Array, earlier_PGC: Array) -> Array:
+    """int32 [B, H]: the texts that a sample's drafts come from, apart from one another, and `NONE` elsewhere.
+
+    Args:
+      prompt_PS: int32, right-padded.
+      prompt_length_P: int32.
+      earlier_PGC: int32, what followed the prompt in an earlier epoch, then `NONE`.
+    """
+    (P, G, C), S = earlier_PGC.shape, prompt_PS.shape[1]
+    prompt_PS = jnp.where(jnp.arange(S)[None] < prompt_length_P[:, None], prompt_PS, NONE)
+    prompt_PGS = jnp.broadcast_to(prompt_PS[:, None], (P, G, S))
+    gap_PG1 = jnp.full((P, G, 1), NONE)
+    return jnp.concatenate([earlier_PGC, gap_PG1, prompt_PGS, gap_PG1], axis=2).reshape(P * G, C + S + 2)
+
+
+def look_up(text_WH: Array, tokens_WC: Array, length_W: Array, drafts: int) -> tuple[Array, Array]:
+    """The tokens after the best match of a slot's last tokens, int32 [W, K], and how many they are, int32 [W].
+
+    The best match is the longest one, of at most `MATCH` tokens. Of equally long ones it is the nearest to the same
+    position in the earlier text, else the latest one in the prompt and the slot's own tokens.
+
+    Args:
+      text_WH: from `join_texts`.
+      tokens_WC: int32, the slot's own tokens.
+      length_W: int32, the number of these, at least 1.
+      drafts: K.
+    """
+    C, H = tokens_WC.shape[1], text_WH.shape[1]
+    own_WC = jnp.where(jnp.arange(C)[None] < length_W[:, None], tokens_WC, NONE)
+    text_WT = jnp.concatenate([text_WH, own_WC], axis=1)
+    T, last_W1 = H + C, length_W[:, None] - 1
+    index_1T = jnp.arange(T)[None]
+    agrees_WT = jnp.pad(text_WT[:, 1:], ((0, 0), (0, 1)), constant_values=NONE) != NONE  # there is a token to draft
+    matched_WT = jnp.zeros_like(text_WT)
+    for back in range(MATCH):
+        token_W1 = jnp.take_along_axis(tokens_WC, jnp.maximum(last_W1 - back, 0), axis=1)
+        shifted_WT = jnp.pad(text_WT, ((0, 0), (back, 0)), constant_values=NONE)[:, :T]
+        agrees_WT &= (shifted_WT == token_W1) & (last_W1 >= back)
+        matched_WT += agrees_WT
+    distance_WT = jnp.where(index_1T < C, jnp.abs(index_1T - last_W1), C + T - index_1T)
+    best_W1 = (matched_WT * (C + T + 1) - distance_WT).argmax(axis=1)[:, None]
+    place_WK = best_W1 + 1 + jnp.arange(drafts)[None]
+    draft_WK = jnp.take_along_axis(text_WT, place_WK, axis=1, mode="fill", fill_value=NONE)
+    found_W1 = jnp.take_along_axis(matched_WT, best_W1, axis=1) > 0
+    room_W1 = C - 1 - length_W[:, None]  # beside the token after the drafts
+    drafted_WK = (draft_WK != NONE) & found_W1 & (jnp.arange(drafts)[None] < room_W1)
+    count_W = jnp.cumprod(drafted_WK, axis=1, dtype=jnp.int32).sum(axis=1)
+    return jnp.where(drafted_WK, draft_WK, 0), count_W

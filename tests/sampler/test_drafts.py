@@ -1,0 +1,124 @@
+"""Drafts decide how many tokens a pass gives, never which."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from small_experiment import experiment
+
+from gspax.config import Sampling
+from gspax.experiment import validate
+from gspax.model.kernels import segments
+from gspax.sampler import drafts, sampler
+from gspax.sampler.inference_weights import make_inference_weights
+
+SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=12)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
+STOPS = (11, 17)
+
+
+@functools.cache
+def generate(name, texts="none", stops=STOPS, greedy=0, keep_experts=True, mask_size=0, **settings):
+    """A rollout; `texts` are those that drafts come from, of the same samples without drafts."""
+    config = tiny.TOGETHER["experts"] if name == "experts" else (tiny.CONFIGS | tiny.OTHERS)[name]
+    params = make_inference_weights(
+        tiny.params(config), config, tiny.one_device(), settings.get("weights_dtype", "auto")
+    )
+    sampling = replace(SAMPLING, **settings)
+    options = tiny.options(config, sampling, stops, greedy=greedy, keep_experts=keep_experts, mask_size=mask_size)
+    earlier = ()
+    if texts != "none":
+        plain = generate(name, stops=stops, greedy=greedy, mask_size=mask_size, **settings | {"drafts": 0})
+        earlier = [[*map(TEXTS[texts], group)] for group in grouped(completions(plain), sampling.group)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "SEGMENT", 5)  # of 12 positions: three
+        rollout = sampler.sample(params, PROMPTS, range(4), jax.random.key(0), options, earlier=earlier)
+        return jax.device_get(rollout)
+
+
+def completions(rollout):
+    ends = rollout.prompt_length_B + rollout.length_B
+    rows = zip(rollout.tokens_BT, rollout.prompt_length_B, ends, strict=True)
+    return [tokens[start:end] for tokens, start, end in rows]
+
+
+def grouped(rows, size):
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+TEXTS = {
+    "same": lambda text: text,
+    "with errors": lambda text: np.where(np.arange(len(text)) % 4 == 3, 19, text),
+    "longer": lambda text: np.concatenate([text, text, text]),
+}
+
+
+def assert_same(got, want, tolerance=1e-5):
+    for name in ("tokens_BT", "mask_BT", "length_B", "finished_B", "expert_BLTA", "kept_BTK", "cut_BT"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=tolerance)
+
+
+CASES = {
+    "experts": ("experts", {}, 1e-5),
+    "slots": ("experts", {"slots": 5}, 1e-5),
+    "greedy rows": ("dense", {"group": 4, "greedy": 1}, 1e-5),
+    "latent attention": ("latent attention", {}, 1e-5),
+    "chunks": ("dense", {"chunk": 1, "slots": 3}, 1e-5),
+    "a cache in 8 bits": ("dense", {"kv_cache_dtype": "int8", "weights_dtype": "int8"}, 0.05),
+    "filters": ("dense", {"top_k": 4, "temperature": 0.8, "mask_size": 3}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("texts", ["none", *TEXTS])
+def test_samples_are_those_without_drafts(case, texts):
+    name, settings, tolerance = CASES[case]
+    want, got = generate(name, **settings), generate(name, texts, drafts=3, **settings)
+    assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
+    assert_same(got, want, tolerance)
+    assert (got.passes_B <= want.length_B).all() and want.passes_B is None
+    if texts == "same":  # the first token is the prefill's; then four in each pass, of equal drafts
+        short_B = np.ceil((want.length_B - 1) / 4) + 1
+        assert (got.passes_B >= short_B).all() and got.passes_B.sum() < 1.15 * short_B.sum()
+
+
+def test_drafts_are_the_tokens_after_the_longest_match():
+    """Against a loop over positions; texts of few different tokens have many matches."""
+    rng = np.random.default_rng(0)
+    W, C, S, K = 40, 12, 6, 3
+    for vocabulary in (2, 5):
+        earlier = [rng.integers(0, vocabulary, rng.integers(0, C + 1)).tolist() for _ in range(W)]
+        prompts = [rng.integers(0, vocabulary, rng.integers(1, S + 1)).tolist() for _ in range(W)]
+        own = [rng.integers(0, vocabulary, rng.integers(1, C)).tolist() for _ in range(W)]
+        (earlier_WC, _), (own_WC, length_W) = (sampler.pad_rows(rows, C) for rows in (earlier, own))
+        earlier_WC[np.arange(C) >= np.array([*map(len, earlier)])[:, None]] = drafts.NONE
+        prompt_WS, prompt_length_W = sampler.pad_rows(prompts, S)
+        text_WH = drafts.join_texts(*map(jnp.asarray, (prompt_WS, prompt_length_W, earlier_WC[:, None])))
+        draft_WK, count_W = drafts.look_up(text_WH, jnp.asarray(own_WC), jnp.asarray(length_W), K)
+        got = [draft[:count].tolist() for draft, count in zip(draft_WK, count_W, strict=True)]
+        assert got == [look_up(*texts, C, K) for texts in zip(earlier, prompts, own, strict=True)]
+        assert {*map(len, got)} == {0, 1, 2, 3} or vocabulary == 5
+
+
+def look_up(earlier, prompt, own, C, K):
+    best = 0, -np.inf, []
+    for number, text in enumerate((earlier, prompt, own)):
+        for index in range(len(text) - 1):
+            matched = 0
+            while matched < min(4, index + 1, len(own)) and text[index - matched] == own[len(own) - 1 - matched]:
+                matched += 1
+            nearness = -abs(index - (len(own) - 1)) if number == 0 else number * 100 - 1000 + index
+            best = max(best, (matched, nearness, text[index + 1 : index + 1 + K]))
+    return best[2][: max(C - 1 - len(own), 0)] if best[0] else []
+
+
+def test_a_wrong_setting_is_one_sentence():
+    delta = replace(experiment, model=tiny.DELTA, sampling=replace(experiment.sampling, drafts=3))
+    assert any(problem.startswith("sampling.drafts: wanted 0 in a model with gated") for problem in validate(delta))
+    many = replace(experiment, sampling=replace(experiment.sampling, drafts=32))
+    assert "sampling.drafts: wanted at most 31, got 32" in validate(many)

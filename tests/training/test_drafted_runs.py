@@ -1,0 +1,76 @@
+"""Runs with drafts: many are right once problems come again, and a resumed run has the same ones."""
+
+import shutil
+from dataclasses import dataclass, replace
+
+import numpy as np
+from small_experiment import experiment
+
+from gspax.config import Evaluation, Optimizer, Sampling
+from gspax.data.tasks import sort
+from gspax.rollout import earlier
+from gspax.rollout.earlier import EarlierTexts
+from gspax.run import record
+from gspax.run.directory import RunDir
+from gspax.training import loop
+from gspax.types import Rollout
+
+
+@dataclass(frozen=True)
+class Few(sort.Problems):
+    """Four problems, again and again."""
+
+    def train(self, index):
+        return super().train(index % 4)
+
+
+DRAFTED = replace(
+    experiment,
+    model=replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32, initializer_range=0.5),
+    data=Few(min_digits=2, max_digits=3),
+    warm_start=None,
+    optimizer=Optimizer(learning_rate=1e-3),
+    sampling=Sampling(prompts=4, group=4, max_prompt_tokens=4, max_tokens=12, temperature=0.3, drafts=3),
+    schedule=replace(experiment.schedule, steps=4, minibatches=1, eval_every=0, checkpoint_every=2),
+    evaluation=Evaluation(problems=1),
+)
+
+
+def test_later_epochs_have_drafts_and_a_resumed_run_has_the_same(tmp_path):
+    whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
+    loop.train(DRAFTED, whole.path)
+    rows = [row for row in record.read_metrics(whole.metrics) if "policy/loss" in row]
+    tokens = [row["sampling/tokens_per_pass"] for row in rows]
+    assert 1 <= tokens[0] < min(tokens[1:]) and max(tokens) > 1.5
+    shutil.copytree(whole.path, resumed.path)
+    shutil.rmtree(resumed.checkpoints / "4")
+    loop.train(DRAFTED, resumed.path)
+    again = [row for row in record.read_metrics(resumed.metrics) if "policy/loss" in row]
+    for row, other in zip(rows, again, strict=True):
+        same = [name for name in row if not name.startswith(("time/", "cpu/", "perf/"))]
+        assert {name: row[name] for name in same} == {name: other[name] for name in same}
+
+
+def test_texts_that_do_not_fit_are_not_kept(monkeypatch):
+    monkeypatch.setattr(earlier, "MOST", 10)
+    texts = EarlierTexts()
+
+    def keep(*lengths):
+        lengths = np.array(lengths)
+        tokens_BT = np.arange(4 * 9).reshape(4, 9).astype(np.int32)
+        tokens_BT[1::2, :2] = tokens_BT[::2, :2]
+        others = dict.fromkeys(("mask_BT", "logp_BT", "finished_B"))
+        rollout = Rollout(
+            tokens_BT=tokens_BT, prompt_length_B=np.full(4, 2), length_B=lengths, passes_B=lengths, **others
+        )
+        texts.keep(rollout, group=2)
+
+    keep(3, 2, 4, 2)
+    assert [*map(len, texts.find([0, 1]))] == [3, 2] and not texts.find([18, 19]), "5 + 6 tokens are more than 10"
+    np.testing.assert_array_equal(texts.find([0, 1])[1], [11, 12])
+    keep(2, 1, 3, 4)
+    loaded = EarlierTexts()
+    loaded.load(texts.dump())
+    for each in (texts, loaded):
+        assert [*map(len, each.find([0, 1]))] == [2, 1] and [*map(len, each.find([18, 19]))] == [3, 4]
+        assert each.tokens == 10 and not each.find([3])
