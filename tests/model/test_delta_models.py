@@ -1,5 +1,7 @@
 """Models with gated delta nets: states of waiting slots, memory, meshes, and what is refused."""
 
+import importlib.util
+import re
 from dataclasses import replace
 
 import jax
@@ -9,7 +11,8 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.config import Engine, Mesh, Sampling, Schedule, layer_groups, layers_of
+from gspax.commands.aot import chips, programs
+from gspax.config import Engine, GatedDelta, Mesh, Sampling, Schedule, Turns, layer_groups, layers_of
 from gspax.experiment import validate
 from gspax.model import decoding
 from gspax.model.decoding import Slots
@@ -17,6 +20,7 @@ from gspax.model.delta_net import DeltaState
 from gspax.model.kernels.quantization import is_quantized
 from gspax.model.sizes import sampler_sizes
 from gspax.parallel import sharding
+from gspax.rewards.environments import ToolUse
 from gspax.sampler.inference_weights import make_inference_weights
 
 DELTA = tiny.DELTA
@@ -44,7 +48,7 @@ def test_a_slot_that_waits_keeps_its_state_bit_for_bit():
     """Four slots of two prompts decode; then two of them wait while the others decode, and get a block."""
     weights, cache = cache_of(DELTA, 4, [5, 3])
     length_W, prompt_W = np.array([5, 5, 3, 3], np.int32), np.array([0, 0, 1, 1], np.int32)
-    slots = Slots(length_W, prompt_W, np.zeros(4, np.int32), np.ones(4, np.int32))
+    slots = Slots(length_W, jnp.asarray(prompt_W), np.zeros(4, np.int32), np.ones(4, np.int32))
     token_W, mesh = np.arange(4, dtype=np.int32), tiny.one_device()
     _, before, _ = decoding.decode(weights, DELTA, token_W, cache, slots, mesh=mesh)
     some = slots._replace(first=np.ones(4, np.int32), count_W=np.array([1, 0, 0, 1], np.int32))
@@ -80,6 +84,29 @@ def test_matrices_are_quantized_and_rates_and_taps_are_not():
     }
     low = make_inference_weights(tiny.params(DELTA), replace(DELTA, dtype="bfloat16"), tiny.one_device())
     assert low["layers"][0]["mixer"]["decay_rate"].dtype == low["layers"][0]["mixer"]["key_taps"].dtype == jnp.float32
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
+def test_a_step_on_tpu_reads_and_writes_each_state_once():
+    """Compiled for v5p, with slots that wait: one fusion of the loop has the new states, and nothing copies them.
+
+    Only the states of slots that begin are written besides, one by one, in a loop within.
+    """
+    model = replace(
+        experiment.model,
+        **{"num_hidden_layers": 1, "num_experts": 0, "intermediate_size": 64, "dtype": "bfloat16"},
+        delta=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        delta_layers=(0,),
+    )
+    sampling = Sampling(prompts=4, group=8, max_prompt_tokens=64, max_tokens=128)
+    talking = {"environment": ToolUse(tools=()), "turns": Turns(limit=2)}
+    mesh = sharding.make_mesh(Mesh(), chips.describe_devices(chips.parse_topology("v5p:2x2x1"))[:1])
+    made = programs.make_programs(replace(experiment, model=model, sampling=sampling, **talking), mesh, mesh)
+    (turns,) = (program for program in made if program.name == programs.TURNS)
+    states = r"= \(?f32\[32,16,2,128,128\].* (copy|copy-start|conditional|fusion)\(.*"
+    writes = re.finditer(states, turns.lower().compile().as_text())
+    assert [write[1] for write in writes if "delta_net/while" not in write[0]] == ["fusion"]
 
 
 REFUSED = {

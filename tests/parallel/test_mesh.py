@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -145,6 +146,32 @@ def test_gated_delta_nets_are_sharded_by_heads(mesh):
     drawn, want = jax.device_get(draw(DELTA, made, slots=8)), drawn_alone(DELTA)
     np.testing.assert_array_equal(drawn.tokens_BT, want.tokens_BT)
     np.testing.assert_allclose(drawn.logp_BT, want.logp_BT, atol=1e-5)
+
+
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_heads_of_delta_nets_need_no_collective_before_the_last_projection(tensor):
+    """In the compiled prefill and decoding step embedding, mixers, and MLPs are summed, and nothing else is sent."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = replace(DELTA, delta=replace(DELTA.delta, key_heads=4, value_heads=8), num_experts=0, **heads)
+    mesh, P, W = make(Mesh(fsdp=1, tensor=tensor), tensor), 2, 4
+    weights, ones = abstract_inference_weights(model, mesh), jnp.ones(W, jnp.int32)
+    prefill = jax.jit(partial(decoding.prefill, config=model, mesh=mesh))
+    lowered = prefill.lower(weights, tokens_PS=jnp.zeros((P, 5), jnp.int32), length_P=ones[:P])
+    _, prompts, _ = lowered.out_info
+    cache = jax.eval_shape(lambda: decoding.new_cache(zeros(prompts), model, W, 8, mesh=mesh))
+    step = jax.jit(partial(decoding.decode, config=model, mesh=mesh)).lower(
+        weights, token_W=ones, cache=cache, slots=decoding.Slots(ones, ones, ones, ones)
+    )
+    for program in (lowered, step):
+        found = re.findall(COLLECTIVE, program.compile().as_text())
+        assert found == ["all-reduce"] * (1 + 2 * model.num_hidden_layers)
+
+
+COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+
+
+def zeros(shapes):
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def check_bytes(params, sizes):

@@ -197,7 +197,10 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
     with reward_calls(reward, Grading()) as rewards:
         interaction = runtime.interaction and replace(runtime.interaction, rewards=rewards)
         mine = replace(runtime, rewards=rewards, interaction=interaction)
-        state, flight = init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh), InFlight()
+        state, flight = (
+            init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh),
+            InFlight(),
+        )
         for done in range(2):
             batch = next_rollout(mine, state, flight)
             assert len(batch.started) == P * G, "every sample of the batch has ended in some chunk"

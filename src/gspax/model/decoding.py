@@ -413,17 +413,15 @@ def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -
 
 
 def _states_before(cache: LayerCache, slots: Slots) -> DeltaState:
-    """The states that the slots' new tokens continue."""
-    W = len(slots.count_W)
-    begins_W, prompt_W = jnp.broadcast_to(slots.first, (W,)) == 0, _prompt_numbers(slots, len(cache.prompt[0]))
+    """The states that the slots' new tokens continue; a slot that begins gets its prompt's, in place."""
+    prompt_W, begins_W = _prompt_numbers(slots, len(cache.prompt[0])), (slots.first == 0) & (slots.count_W > 0)
+    order_W = jnp.argsort(~begins_W)
 
-    def begin(cache: LayerCache) -> PyTree:
-        def choose(of_prompts: Array, own: Array) -> Array:
-            return jnp.where(begins_W.reshape(W, *[1] * (own.ndim - 1)), of_prompts[prompt_W], own)
+    def begin(number: Array, own: DeltaState) -> DeltaState:
+        slot = order_W[number]
+        return jax.tree.map(lambda x_W, x_P: x_W.at[slot].set(x_P[prompt_W[slot]]), own, cache.prompt)
 
-        return jax.tree.map(choose, cache.prompt, cache.completion)
-
-    return cast(DeltaState, jax.lax.cond(begins_W.any(), begin, lambda cache: cache.completion, cache))
+    return cast(DeltaState, jax.lax.fori_loop(0, begins_W.sum(), begin, cache.completion))
 
 
 def _attend_to_token(

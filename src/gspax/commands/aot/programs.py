@@ -252,7 +252,7 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     def place_layer(layer: LayerCache) -> LayerCache:
-        heads = heads_axis(layer.prompt[0].v_XKSH.shape[1])
+        heads = heads_axis(jax.tree.leaves(layer.prompt)[0].shape[1])
         return LayerCache(place(layer.prompt, "batch", heads), place(layer.completion, axis, heads))
 
     cache = tuple(map(place_layer, state.cache))
