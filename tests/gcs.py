@@ -53,11 +53,8 @@ class Slow(NamedTuple):
     seconds: float
 
 
-RESET, TRUNCATED, RESET_AFTER = (
-    "reset",
-    "truncated",
-    "reset after",
-)  # before, in the middle of, after the request is carried out
+# A connection is reset in the middle of a request, in the middle of its answer, or before its answer
+RESET, TRUNCATED, RESET_AFTER = "reset", "truncated", "reset after"
 Fault = Status | Slow | str | None
 
 
@@ -113,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         store, url = self.server.store, urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
         upload, objects = re.fullmatch(UPLOAD, url.path), re.fullmatch(OBJECTS, url.path)
         match = upload or objects
         if match is None:
@@ -127,8 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, Slow):
             time.sleep(fault.seconds)
         if isinstance(fault, Status):
+            self.rfile.read(length)
             return self._send(fault.code, json.dumps({"error": {"code": fault.code, "message": "a fault"}}).encode())
-        if fault == RESET:
+        body = self.rfile.read(length // 2 if fault == RESET else length)
+        if fault == RESET or len(body) < length:  # the client may be killed while it sends
             return self._reset()
         with store.lock:
             code, content, generation = _carry_out(store, request, query, body)

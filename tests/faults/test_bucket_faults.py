@@ -112,7 +112,7 @@ FAULTS = {
     "429": lambda rng: gcs.Status(429),
     "500": lambda rng: gcs.Status(500),
     "503": lambda rng: gcs.Status(503),
-    "reset": lambda rng: gcs.RESET,
+    "reset in a request": lambda rng: gcs.RESET,
     "answer lost": lambda rng: gcs.RESET_AFTER,
     "download cut short": lambda rng: gcs.TRUNCATED,
     "slow answer": lambda rng: gcs.Slow(rng.uniform(0, 1)),

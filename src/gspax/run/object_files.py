@@ -19,28 +19,23 @@ class Objects(fsspec.AbstractFileSystem):
 
     protocol = ("gs", "gcs")
 
-    def info(self, path: str, **_: object) -> dict[str, object]:
-        name = self._strip_protocol(path)
-        store, key = objects.locate(name)
+    def _kind(self, path: str) -> str | None:
+        """What is there: an object, others below it, or nothing. OSError if the bucket does not answer."""
+        store, key = objects.locate(self._strip_protocol(path))
         if key and objects.list_names(store, key, f"{key}\0", path):
-            return {"name": name, "size": None, "type": "file"}
-        if not key or objects.list_names(store, f"{key}/", f"{key}0", path):
-            return {"name": name, "size": 0, "type": "directory"}
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", path)
+            return "file"
+        return "directory" if not key or objects.list_names(store, f"{key}/", f"{key}0", path) else None
+
+    def info(self, path: str, **_: object) -> dict[str, object]:
+        if (kind := self._kind(path)) is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", path)
+        return {"name": self._strip_protocol(path), "size": None, "type": kind}
 
     def exists(self, path: str, **_: object) -> bool:
-        """Whether there is an object, or one below it. fsspec's answer to a failed request would be no."""
-        try:
-            self.info(path)
-        except FileNotFoundError:
-            return False
-        return True
+        return self._kind(path) is not None  # fsspec would take a request that failed for a no
 
     def isdir(self, path: str) -> bool:
-        try:
-            return self.info(path)["type"] == "directory"
-        except FileNotFoundError:
-            return False
+        return self._kind(path) == "directory"
 
     def ls(self, path: str, detail: bool = True, **_: object) -> list[Any]:
         name = self._strip_protocol(path)
@@ -71,10 +66,6 @@ class Objects(fsspec.AbstractFileSystem):
             objects.delete_folder(cast(Path, path))
         store, key = objects.locate(self._strip_protocol(path))
         objects.result(store.write(key, None), path)
-
-    def cp_file(self, path1: str, path2: str, **_: object) -> None:
-        with self.open(path1) as source, self.open(path2, "wb") as target:
-            target.write(source.read())
 
 
 class _Upload(io.BytesIO):
