@@ -92,8 +92,6 @@ def read_figures(report: str) -> dict[str, str]:
     for part in ("at its start", "mean of a response", "at its end"):
         moved, needed, ratio, *_ = _numbers(report, part)
         found[f"a token, {part}: GB moved, needed, ratio"] = f"{moved}, {needed}, {ratio}"
-    gathered = {"No weight is gathered": "none", "Gathered for every token": "**some**"}
-    found["weights gathered in the loop over tokens"] = next((v for k, v in gathered.items() if k in report), "-")
     step = re.search(r"A step takes at least ([\d.]+) s: (.*)", report)
     tokens = re.search(r"MFU at most ([\d.]+%), ([\d,]+) sampled", report)
     if step and tokens:

@@ -1,4 +1,4 @@
-"""The report on one token: the need by hand, live blocks of a kernel, weights gathered in a loop, repeated layers."""
+"""The report on one token: the need by hand, live blocks of a kernel, repeated layers."""
 
 from dataclasses import replace
 
@@ -69,49 +69,6 @@ ENTRY %main (q: bf16[4,2,3,8]) -> f32[4,2,3,8] {
     assert traffic(module, unknown_trips=1) == both + prompts + 2 * 4 * 2 * 1024 * 8 * 2
     near = fetched_at("end", sampling, [1024, 100])  # all of the response, or its second block
     assert traffic(module, unknown_trips=1, fetched=near) == both + prompts + 2 * 4 * 2 * 768 * 8 * 2
-
-
-LOOP = """
-HloModule m
-
-%inner (x: f32[4]) -> f32[16] {{
-  %x.1 = f32[4]{{0}} parameter(0)
-  ROOT %y = f32[16]{{0}} all-gather(%x.1), replica_groups={{}}, dimensions={{0}}
-}}
-
-%body (s: (f32[4], f32[4], s32[])) -> (f32[4], f32[4], s32[]) {{
-  %s = (f32[4]{{0}}, f32[4]{{0}}, s32[]) parameter(0)
-  %weight = f32[4]{{0}} get-tuple-element(%s), index=0
-  %token = f32[4]{{0}} get-tuple-element(%s), index=1
-  %step = s32[] get-tuple-element(%s), index=2
-  %cast = f32[4]{{0}} convert(%weight)
-  {line}
-  %new = f32[4]{{0}} add(%token, %cast)
-  ROOT %t = (f32[4]{{0}}, f32[4]{{0}}, s32[]) tuple(%weight, %new, %step)
-}}
-
-%test (s: (f32[4], f32[4], s32[])) -> pred[] {{
-  ROOT %p = pred[] parameter(0)
-}}
-
-ENTRY %main (s: (f32[4], f32[4], s32[])) -> (f32[4], f32[4], s32[]) {{
-  %s.1 = (f32[4]{{0}}, f32[4]{{0}}, s32[]) parameter(0)
-  ROOT %w = (f32[4]{{0}}, f32[4]{{0}}, s32[]) while(%s.1), condition=%test, body=%body
-}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("%g = f32[16]{0} all-gather(%cast), dimensions={0}", ["all-gather of f32[16], 0.0 MB"]),
-        ("%g = f32[16]{0} fusion(%cast), kind=kLoop, calls=%inner", ["all-gather of f32[16], 0.0 MB"]),
-        ("%g = f32[16]{0} all-gather(%token), dimensions={0}", []),
-        ("%m = f32[4]{0} multiply(%cast, %token)\n  %g = f32[16]{0} all-gather(%m), dimensions={0}", []),
-    ],
-)
-def test_only_what_is_equal_for_all_tokens_is_a_gathered_weight(line, found):
-    assert hlo.gathered_weights(hlo.parse(LOOP.format(line=line))) == found
 
 
 def test_phases_are_linear_in_repeated_layers():

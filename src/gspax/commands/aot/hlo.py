@@ -305,38 +305,6 @@ def _between_slices(send: Instruction, slices: int) -> Counter[Collective]:
     return Counter({Collective(kind, ("slice",), slices, dcn=True): _sent(kind, whole, slices)})
 
 
-def gathered_weights(module: Module) -> list[str]:
-    """The collectives in the loop over tokens whose argument is equal for all tokens, as "kind of type"."""
-    return [
-        line
-        for op in module.computations[module.entry].values()
-        if op.opcode == "while" and trip_count(op, module) is None
-        for line in _constant_collectives(module, module.computations[op.attribute("body")])
-    ]
-
-
-def _constant_collectives(module: Module, body: Computation) -> Iterator[str]:
-    """Collectives of a loop's body that depend only on constants and on state that the body returns unchanged."""
-    elements = {
-        op.name: int(index[1])
-        for op in body.values()
-        if op.opcode == "get-tuple-element" and body[op.operands[0]].opcode == "parameter"
-        if (index := re.search(r"index=(\d+)", op.attributes))
-    }
-    root = find_root(body)
-    results = root.operands if root.opcode == "tuple" else ()
-    unchanged = {number for number, name in enumerate(results) if elements.get(name) == number}
-    constant = {op.name for op in body.values() if op.opcode == "constant" or elements.get(op.name) in unchanged}
-    for op in body.values():
-        known = [operand for operand in op.operands if operand in body]
-        if op.name not in elements and known and constant.issuperset(known):
-            constant.add(op.name)
-            kinds = {inner.opcode.removesuffix("-start") for inner in reach(op, module)} & set(KINDS)
-            yield from (
-                f"{kind} of {op.type.split('{')[0].lstrip('(')}, {op.size / 1e6:.1f} MB" for kind in sorted(kinds)
-            )
-
-
 def _group_axes(attributes: str, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
     """The axes that the groups of a collective extend over, and the number of devices in a group."""
     devices = math.prod(mesh.values())

@@ -141,10 +141,8 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
             reply = reply_tokens(experiment.sampling.max_tokens)
             print(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
         print("\n" + collective_table([phase for phase, _ in estimates]))
-    for program in succeeded:
-        if program.name in (ROLLOUT, TURNS):
-            print("\n" + token_table(work, sampler.sizes, estimates))
-            print("\n" + gathered_lines(program.module))
+    if any(phase.moved_at for phase, _ in estimates):
+        print("\n" + token_table(work, sampler.sizes, estimates))
     misfits = describe_misfits(compiled, topology)
     conclusion = "\n".join(misfits) or f"Everything fits {topology}."
     print("\n" + "\n\n".join([*describe_uncounted(succeeded), conclusion]))
@@ -396,14 +394,6 @@ def token_table(work: Work, mesh: dict[str, int], estimates: Estimates) -> str:
             where = "mean of a response" if part == "mean" else f"at its {part}"
             lines.append(f"  {where:<26}{moved / GB:9.3f}{need / GB:9.3f}{moved / need:8.2f}{sent / GB:9.3f}")
     return "\n".join(lines)
-
-
-def gathered_lines(module: hlo.Module) -> str:
-    """The weights that are gathered for every token, if any."""
-    weights = "".join(f"\n  {line}" for line in hlo.gathered_weights(module))
-    if not weights:
-        return "No weight is gathered in the loop over tokens."
-    return f"Gathered for every token, though equal for all of them:{weights}"
 
 
 def describe_uncounted(compiled: Sequence[Compiled]) -> list[str]:
