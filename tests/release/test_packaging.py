@@ -19,8 +19,8 @@ import gspax
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gspax"
-MODULES = sorted(f"gspax/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py"))
-PACKAGE = [*MODULES, "gspax/py.typed"]
+KINDS = ("*.py", "*.css", "*.html", "*.js", "py.typed")
+PACKAGE = sorted(f"gspax/{path.relative_to(SOURCE).as_posix()}" for kind in KINDS for path in SOURCE.rglob(kind))
 
 
 def run(*command, cwd):
