@@ -88,7 +88,7 @@ def run(params, *args):
     graph, state = split()
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)(*args)
+    return nnx.merge(graph, state).run(*args)
 
 
 jitted = jax.jit(run)

@@ -37,14 +37,14 @@ from gspax.config import (
 )
 from gspax.losses import token_logp
 from gspax.model import transformer
-from gspax.model.delta_net import Advance, DeltaState, GatedDeltaNet, advance_rows
+from gspax.model.delta_net import DeltaState, advance_rows
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
 from gspax.model.kernels.online_softmax import MASKED
 from gspax.model.kernels.quantization import contract, is_quantized, look_up
 from gspax.model.kernels.segments import Segments
-from gspax.model.layers import Attend, attend_within_segments, rms_norm, rotary_angles
-from gspax.model.transformer import LayerInputs, layer_graph
+from gspax.model.layers import Advance, Attend, Heads, LayerInputs, attend_within_segments, rms_norm, rotary_angles
+from gspax.model.transformer import layer_graph
 from gspax.parallel import sharding
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens, sample_axis, spec
 from gspax.types import Array, Params, PyTree
@@ -152,24 +152,16 @@ def _prefill(
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
     within = attend_within_segments(segment_PS, mesh, layer_windows(config))
 
-    def attend(
-        q_PSNH: Array,
-        k_PSKH: Array | None,
-        v_PSKU: Array,
-        cache: None,
-        layer: Array | int,
-        latent_PS1Z: Array | None = None,
-        *,
-        sinks_N: Array | None = None,
-    ) -> tuple[Array, Segments]:
-        context_PSNU, _ = within(q_PSNH, k_PSKH, v_PSKU, cache, layer, sinks_N=sinks_N)
-        cached = (k_PSKH, v_PSKU) if latent_PS1Z is None else (None, latent_PS1Z)
+    def attend(heads: Heads, cache: None, layer: Array | int) -> tuple[Array, Segments]:
+        context_PSNU, _ = within(heads, cache, layer)
+        latent_PS1Z = heads.latent_BT1Z
+        cached = (heads.k_BTKH, heads.v_BTKU) if latent_PS1Z is None else (None, latent_PS1Z)
         k_PKSH, v_PKSU = jax.tree.map(lambda x: place_cache(x.swapaxes(1, 2), mesh, "batch"), cached)
         segment = segments.make_segment(k_PKSH, v_PKSU, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
         return context_PSNU, (segment,)
 
-    def advance(net: GatedDeltaNet, x_PSD: Array, cache: None) -> tuple[Array, DeltaState]:
-        y_PSD, state = net(x_PSD, segment_PS)
+    def advance(run: Callable[..., tuple[Array, DeltaState]], cache: None) -> tuple[Array, DeltaState]:
+        y_PSD, state = run(segment_PS, None)
         return y_PSD, jax.tree.map(lambda x: constrain(x, mesh, "batch", "heads"), state)
 
     shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, advance, mesh)
@@ -363,25 +355,17 @@ def _attend_over_cache(
     `local` is `_attend_to_token` or `_attend_to_block`, for the slots and heads of one device.
     """
     windows = layer_windows(config)
-    (rows,), (prompts, heads) = spec(sample_axis(mesh, len(slots.count_W))), spec("batch", "heads")
-    by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, heads)
+    (rows,), (prompts, by_heads) = spec(sample_axis(mesh, len(slots.count_W))), spec("batch", "heads")
+    by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, by_heads)
     placed = jax.tree.map(lambda x: by_row if x.ndim else PartitionSpec(), slots)
 
-    def attend(
-        q_WMNH: Array,
-        k_WMKH: Array | None,
-        v_WMKU: Array,
-        cache: LayerCache,
-        layer: Array | int,
-        latent_WM1Z: Array | None = None,
-        *,
-        sinks_N: Array | None = None,
-    ) -> tuple[Array, LayerCache]:
+    def attend(heads: Heads, cache: LayerCache, layer: Array | int) -> tuple[Array, LayerCache]:
+        q_WMNH, k_WMKH, v_WMKU, sinks_N, _ = heads
         of_layer = partial(local, window=windows[int(layer)] if windows else NO_WINDOW, kernel=on_tpu(mesh))
         if mesh.size > 1:
             new = by_row if k_WMKH is None else by_head
             cached: PyTree = LayerCache._make((PartitionSpec(prompts, *new[1:]), new))
-            in_specs = by_head, None if k_WMKH is None else new, new, cached, placed, PartitionSpec(heads)
+            in_specs = by_head, None if k_WMKH is None else new, new, cached, placed, PartitionSpec(by_heads)
             of_layer = jax.shard_map(
                 of_layer, mesh=mesh, in_specs=in_specs, out_specs=(by_head, cached), check_vma=False
             )
@@ -399,14 +383,14 @@ def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -
     """
     rows = sample_axis(mesh, len(slots.count_W))
 
-    def advance(net: GatedDeltaNet, x_WMD: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+    def advance(run: Callable[..., tuple[Array, DeltaState]], cache: LayerCache) -> tuple[Array, LayerCache]:
         before: Callable[..., DeltaState] = _states_before
         if mesh.size > 1:
             (by_row,), by_prompt, by_head = spec(rows), spec("batch", "heads"), spec(rows, "heads")
             cached: PyTree = LayerCache._make((by_prompt, by_head))
             placed = jax.tree.map(lambda x: PartitionSpec(by_row) if x.ndim else PartitionSpec(), slots)
             before = jax.shard_map(before, mesh=mesh, in_specs=(cached, placed), out_specs=by_head, check_vma=False)
-        y_WMD, state = net(x_WMD, live_WM.astype(jnp.int32), before(cache, slots))
+        y_WMD, state = run(live_WM.astype(jnp.int32), before(cache, slots))
         return y_WMD, LayerCache(cache.prompt, jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), state))
 
     return advance

@@ -10,7 +10,7 @@ last projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from gspax.model.kernels.gated_delta import (
     recurrent_step,
 )
 from gspax.model.kernels.quantization import contract
-from gspax.model.layers import init_weight
+from gspax.model.layers import Advance, LayerInputs, init_weight
 from gspax.types import Array, PyTree
 
 RATES = 0.01, 16.0  # of decay, at the start: uniform between these, as in transformers
@@ -45,13 +45,9 @@ class DeltaState(NamedTuple):
     value_XKJRU: Array
 
 
-# (a layer's net, its inputs [B, T, D], cache) -> (outputs, cache), as `layers.Attend` for attention
-Advance = Callable[["GatedDeltaNet", Array, PyTree], tuple[Array, PyTree]]
-
-
 def advance_rows(segment_BT: Array) -> Advance:
     """Whole rows from an empty state; the cache is the state after each row."""
-    return lambda net, x_BTD, _: net(x_BTD, segment_BT)
+    return lambda run, _: run(segment_BT, None)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -83,7 +79,10 @@ class GatedDeltaNet(nnx.Module):
         self.out = init_weight(rngs, scale, heads=K, group=R, head=U, embed=D)
         self.eps = eps
 
-    def __call__(self, x_BTD: Array, segment_BT: Array, state: DeltaState | None = None) -> tuple[Array, DeltaState]:
+    def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
+        return shared.advance(partial(self.run, x_BTD), cache)
+
+    def run(self, x_BTD: Array, segment_BT: Array, state: DeltaState | None = None) -> tuple[Array, DeltaState]:
         """The outputs, and the state after the last token of each row.
 
         Args:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from gspax.config import LatentAttention, ModelConfig, Yarn
 from gspax.model.kernels.quantization import Weight, contract, unpack
-from gspax.model.layers import Angles, Attend, RMSNorm, init_weight, mscale, rotate
+from gspax.model.layers import Heads, LayerInputs, RMSNorm, init_weight, mscale, rotate
 from gspax.types import Array, PyTree
 
 EPS = 1e-6  # of the norms of latents, whatever that of the other norms is (`DeepseekV3Attention` in transformers)
@@ -39,16 +39,14 @@ class LatentMixer(nnx.Module):
         self.out = init_weight(rngs, scale, heads=N, head=kind.value_dim, embed=D)
         self.kind = kind
 
-    def __call__(
-        self, x_BTD: Array, angles: Angles, attend: Attend, cache: PyTree, layer: Array | int
-    ) -> tuple[Array, PyTree]:
+    def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
         """The layer's output and its cache. With a cache of slots the attention is absorbed."""
-        rope = self.kind.rope
+        rope, angles = self.kind.rope, shared.angles[self.kind.rope]
         q_BTNH, q_BTNR = self._queries(x_BTD)
-        q_BTNR = rotate(q_BTNR, angles[rope], interleaved=rope.interleaved)
+        q_BTNR = rotate(q_BTNR, angles, interleaved=rope.interleaved)
         latent_BTC = self.latent_norm(contract("btd,dc->btc", x_BTD, self.latent.get_value()))
         key_BTR = contract("btd,dr->btr", x_BTD, self.rotated_key.get_value())
-        key_BT1R = rotate(key_BTR[:, :, None], angles[rope], interleaved=rope.interleaved)
+        key_BT1R = rotate(key_BTR[:, :, None], angles, interleaved=rope.interleaved)
         cached_BT1Z = jnp.concatenate([latent_BTC[:, :, None], key_BT1R], axis=-1)
         if cache is None:
             q = self._scaled(q_BTNH, q_BTNR)
@@ -56,10 +54,10 @@ class LatentMixer(nnx.Module):
             key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], rope.dim))
             v_BTNU = contract("btc,cnu->btnu", latent_BTC, self.value.get_value())
             k = jnp.concatenate([k_BTNH, key_BTNR], axis=-1)
-            context_BTNU, cache = attend(q, k, v_BTNU, cache, layer, cached_BT1Z)
+            context_BTNU, cache = shared.attend(Heads(q, k, v_BTNU, latent_BT1Z=cached_BT1Z), cache, layer)
         else:
             q = self._scaled(absorb(q_BTNH, self.key.get_value()), q_BTNR)
-            context_BTNZ, cache = attend(q, None, cached_BT1Z, cache, layer)
+            context_BTNZ, cache = shared.attend(Heads(q, None, cached_BT1Z), cache, layer)
             context_BTNC = context_BTNZ[..., : self.kind.rank]
             context_BTNU = contract("btnc,cnu->btnu", context_BTNC, self.value.get_value())
         return contract("btnu,nud->btd", context_BTNU, self.out.get_value()), cache

@@ -3,7 +3,8 @@
 The norm and the gate recompute their element-wise operations in the backward pass: only their inputs are saved, which
 halves the memory of a dense layer's residuals, and reading fewer of them makes the backward pass faster.
 
-The attention layer projects; an `Attend` function decides what is attended to: the row itself
+A layer's mixer is called with its input, what all layers share, its cache, and its number, and returns its output and
+the cache. An attention layer projects; an `Attend` function decides what is attended to: the row itself
 (`attend_within_segments`, for the learner and prefill) or a cache (`model.decoding`).
 
 Axes: as in docs/architecture.md; R = N/K query heads share a key head.
@@ -12,8 +13,9 @@ Axes: as in docs/architecture.md; R = N/K query heads share a key head.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,24 +40,31 @@ from gspax.parallel.sharding import spec, token_spec
 from gspax.types import Array, PyTree
 
 
-class Attend(Protocol):
-    """The context of the queries, and the cache after it."""
+class Heads(NamedTuple):
+    """The projections that an attention layer attends with."""
 
-    def __call__(
-        self,
-        q_BTNH: Array,
-        k_BTKH: Array | None,  # None: the values (a cache of latents, one of which all heads share)
-        v_BTKU: Array,
-        cache: PyTree,
-        layer: Array | int,
-        latent_BT1Z: Array | None = None,  # what is cached in place of keys and values
-        /,
-        *,
-        sinks_N: Array | None = None,  # a score of each head without a value
-    ) -> tuple[Array, PyTree]: ...  # context [B, T, N, U]
+    q_BTNH: Array
+    k_BTKH: Array | None  # None: the values (a cache of latents, one of which all heads share)
+    v_BTKU: Array
+    sinks_N: Array | None = None  # a score of each head without a value
+    latent_BT1Z: Array | None = None  # what is cached in place of keys and values
 
 
+# (heads, cache, number of the layer) -> (context [B, T, N, U], cache)
+Attend = Callable[[Heads, PyTree, Array | int], tuple[Array, PyTree]]
+# (a recurrence: (segments [B, T], state before or None) -> (outputs, state after); cache) -> (outputs, cache)
+Advance = Callable[[Callable[[Array, PyTree], tuple[Array, PyTree]], PyTree], tuple[Array, PyTree]]
 Angles = dict[Rope, tuple[Array, Array]]  # (cos, sin) float32 [B, T, 1, R/2]
+
+
+class LayerInputs(NamedTuple):
+    """The inputs that all layers of one call share."""
+
+    angles: Angles
+    valid_BT: Array  # not padding
+    attend: Attend
+    advance: Advance
+    mesh: jax.sharding.Mesh
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:
@@ -236,17 +245,15 @@ class Attention(nnx.Module):
         self.gate = init_weight(rngs, scale, embed=D, heads=N, head=H) if kind.gate else None
         self.kind = kind
 
-    def __call__(
-        self, x_BTD: Array, angles: Angles, attend: Attend, cache: PyTree, layer: Array | int
-    ) -> tuple[Array, PyTree]:
-        own = angles[self.kind.rope]
+    def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
+        own = shared.angles[self.kind.rope]
         q_BTNH = add_bias(contract("btd,dnh->btnh", x_BTD, self.query.get_value()), self.query_bias)
         k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
         v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
         q_BTNH, k_BTKH = (self._place(*each, own) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
         q_BTNH = q_BTNH if self.kind.query_scale == 1 else q_BTNH * self.kind.query_scale
         sinks_N = None if self.sinks is None else self.sinks[...]
-        context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer, sinks_N=sinks_N)
+        context_BTNH, cache = shared.attend(Heads(q_BTNH, k_BTKH, v_BTKH, sinks_N), cache, layer)
         if self.gate is not None:
             context_BTNH *= jax.nn.sigmoid(contract("btd,dnh->btnh", x_BTD, self.gate.get_value()))
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
@@ -277,16 +284,8 @@ def attend_within_segments(
     by_row, by_time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
     rows = Rows(segment_BT, mesh, by_row, by_time, spec("heads")[0], windows, prefix_BT)
 
-    def attend(
-        q_BTNH: Array,
-        k_BTKH: Array | None,
-        v_BTKU: Array,
-        cache: PyTree,
-        layer: Array | int,
-        latent_BT1Z: Array | None = None,
-        *,
-        sinks_N: Array | None = None,
-    ) -> tuple[Array, PyTree]:
-        return row_attention(q_BTNH, v_BTKU if k_BTKH is None else k_BTKH, v_BTKU, layer, rows, sinks_N), cache
+    def attend(heads: Heads, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
+        keys = heads.v_BTKU if heads.k_BTKH is None else heads.k_BTKH
+        return row_attention(heads.q_BTNH, keys, heads.v_BTKU, layer, rows, heads.sinks_N), cache
 
     return attend

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,12 @@ from gspax.config import (
     layer_groups,
     layer_windows,
 )
-from gspax.model.delta_net import Advance, GatedDeltaNet, advance_rows
+from gspax.model.delta_net import GatedDeltaNet, advance_rows
 from gspax.model.latent_attention import LatentMixer
 from gspax.model.layers import (
-    Angles,
-    Attend,
     Attention,
     DenseMlp,
+    LayerInputs,
     RMSNorm,
     attend_within_segments,
     init_weight,
@@ -46,16 +45,6 @@ from gspax.types import Array, Params, PyTree
 LayerOutput = tuple[Array, Routing | None]  # the residual stream, and a sparse layer's routing
 FLOAT32 = "correction_bias", "decay_rate", "decay_bias"  # parameters that stay so whatever the dtype of the others
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
-
-
-class LayerInputs(NamedTuple):
-    """The inputs that all layers of one call share."""
-
-    angles: Angles
-    valid_BT: Array  # not padding
-    attend: Attend
-    advance: Advance
-    mesh: jax.sharding.Mesh
 
 
 class DecoderLayer(nnx.Module):
@@ -92,10 +81,8 @@ class DecoderLayer(nnx.Module):
         """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
         with jax.named_scope("delta_net" if self.delta else "attention"):
             normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
-            if self.delta:
-                mixed_BTD, cache = shared.advance(self.mixer, normed_BTD, cache)
-            else:
-                mixed_BTD, cache = self.attention(normed_BTD, shared.angles, shared.attend, cache, layer)
+            mixer = self.mixer if self.delta else self.attention
+            mixed_BTD, cache = mixer(normed_BTD, shared, cache, layer)
             mixed_BTD = self._normalize_output(mixed_BTD, self.attention_norm, self.attention_out_norm)
         x_BTD += mixed_BTD
         normed_BTD = x_BTD if self.norm_after else self.mlp_norm(x_BTD)
