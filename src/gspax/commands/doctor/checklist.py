@@ -28,7 +28,8 @@ def make_checks(directory: Path | None) -> dict[str, Check]:
         return partial(in_full_precision, dtype, lambda: check(trainer(dtype)))
 
     checks: dict[str, Check] = {"device": hardware.device, "collectives": partial(hardware.collectives, mesh)}
-    local = kernels.attention, kernels.decode_attention, kernels.experts, kernels.int8
+    attention = kernels.attention, kernels.decode_attention, kernels.latent_attention, kernels.delta_net
+    local = *attention, kernels.experts, kernels.int8
     for dtype in dtypes:
         for kernel, where in (*zip(local, (alone,) * len(local), strict=True), (kernels.expert_exchange, mesh)):
             name = f"{kernel.__name__.replace('_', ' ')}, {dtype}"

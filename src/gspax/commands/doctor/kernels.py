@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from gspax.commands.doctor import references
 from gspax.commands.doctor.results import Result, compare, skipped
 from gspax.model import decoding, moe
-from gspax.model.kernels import expert_ffn, quantization, segments
+from gspax.model import latent_attention as latents
+from gspax.model.kernels import expert_ffn, gated_delta, quantization, segments
 from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.expert_ffn import Experts
 from gspax.parallel import multihost, sharding
@@ -102,6 +103,98 @@ def decode_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
         yield compare(name, got, {"context": context[:, 0], "logsumexp": logsumexp[:, 0]}, tolerance)
 
 
+def latent_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
+    """Latent attention: whole rows, whose values are narrower than their keys, and a token's to the latents themselves.
+
+    The queries of a token absorb the projection of the keys, and the latents are its keys and its values.
+    """
+    C, rotated, H, U = 128, 64, 128, 128
+    q, latent, key, dcontext = normal(6, (2, T, N, H + rotated), (2, T, C), (2, T, rotated), (2, T, N, U), dtype=dtype)
+    w_key, w_value = (
+        np.asarray(w * np.asarray(C**-0.5, w.dtype)) for w in normal(7, (C, N, H), (C, N, U), dtype=dtype)
+    )
+    segment_BT = np.repeat([[1, 2, 0], [1, 1, 0]], [T // 4, T // 2, T // 4], axis=1).astype(np.int32)
+    rows, is_token = Rows(jnp.asarray(segment_BT), mesh), (segment_BT > 0)[..., None, None]
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jnp.where(is_token, row_attention(q, k, v, 0, rows, None), 0)
+
+    def project(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        return np.einsum("btc,cnh->btnh", np.asarray(x, np.float64), np.asarray(w, np.float64))
+
+    heads = np.broadcast_to(np.asarray(key, np.float64)[:, :, None], (2, T, N, rotated))
+    k, v = np.concatenate([project(latent, w_key), heads], axis=-1), project(latent, w_value)
+    given = [np.asarray(jnp.asarray(x, dtype)) for x in (q, k, v)]
+    seen = references.visible(segment_BT, T)
+    context, _, gradients = references.attention(given[0], given[1], given[2], seen, np.where(is_token, dcontext, 0))
+    want = dict(zip(("context", "dq", "dk", "dv"), (np.where(is_token, context, 0), *gradients), strict=True))
+    got = dict(zip(want, value_and_gradients(attend, given, dcontext), strict=True))
+    yield compare(f"latent attention, rows, {dtype}", got, want, TOLERANCE[dtype])
+
+    kernel, stop_B = decoding.on_tpu(mesh), np.array([T, T // 3])
+    bounds = [0, *np.cumsum(segments.segment_sizes(T, kernel=kernel))]
+
+    @jax.jit
+    def decode(q: Array, latent: Array, key: Array) -> Array:
+        cached = jnp.concatenate([latent, key], axis=-1)[:, None]
+        absorbed = latents.absorb(q[:, None, :, :H], jnp.asarray(w_key))[:, 0] * ((C + rotated) / (H + rotated)) ** 0.5
+        rescaled = q[..., H:] * ((C + rotated) / (H + rotated)) ** 0.5
+        made = (segments.make_segment(None, cached[:, :, a:b], int8=False, kernel=kernel) for a, b in pairwise(bounds))
+        query = jnp.concatenate([absorbed, rescaled], axis=-1)
+        found, _ = segments.attend(query, tuple(made), jnp.zeros(2, int), jnp.asarray(stop_B), kernel=kernel)
+        return jnp.einsum("bnc,cnu->bnu", found[..., :C], w_value, preferred_element_type=jnp.float32)
+
+    active_BT = np.arange(T)[None] < stop_B[:, None]
+    context, *_ = references.attention(q[:, :1], k, v, active_BT[:, None])
+    yield compare(f"latent attention, decoding, {dtype}", decode(q[:, 0], latent, key), context[:, 0], TOLERANCE[dtype])
+
+
+def delta_net(mesh: Mesh, dtype: str) -> Iterator[Result]:
+    """The gated delta rule: of packed rows in chunks, forward and backward, and of one token after another."""
+    length, heads, H, U = 2 * gated_delta.CHUNK + 32, 2, 64, 128
+    shapes = (2, length, 1, H), (2, length, 1, H), (2, length, 1, heads, U)
+    qkv = normal(8, *shapes, dtype=dtype)
+    dout, *gates = normal(9, shapes[2], (2, length, 1, heads), (2, length, 1, heads), dtype="float32")
+    arrays = [*qkv, -0.3 * np.abs(gates[0]), 1 / (1 + np.exp(-gates[1]))]
+    segment_BT = np.repeat([[1, 2, 3], [1, 1, 1]], [40, 50, length - 90], axis=1).astype(np.int32)
+
+    def rows(*arrays: Array) -> Array:
+        return gated_delta.chunked_rule(gated_delta.Tokens(*arrays), jnp.asarray(segment_BT))[0]
+
+    @jax.jit
+    def step_by_step(*arrays: Array) -> tuple[Array, Array]:
+        def step(state: Array, tokens: gated_delta.Tokens) -> tuple[Array, Array]:
+            return gated_delta.recurrent_step(tokens, state)[::-1]
+
+        by_time = gated_delta.Tokens(*(x.swapaxes(0, 1) for x in arrays))
+        state, out = jax.lax.scan(step, jnp.zeros((2, 1, heads, H, U)), by_time)
+        return out.swapaxes(0, 1), state
+
+    def reference(row: int, segment_T: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The outputs, the gradients, and the last state of a row, with axes as the kernel's."""
+        q, k = (np.repeat(x[row, :, 0, :, None], heads, axis=2) for x in arrays[:2])
+        v, d = (x[row, :, 0].swapaxes(1, 2) for x in (arrays[2], dout))
+        out, state, (dq, dk, dv, *dgates) = references.delta_rule(
+            (q, k, v, *(x[row, :, 0] for x in arrays[3:])), segment_T, d
+        )
+        rest = dv.swapaxes(1, 2)[:, None], *(x[:, None] for x in dgates)
+        return (
+            out.swapaxes(1, 2)[:, None],
+            *(x.sum(2)[:, None] for x in (dq, dk)),
+            *rest,
+            state.transpose(2, 0, 1)[None],
+        )
+
+    names = "out", "dq", "dk", "dv", "ddecay", "dbeta"
+    packed = map(np.stack, zip(*(reference(row, segment_BT[row]) for row in range(2)), strict=True))
+    want = dict(zip(names, packed, strict=False))
+    got = dict(zip(want, value_and_gradients(rows, arrays, dout), strict=True))
+    yield compare(f"delta net, rows, {dtype}", got, want, TOLERANCE[dtype])
+    out, *_, state = map(np.stack, zip(*(reference(row, np.ones(length, int)) for row in range(2)), strict=True))
+    got = dict(zip(("out", "state"), step_by_step(*arrays), strict=True))
+    yield compare(f"delta net, decoding, {dtype}", got, {"out": out, "state": state}, TOLERANCE[dtype])
+
+
 def int8(mesh: Mesh, dtype: str) -> Iterator[Result]:
     """A product with weights in 8 bits."""
     x, w = normal(2, (96, D), (D, F), dtype=dtype)
@@ -119,16 +212,19 @@ def expert_case(dtype: str, rows: int) -> tuple[np.ndarray, list[np.ndarray], np
 
 
 def experts(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """The grouped matrix products of experts, forward and backward."""
+    """The grouped matrix products of experts, forward and backward, without and with biases, which also clip."""
     expert, arrays, dy = expert_case(dtype, 96)
+    biases = [np.asarray(4 * bias) for bias in normal(5, (E, F), (E, F), dtype=dtype)]
+    parts = "y", "dx", "dgates", "dgate matrix", "dup matrix", "ddown matrix", "dgate bias", "dup bias"
 
     def ffn(x: Array, gate: Array, *weights: Array) -> Array:
         return expert_ffn.expert_ffn(x, jnp.asarray(expert), gate, Experts(*weights))
 
-    y, gradients = references.experts(arrays[0], expert, arrays[1], arrays[2:], dy)
-    want = dict(zip(("y", "dx", "dgates", "dgate matrix", "dup matrix", "ddown matrix"), (y, *gradients), strict=True))
-    got = dict(zip(want, value_and_gradients(ffn, arrays, dy), strict=True))
-    yield compare(f"experts, {dtype}", got, want, TOLERANCE[dtype])
+    for name, given in (("experts", arrays), ("experts with biases", [*arrays, *biases])):
+        y, gradients = references.experts(given[0], expert, given[1], given[2:], dy)
+        want = dict(zip(parts, (y, *gradients), strict=False))
+        got = dict(zip(want, value_and_gradients(ffn, given, dy), strict=True))
+        yield compare(f"{name}, {dtype}", got, want, TOLERANCE[dtype])
 
 
 def expert_exchange(mesh: Mesh, dtype: str) -> Iterator[Result]:
