@@ -89,6 +89,22 @@ def test_a_phase_shows_the_time_that_it_took_in_the_last_step_but_not_in_the_fir
     ]
 
 
+def test_a_phase_that_compiles_shows_the_time_that_it_took_before_the_run_was_continued(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with progress.track(9, 5, "sort", console=console, compiled=Compilations(), took={"sampling": 70.0}) as bar:
+        progress.phase("sampling")
+        now[0] += 30
+        compiling = "(the first step compiles: 0 programs so far)"
+        assert bar._clock.waiting()[2] == f"sampling {compiling}, 0:30 so far, 0:40 left"
+        now[0] += 50  # longer than before
+        assert bar._clock.waiting()[2] == f"sampling {compiling}, 1:20 so far"
+        progress.phase("updating")
+        now[0] += 30
+        assert bar._clock.waiting()[2] == f"updating {compiling}, 0:30 so far"
+
+
 def test_throughput_is_shown_without_an_exponent():
     clock = progress._Clock(total=3, start=0)
     assert clock.text(1, {"perf/tokens_per_second": 12345.6, "reward/mean": 0.25}).startswith(

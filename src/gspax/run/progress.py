@@ -1,7 +1,8 @@
 """Progress on the screen: a bar on a terminal; elsewhere a line every few steps, and every 30 s.
 
 `phase` names what the run does now. It is shown when a step takes long, with the time that is left of the phase if it
-has been seen before. The first step compiles, so its phases have no such time: the programs compiled so far are shown.
+has been seen before. The first step compiles: it shows the programs compiled so far, and in a run that is continued
+the time that is left by its slowest step, which compiled too.
 """
 
 from __future__ import annotations
@@ -89,15 +90,18 @@ def track(
     every: int = 10,
     console: Console | None = None,
     compiled: Compilations | None = None,
+    took: Mapping[str, float] | None = None,
 ) -> Iterator[Bar]:
     """Show progress from `start` to `total` steps; during the first one also what was `compiled`.
+
+    `took` has the seconds that phases took in an earlier step that compiled.
 
     Without a terminal, print every `every`th step, the last, any that ends `SILENCE` seconds after the last line, and
     the current phase whenever `SILENCE` seconds pass without a line. Of several processes only process 0 shows it.
     """
     console, clock = console or _console(), _Clock(total, start, compiled)
     phase("running")  # until another is named
-    _phases.took.clear()
+    _phases.took = dict(took or {})
     if console.is_terminal:
         text = TextColumn("{task.fields[text]}", markup=False)
         columns = (TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, _Phase(clock))

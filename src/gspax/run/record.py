@@ -81,6 +81,10 @@ class Recorder:
         """Whether a metric of a step was recorded before this process. Collective."""
         return multihost.gather(any(row["step"] == step and name in row for row in self._kept))[0]
 
+    def largest(self, name: str) -> float:
+        """The largest value of a metric that was recorded before this process; 0 if there is none."""
+        return max((row[name] for row in self._kept if name in row), default=0.0)
+
     def write_metrics(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Record scalars of a step. A step may have several lines, with different names."""
         if not self._writes:

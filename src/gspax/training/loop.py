@@ -113,7 +113,7 @@ def train_from_newest(
 
     with (
         Recorder(run, done, trackers) as recorder,
-        progress.track(schedule.steps, done, experiment.name, compiled=compiled) as bar,
+        progress.track(schedule.steps, done, experiment.name, compiled=compiled, took=longest_phases(recorder)) as bar,
         interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started else None),
     ):
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
@@ -146,6 +146,18 @@ def train_from_newest(
                 progress.phase("saving a checkpoint")
                 save(is_last)
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
+
+
+def longest_phases(recorder: Recorder) -> dict[str, float]:
+    """The longest times of the phases of `run_step` that were recorded before this process."""
+    laps = {
+        "sampling": "rollout",
+        "grading": "reward",
+        "sampling again": "refill",
+        "computing log-probs": "old_logp",
+        "updating": "train",
+    }
+    return {phase: recorder.largest(f"time/{lap}") for phase, lap in laps.items()}
 
 
 def load_same_teachers(runtime: Runtime, checkpoints: Checkpoints, done: int) -> tuple[Teachers | None, dict[str, str]]:
