@@ -4,6 +4,8 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 
+import fake_sglang
+import fake_vllm
 import jax
 import numpy as np
 import pytest
@@ -13,12 +15,17 @@ from test_loop import final_state
 from gspax import losses
 from gspax.config import Sampling, Teacher
 from gspax.data.tasks import sort
-from gspax.errors import UserError
+from gspax.errors import FailureError, UserError
+from gspax.experiment import validate
 from gspax.hf import hf
+from gspax.learner.state import abstract_params, load_model
 from gspax.losses import distill
+from gspax.parallel.sharding import single_device_mesh
+from gspax.rollout.engines import served
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
+from gspax.training.teaching import score_all
 
 small = replace(
     small_experiment.experiment,
@@ -146,3 +153,62 @@ def test_the_same_prompt_in_rows_of_their_own_is_the_same_lesson(expert, tmp_pat
         ]
     np.testing.assert_allclose(kl["same"], kl["own"], rtol=1e-4)
     assert not np.allclose(kl["other"], kl["own"], rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        (fake_vllm.Fake, {}),
+        pytest.param(fake_sglang.FakeSGLang, {}, marks=pytest.mark.slow),
+        pytest.param(fake_vllm.Fake, {"as_advantage": True}, marks=pytest.mark.slow),
+        pytest.param(fake_vllm.Fake, {"prompt": with_answer, "max_prompt_tokens": 10}, marks=pytest.mark.slow),
+    ],
+    ids=["vllm", "sglang", "advantage", "prompt"],
+)
+def test_servers_teach_what_the_checkpoint_teaches(expert, tmp_path, kind, form):
+    model = hf(expert)
+    experiment = replace(taught_by(expert, **form), schedule=replace(small.schedule, microbatch_tokens=64))
+    with fake_vllm.serve(model, kind) as server, fake_vllm.serve(model, kind) as gone:
+        server.params = load_model(model, abstract_params(model, single_device_mesh()))
+        gone.faults.dies_after, gone.completions = 1, 1
+        score = partial(
+            served.score,
+            addresses=(gone.address, server.address),
+            server="sglang" if kind is fake_sglang.FakeSGLang else "vllm",
+        )
+        asked = replace(experiment, teacher=replace(experiment.teacher, model=None, score=score))
+        assert validate(asked) == []
+        theirs = learned(train_steps(asked, tmp_path / "served", 2))
+    ours = learned(train_steps(experiment, tmp_path / "own", 2))
+    assert [row.keys() for row in theirs] == [row.keys() for row in ours] and ours[0]["policy/teacher_kl"] > 0
+    for one, other in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose([*one.values()], [*other.values()], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("logps", [[-1.0], [-1.0, float("nan")], [-1.0, 0.5], [[-1.0, -1.0]]], ids=str)
+def test_log_probs_that_cannot_be_right_end_the_run(logps):
+    with pytest.raises(FailureError, match=r"teacher\.score: wanted 2 log-probs of at most 0, got "):
+        score_all(lambda sequences: [logps], [[3], [1, 2, 3]])
+
+
+def test_servers_that_are_gone_are_one_sentence():
+    with pytest.raises(
+        FailureError, match=r"teacher\.score: no server for 0.1 seconds \(timeout\): http://127.0.0.1:9 is"
+    ):
+        served.score([[1, 2]], addresses=("http://127.0.0.1:9",), timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature", "sentence"),
+    [
+        ({"kept": 3}, 1.0, "teacher.kept: wanted none beside teacher.score, got 3"),
+        ({"offload": True}, 1.0, "teacher.offload: wanted none beside teacher.score, got True"),
+        ({"model": small.model}, 1.0, "teacher.model: wanted none beside teacher.score, got "),
+        ({}, 0.5, "sampling.temperature: wanted 1 with teacher.score, whose log-probs are at 1, got 0.5"),
+    ],
+    ids=["kept", "offload", "model", "temperature"],
+)
+def test_a_function_that_scores_is_the_whole_teacher(changes, temperature, sentence):
+    teacher = Teacher(score=partial(served.score, addresses=("http://127.0.0.1:9",)), **changes)
+    sampling = replace(small.sampling, temperature=temperature)
+    assert any(problem.startswith(sentence) for problem in validate(replace(small, teacher=teacher, sampling=sampling)))

@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from gspax.config import earlier_policy
 from gspax.learner.state import abstract_policy, abstract_teacher, add_adapters, init_state, start_teacher
 from gspax.learner.teacher import load_teachers
 from gspax.model.low_rank import partition
@@ -138,7 +139,7 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         if experiment.reference is not None:
             reference = jax.tree.map(jnp.copy, partition(state.params)[0])
         teachers, _ = load_teachers(experiment.teacher, runtime.mesh, experiment.tokenizer)
-        if experiment.teacher is not None and teachers is None:
+        if earlier_policy(experiment.teacher) is not None:
             policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
             state = start_teacher(state, abstract_teacher(policy, experiment.teacher))
         in_flight = InFlight(Skipped(experiment.sampling.max_failed))

@@ -25,6 +25,7 @@ from gspax.config.protocols import (
     Reward,
     Selection,
     TeacherPrompt,
+    TeacherScore,
     Tokenizer,
     Transform,
     Vote,
@@ -171,10 +172,15 @@ def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
 
 
 def teacher_models(teacher: Teacher | None) -> tuple[ModelConfig, ...]:
-    """The models of a teacher's checkpoints; none if it is an earlier policy."""
+    """The models of a teacher's checkpoints; none if it is an earlier policy or a function."""
     if teacher is None:
         return ()
     return tuple(teacher.models.values()) or ((teacher.model,) if teacher.model is not None else ())
+
+
+def earlier_policy(teacher: Teacher | None) -> Teacher | None:
+    """The teacher if it is the policy as it was before; None if it is another model, or if there is none."""
+    return teacher if teacher is not None and teacher.score is None and not teacher_models(teacher) else None
 
 
 def teacher_row_shape(teacher: Teacher, sampling: Sampling, schedule: Schedule, shards: int) -> RowShape | None:
@@ -298,6 +304,8 @@ class Teacher:
     # steps moved toward the policy as it is then by `refresh_share` of the way
     model: ModelConfig | None = None
     models: Mapping[str, ModelConfig] = field(default_factory=dict)  # instead of it several, by `Problem.teacher`
+    # Instead of a model: a function that gives the log-probs of the sampled tokens, such as `engines.served.score`
+    score: TeacherScore | None = None
     refresh_every: NonNegativeInt = 0  # 0: never
     refresh_share: Share = 1.0  # 1: equal to the policy; less: a moving average
     # Of whole distributions: distill.full_reverse_kl, .full_forward_kl, .jensen_shannon. None: the reverse KL, computed

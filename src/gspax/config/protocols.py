@@ -197,6 +197,15 @@ class TeacherPrompt(Protocol):
     def __call__(self, problem: Problem, completion: str, feedback: str, /) -> str: ...
 
 
+class TeacherScore(Protocol):
+    """A teacher's log-probs of given tokens: float32 [n - 1] for a sequence of n token ids, of those after the first.
+
+    It is called once for each rollout, with sequences of at least two tokens.
+    """
+
+    def __call__(self, sequences: Sequence[Sequence[int]], /) -> Sequence[np.ndarray]: ...
+
+
 class Divergence(Protocol):
     """The divergence of next-token distributions from a teacher's, log-probs [..., V] -> [...] (`losses.distill`)."""
 

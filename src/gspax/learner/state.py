@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax import unstable
-from gspax.config import Lora, ModelConfig, Optimizer, Teacher, teacher_models
+from gspax.config import Lora, ModelConfig, Optimizer, Teacher, earlier_policy
 from gspax.errors import UserError
 from gspax.hf.parameters import named_leaves, named_shapes, read_params
 from gspax.hf.peft import read_adapters
@@ -204,10 +204,10 @@ def abstract_teacher(params: Params, teacher: Teacher | None) -> Params:
 
     A moving average is in float32: in bfloat16 most of its steps would be lost.
     """
-    if teacher is None or teacher_models(teacher):
+    if (own := earlier_policy(teacher)) is None:
         return None
     trained = partition(params)[0]
-    if teacher.refresh_share == 1:
+    if own.refresh_share == 1:
         return trained
     return jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), trained)
 

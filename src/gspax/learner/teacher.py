@@ -119,7 +119,7 @@ def make_passes(
       policy: its model, which is also that of a teacher that is an earlier policy.
       settings: of the update.
     """
-    if teacher is None:
+    if teacher is None or teacher.score is not None:
         return ()
     shape = teacher_row_shape(teacher, sampling, schedule, batch_shards(settings.mesh))
     if shape is not None:

@@ -36,6 +36,7 @@ from gspax.config import (
     Sampling,
     Teacher,
     adapted_weights,
+    earlier_policy,
     expert_id_dtype,
     layers_of,
     optimizers,
@@ -174,7 +175,7 @@ def resident_bytes(
             parts["the largest teacher, while it reads"] = max(sizes)
         else:
             parts[f"teacher, {' and '.join(sorted(dtypes))}"] = sum(sizes)
-    elif teacher is not None:
+    elif earlier_policy(teacher) is not None:
         parts["teacher, an earlier policy"] = _sharded(kept_teacher_bytes(teacher, config, lora), mesh)
     return parts
 
@@ -189,9 +190,9 @@ def host_teacher_bytes(teacher: Teacher | None, mesh: AxisSizes) -> int:
 
 def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora | None) -> int:
     """The trained parameters of a teacher that is an earlier policy, in all; a moving average is in float32."""
-    if teacher is None or teacher_models(teacher):
+    if (own := earlier_policy(teacher)) is None:
         return 0
-    dtype = trained_dtype(config, lora) if teacher.refresh_share == 1 else "float32"
+    dtype = trained_dtype(config, lora) if own.refresh_share == 1 else "float32"
     return size_of(dtype) * trained_count(config, lora)
 
 

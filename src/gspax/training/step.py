@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspax.config import ModelConfig, Teacher, row_shape, teacher_models, updates_per_step
+from gspax.config import ModelConfig, Teacher, earlier_policy, row_shape, updates_per_step
 from gspax.learner import minibatches
 from gspax.learner.diagnostics import diagnostic_metrics
 from gspax.learner.metrics import (
@@ -129,9 +129,10 @@ def run_step(
 
 def refresh_if_due(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
     """The state after `done` steps, with its teacher moved to the policy if that is due."""
-    if teacher is None or teacher_models(teacher) or not teacher.refresh_every or done % teacher.refresh_every:
+    own = earlier_policy(teacher)
+    if own is None or not own.refresh_every or done % own.refresh_every:
         return state
-    return refresh_teacher(state, teacher.refresh_share)
+    return refresh_teacher(state, own.refresh_share)
 
 
 def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
+import jax
 import numpy as np
 
 from gspax.config import Teacher, teacher_models, teacher_row_shape
-from gspax.config.protocols import Problem, TeacherPrompt, Tokenizer
+from gspax.config.protocols import Problem, TeacherPrompt, TeacherScore, Tokenizer
 from gspax.data.tokenizer import check_ids
-from gspax.errors import UserError, describe_error
+from gspax.errors import FailureError, UserError, describe_error
 from gspax.learner.lessons import Lessons, as_sampled, number_tokens, read_lessons, with_prompts
 from gspax.learner.minibatches import Layout
 from gspax.learner.teacher import Teachers, fill_teacher, on_device, own_teacher
@@ -38,6 +41,8 @@ def teach(
     experiment, teacher, mesh = runtime.experiment, runtime.experiment.teacher, runtime.mesh
     if teacher is None:
         return batches
+    if teacher.score is not None:
+        return ask_teacher(teacher.score, prepare_lessons(runtime, teacher, graded), batches, layouts)
     passes, params = runtime.steps.teach, (own_teacher(state),) if teachers is None else teachers.params
     shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
     if shape is None:
@@ -51,6 +56,44 @@ def teach(
         batches = read_lessons(read, loaded, lessons, is_own_N, places, shape=shape, width=width, mesh=mesh)
     compares = any(batch.teacher_hidden_BTE is not None for batch in batches)
     return number_tokens(batches, layouts, number_N) if compares and len(passes) > 1 else batches
+
+
+def ask_teacher(
+    score: TeacherScore, lessons: Lessons, batches: Sequence[Batch], layouts: Sequence[Layout]
+) -> list[Batch]:
+    """The minibatches with the log-probs that a function gives for the responses. Collective.
+
+    Raises:
+      FailureError: they are not what was asked for; and what the function raises.
+    """
+    tokens_NU = multihost.to_host(lessons.tokens_NU)
+    texts = [tokens[:length].tolist() for tokens, length in zip(tokens_NU, lessons.length_N, strict=True)]
+    own = np.array_split(np.arange(len(texts)), jax.process_count())[jax.process_index()]
+    scores = multihost.gather(multihost.all_or_raise(lambda: score_all(score, [texts[n] for n in own])))
+    logp_NU = np.zeros(tokens_NU.shape, np.float32)
+    for logp_U, logps in zip(logp_NU, itertools.chain.from_iterable(scores), strict=True):
+        logp_U[1 : len(logps) + 1] = logps
+    filled = []
+    for batch, layout in zip(batches, layouts, strict=True):
+        response_BT, column_BT = np.broadcast_arrays(np.maximum(layout.response, 0), layout.column)
+        there_BT = column_BT + lessons.shift_N[response_BT]
+        found_BT = (layout.response >= 0) & (there_BT >= 0) & (there_BT < logp_NU.shape[1])
+        logp_BT = np.where(found_BT, logp_NU[response_BT, np.where(found_BT, there_BT, 0)], 0)
+        filled.append(replace(batch, teacher_logp_BT=multihost.to_devices(logp_BT, batch.tokens_BT.sharding)))
+    return filled
+
+
+def score_all(score: TeacherScore, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The teacher's log-probs of sequences, none for those of a single token. FailureError if they cannot be right."""
+    asked = [tokens for tokens in sequences if len(tokens) > 1]
+    answers = iter(score(asked)) if asked else iter(())
+    found = []
+    for tokens in sequences:
+        logps = np.asarray(next(answers) if len(tokens) > 1 else (), np.float32)
+        if logps.shape != (max(len(tokens) - 1, 0),) or not (logps <= 1e-3).all():  # false for NaN
+            raise FailureError(f"teacher.score: wanted {len(tokens) - 1} log-probs of at most 0, got {logps}"[:300])
+        found.append(logps)
+    return found
 
 
 def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group: int) -> np.ndarray:

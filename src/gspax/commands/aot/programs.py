@@ -118,7 +118,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         resident=learner_bytes - params,
     )
     teaching: Iterable[Program] = ()
-    if teacher is not None:
+    if teacher is not None and teacher.score is None:
         models, params_of = teacher_models(teacher) or (model,), teachers or (own_teacher(state),)
         passes = list(zip(models, steps.teach, params_of, strict=True))
         shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))

@@ -63,7 +63,7 @@ from gspax.experiment.validation.losses import (
     sampler_routing_problems,
     weight_problems,
 )
-from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
+from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, score_problems, teacher_problems
 from gspax.losses.traits import takes_sampler_logp, traits_of
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
@@ -126,6 +126,7 @@ def validate(
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
         lambda: chain(_groups(e.sampling, e.teacher), prompt_problems(e.teacher, e.environment, e.model, e.sampling)),
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
+        lambda: score_problems(e.teacher, e.sampling.temperature),
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
         lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),

@@ -27,6 +27,10 @@ def teacher_problems(
     """
     if teacher is None:
         return
+    if teacher.as_advantage:
+        yield from _advantage_problems(teacher, loss, terms)
+    if teacher.score is not None:
+        return
     named = dict(keys_of_teachers(teacher))
     for key, taught in named.items():
         yield from _model_problems(key, taught, model.vocab_size, tokenizer)
@@ -45,8 +49,19 @@ def teacher_problems(
         yield f"teacher.kept: wanted at most the {model.vocab_size} tokens of the vocabulary, got {teacher.kept}"
     if teacher.divergence is not None and teacher.kept:
         yield f"teacher.kept: wanted 0 beside teacher.divergence, which compares every token, got {teacher.kept}"
-    if teacher.as_advantage:
-        yield from _advantage_problems(teacher, loss, terms)
+
+
+def score_problems(teacher: Teacher | None, temperature: float) -> Iterator[str]:
+    """A function gives log-probs of the sampled tokens alone, of a model that no update changes."""
+    if teacher is None or teacher.score is None:
+        return
+    alone = {"model": None, "models": {}, "divergence": None, "kept": 0, "offload": False, "refresh_every": 0}
+    for name, default in alone.items():
+        if (value := getattr(teacher, name)) != default:
+            got = ", ".join(value) if isinstance(value, Mapping) else describe(value)
+            yield f"teacher.{name}: wanted {default or 'none'} beside teacher.score, got {got}"
+    if temperature != 1:
+        yield f"sampling.temperature: wanted 1 with teacher.score, whose log-probs are at 1, got {temperature:g}"
 
 
 def keys_of_teachers(teacher: Teacher | None) -> Iterator[tuple[str, ModelConfig]]:

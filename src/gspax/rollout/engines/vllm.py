@@ -73,8 +73,8 @@ class VLLM(Endpoint):
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """POST /v1/completions with `prompt_logprobs`."""
-        body = {"model": NAME, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        body |= {"return_token_ids": True, "ignore_eos": True}
+        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body |= {"return_token_ids": True, "ignore_eos": True}  # no model: a teacher's server has a name of its own
         choice = self._first_choice(self._client.post("/v1/completions", body), tokens)
         try:
             entries = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)

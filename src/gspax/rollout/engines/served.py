@@ -1,0 +1,84 @@
+"""A teacher behind HTTP: its log-probs of sampled tokens, for `Teacher.score`.
+
+    teacher=Teacher(score=partial(served.score, addresses=("http://10.0.0.3:8000",)))
+
+The servers have the teacher's own weights and are started by their own commands, `vllm serve NAME` or
+`python3 -m sglang.launch_server --model-path NAME`; nothing is pushed to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+
+from gspax.errors import FailureError
+from gspax.model.presets import tiny_moe
+from gspax.parallel import watchdog
+from gspax.rollout.engines.client import RefusedError, UnreachableError
+from gspax.rollout.engines.server import Server
+from gspax.rollout.engines.servers import PAUSE
+from gspax.rollout.engines.sglang import SGLang
+from gspax.rollout.engines.vllm import VLLM
+from gspax.run import interrupt
+
+
+def score(
+    sequences: Sequence[Sequence[int]],
+    *,
+    addresses: tuple[str, ...],
+    server: Literal["vllm", "sglang"] = "vllm",
+    requests: int = 32,
+    timeout: float = 600.0,
+) -> list[np.ndarray]:
+    """The log-probs of the tokens after the first of each sequence, float32, at temperature 1.
+
+    A request that gets no answer is sent to the next server.
+
+    Args:
+      sequences: token ids, at least two of each.
+      addresses: of servers with the teacher's weights, http://HOST:PORT.
+      server: the program that runs at all of them.
+      requests: at one time, to all servers together.
+      timeout: seconds for one answer, and for servers that are gone to come back.
+
+    Raises:
+      UserError: an address is none.
+      FailureError: no server answers in time, or one has refused a request.
+    """
+    kind = VLLM if server == "vllm" else SGLang
+    servers = [kind(address, tiny_moe, timeout) for address in addresses]  # no server is asked for a model's experts
+    first = itertools.cycle(range(len(servers)))
+    pool = ThreadPoolExecutor(requests, thread_name_prefix="gspax_teacher")
+    try:
+        work = [
+            pool.submit(_score, [*servers[n:], *servers[:n]], tokens, timeout)
+            for n, tokens in zip(first, sequences, strict=False)
+        ]
+        interrupt.wait(work)
+        return [future.result() for future in work]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for one in servers:
+            one.close()
+
+
+def _score(servers: Sequence[Server], tokens: Sequence[int], timeout: float) -> np.ndarray:
+    """The answer of the first server that gives one."""
+    end = time.monotonic() + timeout
+    for server in itertools.cycle(servers):
+        try:
+            found = server.score(tokens)
+            watchdog.progress()
+            return found
+        except UnreachableError as problem:
+            if time.monotonic() > end:
+                raise FailureError(f"teacher.score: no server for {timeout:g} seconds (timeout): {problem}") from None
+            time.sleep(PAUSE)
+        except RefusedError as problem:
+            raise FailureError(f"teacher.score: {problem}") from None
+    raise AssertionError("a cycle does not end")
