@@ -63,7 +63,7 @@ from gspax.experiment.validation.losses import (
     sampler_routing_problems,
     weight_problems,
 )
-from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, score_problems, teacher_problems
+from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
 from gspax.losses.traits import takes_sampler_logp, traits_of
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
@@ -126,7 +126,6 @@ def validate(
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
         lambda: chain(_groups(e.sampling, e.teacher), prompt_problems(e.teacher, e.environment, e.model, e.sampling)),
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
-        lambda: score_problems(e.teacher, e.sampling.temperature),
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
         lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
@@ -286,6 +285,10 @@ def _filters(sampling: Sampling, teacher: Teacher | None) -> Iterator[str]:
         yield (
             "sampling.mask_replay: wanted 0 without a filter (sampling.top_k, top_p, or min_p), whose tokens it "
             f"replays, got {sampling.mask_replay}"
+        )
+    if sampling.temperature != 1 and teacher is not None and teacher.score is not None:
+        yield (
+            f"sampling.temperature: wanted 1 with teacher.score, whose log-probs are at 1, got {sampling.temperature:g}"
         )
     if filters and teacher is not None and teacher.divergence is None:
         yield (

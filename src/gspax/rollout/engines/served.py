@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -50,7 +51,7 @@ def score(
       UserError: an address is none.
       FailureError: no server answers in time, or one has refused a request.
     """
-    kind = VLLM if server == "vllm" else SGLang
+    kind = partial(VLLM, name=None) if server == "vllm" else SGLang
     servers = [kind(address, tiny_moe, timeout) for address in addresses]  # no server is asked for a model's experts
     first = itertools.cycle(range(len(servers)))
     pool = ThreadPoolExecutor(requests, thread_name_prefix="gspax_teacher")

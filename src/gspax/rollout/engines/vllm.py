@@ -26,9 +26,13 @@ WORKER = Path(__file__).parent / "vllm_worker"
 
 
 class VLLM(Endpoint):
-    """A server that was started with `command`."""
+    """A server that was started with `command`, or one that serves a model of another `name`; None: whichever it is."""
 
     reads_changes = True
+
+    def __init__(self, address: str, model: ModelConfig, timeout: float, name: str | None = NAME) -> None:
+        super().__init__(address, model, timeout)
+        self._name = name
 
     def sample(self, ask: Ask) -> Answer:
         """POST /v1/completions."""
@@ -73,8 +77,8 @@ class VLLM(Endpoint):
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """POST /v1/completions with `prompt_logprobs`."""
-        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        body |= {"return_token_ids": True, "ignore_eos": True}  # no model: a teacher's server has a name of its own
+        body = {"model": self._name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body |= {"return_token_ids": True, "ignore_eos": True}
         choice = self._first_choice(self._client.post("/v1/completions", body), tokens)
         try:
             entries = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
