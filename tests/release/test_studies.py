@@ -2,6 +2,7 @@
 
 import csv
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -92,6 +93,14 @@ def test_the_experiments_of_every_study_are_valid_and_its_page_has_room_for_resu
     page = (FOLDER / name / "README.md").read_text()
     assert page.count(common.BEGIN) == page.count(common.END) == 1
     assert (FOLDER / name / "results.csv").is_file() or "Not run yet" in page
+
+
+@pytest.mark.parametrize("name", ["students", "variance"])
+def test_the_tables_of_distillation_come_from_their_csv(name):
+    script = runpy.run_path(str(FOLDER / "distillation" / f"{name}.py"))
+    table = script["tabulate"](FOLDER / "distillation" / f"{name}.csv")
+    page = (FOLDER / "distillation" / "README.md").read_text()
+    assert f"{script['BEGIN']}\n{table}\n{script['END']}" in page and len(table.splitlines()) > 10
 
 
 def test_an_unknown_study_is_refused():

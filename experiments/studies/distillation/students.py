@@ -130,7 +130,7 @@ def tabulate(path: Path) -> str:
         ["model", *(f"reward, {task}" for task in TASKS), "mean of both", "each seed", f"{FIRST} minus it"],
         ["---"] * (len(TASKS) + 4),
     ]
-    for name, reward_SK in at_end.items():
+    for name, reward_SK in sorted(at_end.items(), key=lambda one: one[0] != "start"):
         mean_S = reward_SK.mean(1)
         minus = "" if name == FIRST or name not in STUDENTS else _show(at_end[FIRST].mean(1) - mean_S)
         each = ", ".join(f"{value:.3f}" for value in mean_S)
