@@ -44,7 +44,8 @@ test: $(TESTS) $(TORCH) $(TPU)
 	$(BIN)/mypy
 	$(PYTEST)
 
-# Losses, configuration, data, formats, and reports: for every commit.
+# Losses, configuration, data, formats, and reports: for every commit. Their programs are small, and kept for the next time.
+unit: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 unit: $(TESTS)
 	$(PYTEST) -m "not slow and not release" $(UNIT)
 

@@ -30,7 +30,9 @@ if jax.__version_info__[:2] == (0, 10):  # XLA aborts on a flag that it does not
     else:
         os.environ["XLA_FLAGS"] = given
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+# Storing small programs too makes the first run slower and the later ones faster, as in `make unit`.
+least_s = float(os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", least_s)
 
 
 # Processes that a test starts share a cache of their own. Test processes keep the allocator as it is.
