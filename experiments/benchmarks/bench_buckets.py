@@ -52,6 +52,8 @@ def measure(folder: str, seed: int) -> dict[str, float]:
     """A save and a restore."""
     import jax
 
+    jax.config.update("jax_platforms", "cpu")  # an installed libtpu without a TPU may wait for one
+
     from gspax.run import objects
     from gspax.run.buckets import to_path
     from gspax.run.checkpoints import Checkpoints
