@@ -1,6 +1,7 @@
 """Reading and writing adapters in PEFT's layout, restated here; test_peft_torch.py exchanges them with PEFT itself."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -8,17 +9,19 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from published import published, random_params
+from published import load, published, random_params
 from safetensors.numpy import load_file, save_file
 
 from gspax.config import Lora, Mesh, adapted_weights
 from gspax.errors import UserError
 from gspax.hf import peft
-from gspax.hf.parameters import named_shapes
+from gspax.hf.parameters import named_leaves, named_shapes, write_checkpoint
 from gspax.hf.peft import read_adapters, write_adapters
 from gspax.learner import adapters
 from gspax.learner.state import abstract_adapters, load_adapters
+from gspax.model import transformer
 from gspax.model.low_rank import dense
+from gspax.model.sizes import trained_count
 from gspax.parallel.sharding import make_mesh
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
@@ -133,9 +136,13 @@ def test_rank_stabilised_scaling(tmp_path):
     [
         ({"peft_type": "LOHA"}, 'peft_type: wanted "LORA", got "LOHA"'),
         ({"use_dora": True}, "use_dora: wanted null, false or nothing in it, got true"),
-        ({"rank_pattern": {"q_proj": 8}}, 'rank_pattern: wanted null or {} or {".*\\\\.gate_up_proj": 6}, got {'),
-        ({"alpha_pattern": {r".*\.gate_up_proj": 6}}, "alpha_pattern: wanted null or {} or "),
-        ({"use_rslora": True, "rank_pattern": {r".*\.gate_up_proj": 6}}, "rank_pattern: wanted null or {}, got {"),
+        ({"rank_pattern": {"q_proj": 8}}, 'rank_pattern: wanted {"q_proj": 3}, got {"q_proj": 8}'),
+        ({"alpha_pattern": {r".*\.gate_up_proj": 12}}, "alpha_pattern: wanted {}, got {"),
+        (
+            {"rank_pattern": {"in_proj_qkv": 9}, "alpha_pattern": {"in_proj_qkv": 6}},
+            'alpha_pattern: wanted {"in_proj_q',
+        ),
+        ({"use_rslora": True, "rank_pattern": {r".*\.gate_up_proj": 6}}, "rank_pattern: wanted {}, got {"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: wanted null"),
         ({"bias": "all"}, 'bias: wanted null or "none", got "all"'),
         ({"task_type": "SEQ_CLS"}, 'task_type: wanted null or "CAUSAL_LM", got "SEQ_CLS"'),
@@ -168,7 +175,7 @@ def test_what_leaves_the_base_as_it_is_may_have_started_an_adapter(init, tmp_pat
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        ("model.layers.0.mlp.gate", r"wanted modules of q_proj, .*, down_proj, got gate$"),
+        ("model.layers.0.mlp.gate", r"wanted modules of q_proj, .*, in_proj_ba, got gate$"),
         ("model.layers.1.mlp.experts", r"wanted factors of each expert, .* together \(experts\), as it writes them"),
         ("model.layers.1.mlp.experts.base_layer", r"wanted factors of each expert, .*, as it writes them with trans"),
     ],
@@ -223,11 +230,55 @@ def test_some_of_the_factors_of_experts_are_not_written_because_peft_drops_them(
     assert not list(tmp_path.iterdir())
 
 
-def test_factors_of_a_part_of_a_tensor_are_not_written_because_peft_has_no_such_module(tmp_path):
-    config = replace(tiny.CONFIGS["dense"], qk_norm=False, model_type="phi3")
-    shapes = named_shapes(adapters.abstract(config, LORA))
-    with pytest.raises(UserError, match=r"lora: wanted weights that PEFT has as modules .*, got .*self_attn\.qkv_proj"):
-        write_adapters(tmp_path, config, LORA, shapes, lambda path: np.zeros(shapes[path], np.float32))
+PHI = replace(tiny.CONFIGS["dense"], qk_norm=False, model_type="phi3")
+LATENT = replace(tiny.CONFIGS["latent attention"], model_type="deepseek_v3")
+NETS = replace(LORA, delta=True, mlp=False)
+JOINED = {  # by model: the adapter, and the multiples of the rank
+    "phi3": (PHI, LORA, {"qkv_proj": 3, "gate_up_proj": 2}),
+    "latents": (LATENT, replace(LORA, mlp=False), {"kv_b_proj": 2}),
+    "qwen3_next": (replace(tiny.DELTA, model_type="qwen3_next"), NETS, {"in_proj_qkvz": 4, "in_proj_ba": 2}),
+    "qwen3_5": (replace(tiny.DELTA, mlp_only_layers=(), model_type="qwen3_5_moe_text"), NETS, {"in_proj_qkv": 3}),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_weights_of_one_module_have_its_rank_together(name, tmp_path):
+    """PEFT's product of the factors is that of each weight, in the rows that the weight has in the module."""
+    config, lora, times = JOINED[name]
+    shapes, rng = named_shapes(adapters.abstract(config, lora)), np.random.default_rng(0)
+    assert sum(map(math.prod, shapes.values())) == trained_count(config, lora)
+    factors = {path: rng.standard_normal(shape, np.float32) for path, shape in shapes.items()}
+    write_adapters(tmp_path, config, lora, shapes, factors.__getitem__)
+    raw = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert raw["rank_pattern"] == {module: n * lora.rank for module, n in times.items()}
+    assert raw["alpha_pattern"] == {module: n * lora.alpha for module, n in times.items()}
+    assert replace(peft(tmp_path), checkpoint="") == lora
+    again = read_adapters(tmp_path, config, lora, shapes)
+    assert all(again[path].tobytes() == factor.tobytes() for path, factor in factors.items())
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), transformer.abstract_params(config))
+    tree = jax.tree.unflatten(jax.tree.structure(adapters.abstract(config, lora)), list(factors.values()))
+    merged = named_leaves(dense(adapters.attach_adapters(zeros, tree, lora)))
+    (base := tmp_path / "merged").mkdir()
+    write_checkpoint(base, config, merged.__getitem__, dtype="float32")
+    tensors, weights = load(tmp_path), load(base)
+    for module in {key.split(".lora_")[0] for key in tensors}:
+        a, b = (tensors[f"{module}.lora_{letter}.weight"] for letter in "AB")
+        weight = weights[module.removeprefix("base_model.model.") + ".weight"]
+        np.testing.assert_allclose(lora.alpha / lora.rank * b @ a, weight, rtol=1e-4, atol=1e-4)
+        assert len(a) == lora.rank * times.get(module.split(".")[-1], 1)
+    some = next(key for key in tensors if key.split(".")[-3] in times and "lora_B" in key)
+    tensors[some][0] = 1.0
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"{some}: wanted zeros where the rows of one weight meet the columns of"):
+        read_adapters(tmp_path, config, lora, shapes)
+
+
+def test_some_of_the_weights_of_a_module_are_not_written(tmp_path):
+    lora = replace(LORA, attention=("query",))
+    shapes = named_shapes(adapters.abstract(PHI, lora))
+    with pytest.raises(UserError, match=r"^lora: wanted all of query, key, value or none, which are PEFT's qkv_proj$"):
+        write_adapters(tmp_path, PHI, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensors_that_do_not_fit_are_rejected_by_name(tmp_path):

@@ -102,7 +102,9 @@ def adapted(folder, config, lora, tmp_path):
         ("mixtral", replace(LORA, attention=False)),
         ("qwen2_moe", replace(LORA, attention=False)),
         ("dense", replace(LORA, attention=("query", "value"), mlp=False)),
-        ("deepseek_v3", replace(LORA, attention=("query", "out"))),
+        ("deepseek_v3", LORA),
+        *((name, replace(LORA, delta=True)) for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
+        ("phi3", LORA),
         ("deepseek_v2", replace(LORA, attention=("query", "out"), mlp=False)),
     ],
 )
@@ -152,15 +154,6 @@ def write_peft(folder, config, settings):
         for parameter in filter(lambda each: each.requires_grad, model.parameters()):
             parameter.copy_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-
-
-def test_keys_and_values_of_latents_are_one_module_of_peft(tmp_path):
-    config = config_of("deepseek_v3", tmp_path / "config")
-    shapes = named_shapes(adapters.abstract(config, LORA))
-    with pytest.raises(
-        UserError, match=r"^lora: wanted weights that PEFT has as modules of their own, got .*kv_b_proj$"
-    ):
-        write_adapters(tmp_path, config, LORA, shapes, lambda path: np.zeros(shapes[path], np.float32))
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "pissa_niter_4"])

@@ -113,6 +113,34 @@ def test_adapters_are_initialized_as_a_no_op_with_unit_gain():
         assert np.var(leaf.a) == pytest.approx(1 / incoming, rel=0.35), path
 
 
+def test_adapters_of_delta_nets_are_those_of_merged_weights_and_every_factor_has_a_gradient():
+    lora = replace(LORA, attention=False, mlp=False, delta=True)
+    factors = jax.tree.map(lambda leaf: leaf + 0.02, init(tiny.DELTA, lora, jax.random.key(0)))
+    whole = adapters.attach_adapters(tiny.params(tiny.DELTA), factors, lora)
+    names = {"query", "key", "value", "gate", "decay", "beta", "out"}
+    assert {"/".join(path.split("/")[-2:]) for path in low_ranks(whole)} == {f"mixer/{name}" for name in names}
+    trained, frozen = partition(whole)
+    tokens = jnp.arange(18).reshape(2, 9)
+
+    def loss(trained):
+        mesh = tiny.one_device()
+        hidden, _ = transformer.apply(combine(trained, frozen), tiny.DELTA, tokens, jnp.ones_like(tokens), mesh=mesh)
+        return transformer.logits(whole, hidden).std()
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(trained)
+    assert all(np.abs(leaf).max() > 1e-7 for leaf in jax.tree.leaves(gradient))
+    frozen = dense(whole)
+    merged = jax.jit(loss)(jax.tree.map(lambda _: None, frozen))
+    np.testing.assert_allclose(value, merged, rtol=1e-5)
+    assert abs(value - loss_of_base(tokens)) > 1e-4
+
+
+def loss_of_base(tokens):
+    params = tiny.params(tiny.DELTA)
+    hidden, _ = transformer.apply(params, tiny.DELTA, tokens, jnp.ones_like(tokens), mesh=tiny.one_device())
+    return transformer.logits(params, hidden).std()
+
+
 @pytest.mark.slow
 def test_model_and_sampler_with_adapters_equal_those_with_merged_weights():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (B, T)), jnp.int32)

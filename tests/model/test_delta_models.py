@@ -12,7 +12,7 @@ import tiny
 from small_experiment import experiment
 
 from gspax.commands.aot import chips, programs
-from gspax.config import Engine, GatedDelta, Mesh, Sampling, Schedule, Turns, layer_groups, layers_of
+from gspax.config import Engine, GatedDelta, Lora, Mesh, Sampling, Schedule, Turns, layer_groups, layers_of
 from gspax.experiment import validate
 from gspax.model import decoding
 from gspax.model.decoding import Slots
@@ -129,6 +129,10 @@ REFUSED = {
     "heads": (
         {"mesh": Mesh(fsdp=1, tensor=2), "model": replace(DELTA, delta=replace(DELTA.delta, key_heads=1))},
         "model.delta.key_heads: wanted a multiple of mesh.tensor (2), got 1",
+    ),
+    "adapters": (
+        {"lora": Lora(delta=True), "model": replace(DELTA, delta=None, delta_layers=())},
+        "lora.delta: wanted False for a model without gated delta nets, got True",
     ),
     "value heads": (
         {"model": replace(DELTA, delta=replace(DELTA.delta, value_heads=3))},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
 from gspax.config import optimizers
-from gspax.config.model import ModelConfig
+from gspax.config.model import ModelConfig, described_fields
 from gspax.config.protocols import (
     Advantage,
     Correction,
@@ -328,13 +328,20 @@ class Lora:
     alpha: Positive = 32.0
     attention: bool | tuple[Literal["query", "key", "value", "out"], ...] = True  # all four, or some of them
     mlp: bool | tuple[Literal["gate", "up", "down"], ...] = True  # likewise; those of experts included
+    # of gated delta nets, all seven or some
+    delta: bool | tuple[Literal["query", "key", "value", "gate", "decay", "beta", "out"], ...] = False
     checkpoint: str = ""  # folder of a PEFT adapter to start from (`hf.peft`); empty: a no-op
+
+    def described(self) -> dict[str, object]:
+        """The fields that an experiment's description has: `delta` only where it is not its default."""
+        return described_fields(self, ("delta",))
 
 
 def adapted_weights(lora: Lora) -> dict[str, tuple[str, ...]]:
     """The names of a layer's weights that have adapters, by the part of the layer that they are in."""
     parts = {
         "attention": (lora.attention, ("query", "key", "value", "out")),
+        "mixer": (lora.delta, ("query", "key", "value", "gate", "decay", "beta", "out")),
         "mlp": (lora.mlp, ("gate", "up", "down")),
     }
     return {

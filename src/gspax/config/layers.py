@@ -179,8 +179,10 @@ class GatedDelta:
         return (Dimension("delta.key_heads", self.key_heads, "heads"),)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """No weight can have adapters."""
-        return {}
+        """The rows and columns, added, of the weights that adapters can have."""
+        keys, values, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
+        widths = {"query": keys, "key": keys, "value": values, "gate": values, "decay": heads, "beta": heads}
+        return {name: D + width for name, width in widths.items()} | {"out": D + values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +204,9 @@ class DenseMlp:
         """The sizes that a mesh must divide."""
         return (Dimension("intermediate_size", self.width, "mlp"),)
 
-    def adapted(self, D: int) -> int:
-        """The rows and columns, added, of each of its weights."""
-        return D + self.width
+    def adapted(self, D: int) -> dict[str, int]:
+        """The rows and columns, added, of the weights that adapters can have."""
+        return dict.fromkeys(("gate", "up", "down"), D + self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +243,9 @@ class Experts:
             Dimension("shared_expert_intermediate_size", self.shared, "mlp"),
         )
 
-    def adapted(self, D: int) -> int:
-        """The rows and columns, added, of each of its experts' weights."""
-        return self.count * (D + self.width)
+    def adapted(self, D: int) -> dict[str, int]:
+        """The rows and columns, added, of the experts' weights, which adapters can have."""
+        return dict.fromkeys(("gate", "up", "down"), self.count * (D + self.width))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,3 +265,8 @@ class Layer:
         """The number of parameters; `experts` replaces the number of experts."""
         norms = (4 if self.norms == "around" else 2) * D
         return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms
+
+    def adapted(self, D: int) -> dict[str, dict[str, int]]:
+        """The rows and columns, added, of the weights that adapters can have, by part and name."""
+        mixer = "mixer" if isinstance(self.mixer, GatedDelta) else "attention"
+        return {mixer: self.mixer.adapted(D), "mlp": self.mlp.adapted(D)}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from gspax.config.layers import DenseMlp, Experts, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
 from gspax.config.ranges import (
@@ -22,6 +22,9 @@ from gspax.config.ranges import (
     at_least,
     at_most,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device (128 MiB)
 NO_WINDOW = 2**30  # the window of a layer without one, where other layers have one
@@ -93,7 +96,7 @@ class Router:
 
     def described(self) -> dict[str, object]:
         """The fields that an experiment's description has, as `ModelConfig.described`."""
-        return _described(self, ("group_best",))
+        return described_fields(self, ("group_best",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +168,10 @@ class ModelConfig:
 
     def described(self) -> dict[str, object]:
         """The fields that an experiment's description has: `ADDED` ones only where they differ from their default."""
-        return _described(self, ADDED)
+        return described_fields(self, ADDED)
 
 
-def _described(record: Router | ModelConfig, added: Sequence[str]) -> dict[str, object]:
+def described_fields(record: DataclassInstance, added: Sequence[str]) -> dict[str, object]:
     """The fields of a record, the `added` ones only where they differ from their default."""
     values = {field.name: (getattr(record, field.name), field.default) for field in dataclasses.fields(record)}
     return {name: value for name, (value, default) in values.items() if name not in added or value != default}

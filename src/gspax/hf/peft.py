@@ -1,8 +1,10 @@
 """LoRA adapters in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`, in and out.
 
 PEFT names the factors of a module `base_model.model.MODULE.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank],
-and adds alpha / rank · B A to its weight [out, in]. The modules are named in `hf.names`; each expert is a module. As in
-`config.json`, no key of `adapter_config.json` is silently ignored.
+and adds alpha / rank · B A to its weight [out, in]. The modules are named in `hf.names`; each expert is a module. A
+module that joins several weights has a multiple of the rank: rows of A and columns of B for each weight, and zeros in B
+where the columns of one meet the rows of another. As in `config.json`, no key of `adapter_config.json` is silently
+ignored.
 
 transformers 5 holds the experts of a layer as two parameters, `gate_up_proj` and `down_proj`. PEFT joins the experts'
 factors when it reads them: the gates' and the ups' side by side, of twice the rank.
@@ -13,9 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,10 +29,22 @@ from gspax.hf import names, tensors
 from gspax.hf.config_json import expect
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MODULES = {  # what PEFT calls the weights of `Lora.attention` and `Lora.mlp`
-    "attention": {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"},
-    "mlp": {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+MODULES = {  # the weights of `Lora.attention`, `Lora.mlp`, and `Lora.delta` in each of PEFT's modules
+    "attention": {
+        **{"q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("out",)},
+        **{"qkv_proj": ("query", "key", "value"), "kv_b_proj": ("key", "value")},
+    },
+    "mlp": {
+        **{"gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",)},
+        "gate_up_proj": ("gate", "up"),
+    },
+    "delta": {
+        **{"in_proj_qkv": ("query", "key", "value"), "in_proj_z": ("gate",)},
+        **{"in_proj_b": ("beta",), "in_proj_a": ("decay",), "out_proj": ("out",)},
+        **{"in_proj_qkvz": ("query", "key", "value", "gate"), "in_proj_ba": ("beta", "decay")},
+    },
 }
+JOINED = {module: weights for part in MODULES.values() for module, weights in part.items() if len(weights) > 1}
 # Mixtral's experts, and the queries of latent attention.
 OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "q_b_proj": "q_proj"}
 FUSED = r".*\.gate_up_proj"  # of all experts of a layer, in PEFT's patterns of ranks and alphas
@@ -70,13 +84,16 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
             f"experts together ({fused.pop()}), as it writes them with transformers 5"
         )
     modules = {OTHER_NAMES.get(module, module) for module in modules}
-    known = MODULES["attention"] | MODULES["mlp"]
-    if unknown := sorted(modules - known.keys()):
+    known = [module for part in MODULES.values() for module in part]
+    if unknown := sorted(modules - set(known)):
         raise UserError(f"{folder}: wanted modules of {', '.join(known)}, got {unknown[0][:SHOWN]}")
     chosen: dict[str, Any] = {}  # the fields of Lora: all of a part, none, or some of its weights
-    for part, names_of_part in MODULES.items():
-        adapted = tuple(ours for theirs, ours in names_of_part.items() if theirs in modules)
-        chosen[part] = adapted if 0 < len(adapted) < len(names_of_part) else bool(adapted)
+    for part, modules_of_part in MODULES.items():
+        every = tuple(dict.fromkeys(ours for weights in modules_of_part.values() for ours in weights))
+        adapted = {ours for module in modules & modules_of_part.keys() for ours in modules_of_part[module]}
+        chosen[part] = (
+            tuple(name for name in every if name in adapted) if 0 < len(adapted) < len(every) else bool(adapted)
+        )
     return Lora(rank=rank, alpha=alpha, checkpoint=os.fspath(folder), **chosen)
 
 
@@ -94,9 +111,17 @@ def read_adapters(
     stored = _stored(folder)
     tensors.require_shapes(folder, stored, _published_shapes(config, lora, shapes))
     factors = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
-    for path, index, published in _factors(config, shapes):
-        part = factors[path][index]
-        part[...] = tensors.read(stored[published]).T.reshape(part.shape)
+    for published, pieces in _pieces(config, lora, shapes).items():
+        tensor = tensors.read(stored[published]).astype(np.float32)
+        for piece in pieces:
+            own, factor = _own(tensor, piece), factors[piece.path][piece.place]
+            factor[...] = own.reshape(-1, own.shape[-1]).T.reshape(factor.shape)
+            own[...] = 0
+        if tensor.any():
+            raise UserError(
+                f"{folder}: tensor {published}: wanted zeros where the rows of one weight meet the columns of another "
+                f"(gspax has {' and '.join(piece.path.split('/')[-2] for piece in pieces)} apart), got other numbers"
+            )
     return factors
 
 
@@ -121,7 +146,7 @@ def write_adapters(
     Raises:
       UserError: PEFT cannot adapt these modules.
     """
-    published_shapes = _published_shapes(config, lora, shapes)
+    pieces, published_shapes = _pieces(config, lora, shapes), _published_shapes(config, lora, shapes)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -130,7 +155,7 @@ def write_adapters(
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "use_rslora": False,
-        **_targets(config, lora, published_shapes),
+        **_targets(config, lora, pieces),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -140,21 +165,24 @@ def write_adapters(
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     kind = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
     stored = tensors.create(folder / WEIGHTS, published_shapes, kind)
-    for path in shapes:
-        array = factor(path)
-        for _, index, published in _factors(config, [path]):
-            transposed = np.asarray(array[index]).reshape(published_shapes[published][::-1])
-            tensors.write(stored[published], np.ascontiguousarray(transposed.T, dtype=kind))
+    factors = {path: np.asarray(factor(path)) for path in shapes}
+    for published, held in pieces.items():
+        tensor = np.zeros(published_shapes[published], kind)
+        for piece in held:
+            own, array = _own(tensor, piece), factors[piece.path][piece.place]
+            own[...] = array.reshape(own.shape[-1], -1).T.reshape(own.shape)
+        tensors.write(stored[published], tensor)
 
 
-def _targets(config: ModelConfig, lora: Lora, published: Iterable[str]) -> dict[str, object]:
+def _targets(config: ModelConfig, lora: Lora, pieces: Mapping[str, Sequence[_Piece]]) -> dict[str, object]:
     """The keys of `adapter_config.json` by which PEFT finds the modules of these tensors.
 
     They are the last part of the modules' names. For a model with experts, PEFT 0.21 with transformers 5 replaces such
     a name by the experts' parameter and loses the modules of the same name that are no experts, in dense layers; for
     Qwen2-MoE it does not replace it and adapts the shared expert. For these two the parameters are named themselves.
     """
-    modules = list(dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in published))
+    modules = list(dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in pieces))
+    times = {name.split(".")[-3]: len(held) for name, held in pieces.items() if len(held) > 1}  # of the rank
     leaves = list(dict.fromkeys(module.split(".")[-1] for module in modules))
     of_experts = {module.split(".")[-1] for module in modules if ".experts." in module}
     if len(of_experts) not in (0, 3) and not of_experts <= {"down_proj", "w2"}:
@@ -163,31 +191,55 @@ def _targets(config: ModelConfig, lora: Lora, published: Iterable[str]) -> dict[
             f"other, got {lora.mlp}"
         )
     dense = sorted({f"mlp.{module.split('.')[-1]}" for module in modules if module.split(".")[-2] == "mlp"})
-    if not of_experts or not (dense or config.shared_expert_intermediate_size):
-        return {"target_modules": leaves}
-    fused = ("gate_up_proj", "down_proj") if len(of_experts) == 3 else ("down_proj",)
-    patterns = {"rank_pattern": {FUSED: 2 * lora.rank}, "alpha_pattern": {FUSED: 2 * lora.alpha}}
-    return {
-        "target_modules": [leaf for leaf in leaves if leaf not in MODULES["mlp"]],
-        "target_parameters": [f"mlp.experts.{name}" for name in fused] + [f"{module}.weight" for module in dense],
-        **(patterns if "gate_up_proj" in fused else {}),
-    }
+    targets: dict[str, object] = {"target_modules": leaves}
+    if of_experts and (dense or config.shared_expert_intermediate_size):
+        fused = ("gate_up_proj", "down_proj") if len(of_experts) == 3 else ("down_proj",)
+        targets = {
+            "target_modules": [leaf for leaf in leaves if leaf not in MODULES["mlp"]],
+            "target_parameters": [f"mlp.experts.{name}" for name in fused] + [f"{module}.weight" for module in dense],
+        }
+        times |= {FUSED: 2} if "gate_up_proj" in fused else {}
+    patterns = {"rank_pattern": lora.rank, "alpha_pattern": lora.alpha} if times else {}
+    return targets | {key: {module: n * one for module, n in times.items()} for key, one in patterns.items()}
 
 
-def _factors(config: ModelConfig, paths: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(path of the factor, index into its leading axes, name of the tensor) of every module."""
+class _Piece(NamedTuple):
+    """A factor in a tensor of PEFT, alone or beside those of the other weights of a module."""
+
+    path: str
+    place: tuple[int, ...]  # in the factor's leading axes
+    ranks: slice  # rows of A, columns of B
+    part: tensors.Part | None  # rows of B; None: all
+
+
+def _own(tensor: np.ndarray, piece: _Piece) -> np.ndarray:
+    """A view of a tensor's numbers that are the factor's: of A [rank, in], of B [..., rank]."""
+    if piece.path.endswith("/a"):
+        return tensor[piece.ranks]
+    part = piece.part or tensors.Part(1, 0, len(tensor), len(tensor))
+    rows = tensor.reshape(part.outer, part.total, -1)[:, part.start : part.start + part.length]
+    return rows[..., piece.ranks]
+
+
+def _pieces(config: ModelConfig, lora: Lora, paths: Iterable[str]) -> dict[str, list[_Piece]]:
+    """The factors in each tensor of PEFT by its name."""
     from gspax.hf.parameters import parameter_shapes  # imports jax, which reading a configuration needs not
 
-    factors = set(paths)
-    adapted = {path.rpartition("/")[0] for path in factors}
-    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name in adapted}
-    for name, chunks in names.list_chunks(config, shapes).items():
+    factors, pieces = set(paths), dict[str, list[_Piece]]()
+    for name, chunks in names.list_chunks(config, parameter_shapes(config)).items():
         for letter, suffix in (("a", "lora_A"), ("b", "lora_B")):
             for chunk in chunks if f"{name}/{letter}" in factors else ():
                 module = chunk.published.removesuffix(".weight")
-                if chunk.part is not None or "E" in chunk.row.axes:
+                if "E" in chunk.row.axes:
                     raise UserError(f"lora: wanted weights that PEFT has as modules of their own, got {module}")
-                yield f"{name}/{letter}", chunk.index, f"{PREFIX}{module}.{suffix}.weight"
+                held = pieces.setdefault(f"{PREFIX}{module}.{suffix}.weight", [])
+                ranks = slice(len(held) * lora.rank, (len(held) + 1) * lora.rank)
+                held.append(_Piece(f"{name}/{letter}", chunk.index, ranks, chunk.part))
+    for name, held in pieces.items():
+        together = JOINED.get(leaf := name.split(".")[-3], held)
+        if len(held) != len(together):
+            raise UserError(f"lora: wanted all of {', '.join(map(str, together))} or none, which are PEFT's {leaf}")
+    return pieces
 
 
 def _published_shapes(
@@ -195,9 +247,12 @@ def _published_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of PEFT's matrices by name. gspax holds the transpose: a is [in..., rank]."""
     published_shapes: dict[str, tuple[int, ...]] = {}
-    for path, index, published in _factors(config, shapes):
-        size = math.prod(shapes[path][len(index) :]) // lora.rank
-        published_shapes[published] = (lora.rank, size) if path.endswith("/a") else (size, lora.rank)
+    for published, (first, *more) in _pieces(config, lora, shapes).items():
+        size, rank = math.prod(shapes[first.path][len(first.place) :]) // lora.rank, lora.rank * (1 + len(more))
+        if first.path.endswith("/a"):
+            published_shapes[published] = rank, size
+        else:
+            published_shapes[published] = first.part.outer * first.part.total if first.part else size, rank
     return published_shapes
 
 
@@ -229,9 +284,11 @@ def _read_config(folder: Path) -> tuple[int, float]:
             raise ValueError(f"r: wanted an integer above 0, got {show(rank)}")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
             raise ValueError(f"lora_alpha: wanted a number above 0, got {show(alpha)}")
-        for key, twice in (("rank_pattern", 2 * rank), ("alpha_pattern", 2 * alpha)):
-            fused = () if raw.get("use_rslora") else ({FUSED: twice},)  # the same quotient
-            expect(key, raw.get(key), (None, {}, *fused))
+        times = {FUSED: 2} | {module: len(weights) for module, weights in JOINED.items()}
+        pattern = raw.get("rank_pattern")  # with that of alphas, it keeps their quotient
+        joined = pattern if isinstance(pattern, dict) and not raw.get("use_rslora") else {}
+        for key, one in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+            expect(key, raw.get(key) or {}, [{module: times.get(module, 1) * one for module in joined}])
     except ValueError as problem:
         raise UserError(f"{path}: {problem}") from None
     return rank, alpha * math.sqrt(rank) if raw.get("use_rslora") else float(alpha)

@@ -87,12 +87,14 @@ def trained_count(config: ModelConfig, lora: Lora | None) -> int:
     """Numbers that have a gradient: the adapters, if there are any, else all parameters."""
     if lora is None:
         return parameter_count(config)
-    D, adapted = config.hidden_size, adapted_weights(lora)
-    sides = 0
-    for layer in layers_of(config):
-        mixer = layer.mixer.adapted(D)
-        sides += sum(mixer.get(name, 0) for name in adapted["attention"]) + len(adapted["mlp"]) * layer.mlp.adapted(D)
-    return lora.rank * sides
+    chosen = adapted_weights(lora)
+    return lora.rank * sum(
+        sides
+        for layer in layers_of(config)
+        for part, weights in layer.adapted(config.hidden_size).items()
+        for name, sides in weights.items()
+        if name in chosen[part]
+    )
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------

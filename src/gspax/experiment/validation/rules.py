@@ -114,7 +114,7 @@ def validate(
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: chain(_tokens(e.sampling), _filters(e.sampling, e.teacher)),
         lambda: _updates(e.schedule),
-        lambda: _adapters(e.lora),
+        lambda: _adapters(e.lora, e.model),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
@@ -211,10 +211,12 @@ def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> I
             yield f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {name!r}{hint}"
 
 
-def _adapters(lora: Lora | None) -> Iterator[str]:
+def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:
     """There is something to train."""
-    if lora is not None and not (lora.attention or lora.mlp):
+    if lora is not None and not (lora.attention or lora.mlp or lora.delta):
         yield "lora: wanted attention or mlp, got neither, which trains nothing"
+    if lora is not None and lora.delta and model.delta is None:
+        yield f"lora.delta: wanted False for a model without gated delta nets, got {lora.delta}"
 
 
 def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
