@@ -96,10 +96,10 @@ class Fake:
 
     def gspax_load(self, folder, instance):
         self.loaded = None
-        manifest = json.loads((Path(folder) / "manifest.json").read_text())
-        if self.faults.flips_byte:
-            flip_byte(next(file for file in Path(folder).iterdir() if file.suffix != ".json"))
         try:
+            manifest = worker.read_manifest(Path(folder))
+            if self.faults.flips_byte:
+                flip_byte(next(file for file in Path(folder).iterdir() if file.suffix != ".json"))
             if problem := worker.find_damage(Path(folder)):
                 return {"error": problem}
             with tempfile.TemporaryDirectory() as whole:

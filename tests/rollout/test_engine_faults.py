@@ -21,6 +21,7 @@ from gspax.errors import FailureError, UserError
 from gspax.hf import tensors
 from gspax.learner.state import abstract_state, init_state
 from gspax.rollout.engines import weights
+from gspax.rollout.engines.client import UnreachableError
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
@@ -95,7 +96,7 @@ def test_older_versions_are_removed(here):
     with fake_vllm.serve(experiment.model) as fake:
         runtime = make_runtime(served(fake))
         for version in (0, 1, 12):
-            state = jax.tree.map(lambda leaf: leaf * 1.01, fresh(runtime).params)
+            state = jax.tree.map(lambda leaf: leaf * (1.01 + version), fresh(runtime).params)  # noqa: B023
             runtime.engine.push(state, version)
         assert [path.name for path in Path("weights").iterdir()] == ["weights_v000012"]
         manifest = json.loads(Path("weights/weights_v000012/manifest.json").read_text())
@@ -194,6 +195,31 @@ def test_a_server_that_restarted_gets_the_changes_since_a_version_in_full(here):
         params = params | {"norm": jax.tree.map(lambda leaf: leaf * 1.01, params["norm"])}
         with pytest.raises(FailureError, match=r"weights_v000004: (BadZipFile|tensor \S+ wanted the checksum)"):
             runtime.engine.push(params, 4)
+
+
+@pytest.mark.parametrize("keeps_old", [False, True], ids=["deleted", "loaded"])
+def test_a_server_that_loads_while_a_newer_version_is_pushed_is_tried_again(here, monkeypatch, keeps_old):
+    """It was gone and is back: the version that it was told to load is deleted by the push, or is there but older."""
+    with fake_vllm.serve(experiment.model) as fake:
+        runtime, state, _ = push_first(served(fake), 0)
+        pusher = runtime.engine._pusher
+        (server,) = pusher.servers.present()
+        load = server.load
+
+        def slow(written):
+            monkeypatch.setattr(server, "load", load)
+            if keeps_old:
+                load(written)
+            factor = 1.0 if keeps_old else 1.01  # all weights change, so nothing is left of the older version
+            runtime.engine.push(jax.tree.map(lambda leaf: leaf * factor, state.params), 1)
+            if not keeps_old:
+                load(written)
+
+        monkeypatch.setattr(server, "load", slow)
+        with pytest.raises(UnreachableError, match="newer weights were pushed while it loaded older ones"):
+            pusher.install(server)
+        pusher.install(server)
+        assert fake.loaded["version"] == 1
 
 
 @pytest.mark.parametrize("digest", ["of another run", None], ids=["other", "equal"])

@@ -155,9 +155,24 @@ class Pusher:
         return found
 
     def install(self, server: Server) -> Probed:
-        """Give a server the newest weights, and compare its log-probs with the learner's."""
+        """Give a server the newest weights, and compare its log-probs with the learner's.
+
+        Raises:
+          UnreachableError: newer ones were pushed meanwhile, and these perhaps deleted: it is to be tried again.
+        """
         pushed = self.pushed
         assert pushed is not None
+        try:
+            probed = self._install(server, pushed)
+        except (RefusedError, FailureError):
+            if self.pushed.written is pushed.written:
+                raise
+        else:
+            if self.pushed.written is pushed.written:
+                return probed
+        raise UnreachableError(f"{server.address}: newer weights were pushed while it loaded older ones")
+
+    def _install(self, server: Server, pushed: Pushed) -> Probed:
         require_fit(server.state(LOOK), self._model, self._length, keep_experts=self._keep_experts)
         server.load(pushed.written)
         if (served := server.state(LOOK)).digest != pushed.written.digest:
