@@ -5,6 +5,7 @@ import inspect
 import itertools
 import sys
 from contextlib import asynccontextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 
@@ -244,5 +245,5 @@ def install():
     inside = ("", ".v1", ".v1.dialects", ".v1.graph", ".v1.session", ".v1.state", ".v1.utils", ".v1.utils.decorators")
     for name in (*(f"verifiers{path}" for path in inside), "mcp", "mcp.server", "mcp.server.mcpserver"):
         sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(here)
+        vars(sys.modules[name]).update(here, __spec__=ModuleSpec(name, None))
     sys.modules["verifiers"].v1 = sys.modules["verifiers.v1"]
