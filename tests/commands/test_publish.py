@@ -3,6 +3,7 @@
 import base64
 import json
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 import small_experiment
@@ -46,8 +47,9 @@ def run(tmp_path_factory):
     return run
 
 
-def test_a_card_has_base_settings_results_and_versions(run, tmp_path):
-    export.run(run.path, tmp_path / "out", step=2)
+def test_a_card_has_base_settings_results_and_versions(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(run.path.parent)
+    export.run(Path(run.path.name), tmp_path / "out", step=2)
     text = (tmp_path / "out" / "README.md").read_text()
     for line in (
         "Parameters after step 2 of reinforcement learning with the loss `gspo`, trained with gspax from "

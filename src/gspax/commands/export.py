@@ -108,7 +108,8 @@ def run(
 
     recorded, config, lora, companions = _read_source(source)
     run = RunDir(source)
-    with Checkpoints(find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
+    folder = find_checkpoints(run)
+    with Checkpoints(folder) as checkpoints, atomic_folder(target) as temporary:
         chosen = checkpoints.latest() if step is None else step
         if chosen is None:
             raise UserError(f"there is no checkpoint in {checkpoints.directory}")
@@ -126,7 +127,7 @@ def run(
             factor = partial(_read_factor, stored, shapes)
             write_adapters(temporary, config, lora, shapes, factor, base=base, dtype=dtype)
         if recorded is not None:
-            is_first = checkpoints.directory != run.checkpoints
+            is_first = folder != run.checkpoints
             about = {"README.md": card.render(run, recorded, chosen, of_warm_start=is_first, adapter=adapter)}
             if not (adapter or "generation_config.json" in copied):
                 about["generation_config.json"] = json.dumps(describe_generation(recorded), indent=2) + "\n"
