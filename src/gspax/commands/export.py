@@ -108,8 +108,7 @@ def run(
 
     recorded, config, lora, companions = _read_source(source)
     run = RunDir(source)
-    folder = find_checkpoints(run)
-    with Checkpoints(folder) as checkpoints, atomic_folder(target) as temporary:
+    with Checkpoints(folder := find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
         chosen = checkpoints.latest() if step is None else step
         if chosen is None:
             raise UserError(f"there is no checkpoint in {checkpoints.directory}")
