@@ -14,7 +14,7 @@ from test_packing import ALONE, MESHES, SAMPLING, SCHEDULE, SHARED, N, assert_cl
 from gspax import losses
 from gspax.config import Schedule, Teacher, row_shape
 from gspax.learner import minibatches, train_step
-from gspax.learner.distillation import make_compare, top_ids
+from gspax.learner.distillation import make_compare
 from gspax.learner.forward import StepSettings
 from gspax.learner.objective import make_objective
 from gspax.learner.state import abstract_params, new_state
@@ -208,11 +208,3 @@ def test_tokens_are_selected_by_the_advantages_that_the_loss_has():
     assert_close(selected(Teacher(as_advantage=True, coefficient=0.3)), np.asarray(mixed))
     for none_of_its in (None, Teacher(coefficient=0.3)):
         assert_close(selected(none_of_its), np.full((1, 4), 0.5, np.float32))
-
-
-@pytest.mark.parametrize(("vocabulary", "count"), [(24, 3), (256, 2), (384, 3), (384, 4), (7, 7)])
-def test_the_largest_of_blocks_are_the_largest_of_all_in_the_same_order(vocabulary, count):
-    logits_CV = jax.random.randint(jax.random.key(0), (50, vocabulary), 0, 5).astype(jnp.float32)  # many are equal
-    logits_CV = logits_CV.at[:, ::3].set(-jnp.inf)
-    expected = jax.lax.top_k(logits_CV, count)[1]
-    np.testing.assert_array_equal(top_ids(logits_CV, count), expected)

@@ -4,12 +4,11 @@ The teacher's log-probs of the sampled tokens are computed before the updates, a
 Where other tokens of the vocabulary are compared as well, its last hidden states are, and every chunk of
 `forward.head_logp` multiplies them with the teacher's head beside the policy's.
 
-Axes: as in docs/architecture.md; K kept tokens, C tokens of a chunk, V vocabulary, n its blocks.
+Axes: as in docs/architecture.md; K kept tokens, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,8 +24,6 @@ from gspax.losses import distill
 from gspax.losses.kl import k3
 from gspax.losses.terms import mean_over
 from gspax.types import Array, Batch, PyTree, known
-
-BLOCKS = 128  # of a vocabulary; those of large models are padded to a multiple
 
 # (the policy's logits [C, V], the teacher's, the sampled tokens [C]) -> arrays [C, ...], float32
 Compare = Callable[[Array, Array, Array], PyTree]
@@ -55,7 +52,7 @@ def _compare_all(divergence: Divergence, logits_CV: Array, teacher_CV: Array, to
 
 
 def _compare_kept(count: int, by_policy: bool, logits_CV: Array, teacher_CV: Array, token_C: Array) -> KeptLogp:
-    kept_CK = top_ids(jax.lax.stop_gradient(logits_CV if by_policy else teacher_CV), count)
+    kept_CK = jax.lax.top_k(jax.lax.stop_gradient(logits_CV if by_policy else teacher_CV), count)[1]
 
     def of(logits_CV: Array, ids_CK: Array) -> Array:
         return distill.select_logp(logits_CV[None], ids_CK[None].astype(jnp.int32))[0]
@@ -66,22 +63,6 @@ def _compare_kept(count: int, by_policy: bool, logits_CV: Array, teacher_CV: Arr
         of(teacher_CV, token_C[:, None])[:, 0],
         (kept_CK == token_C[:, None]).any(-1).astype(jnp.float32),
     )
-
-
-def top_ids(logits_CV: Array, count: int) -> Array:
-    """The ids of the `count` largest logits, int32 [C, count], in the order of `jax.lax.top_k`.
-
-    They are found in blocks of the vocabulary first. XLA:TPU sorts what it takes the largest of, so short rows compile
-    and run faster, and blocks of a sharded vocabulary stay on their devices.
-    """
-    C, V = logits_CV.shape
-    blocks = math.gcd(V, BLOCKS)
-    if count > V // blocks:
-        return jax.lax.top_k(logits_CV, count)[1]
-    best_CnK, id_CnK = jax.lax.top_k(logits_CV.reshape(C, blocks, V // blocks), count)
-    id_CnK += jnp.arange(blocks, dtype=jnp.int32)[None, :, None] * (V // blocks)
-    place_CK = jax.lax.top_k(best_CnK.reshape(C, blocks * count), count)[1]
-    return jnp.take_along_axis(id_CnK.reshape(C, blocks * count), place_CK, axis=1)
 
 
 def divergence_terms(

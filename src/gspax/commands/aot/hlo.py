@@ -3,8 +3,7 @@
 The compiler's own cost analysis counts a loop's body once; here it counts as often as it runs. The trip count is an
 attribute of the loop (CPU) or the constant that its condition compares the counter with (TPU). A loop with neither,
 such as one that ends when all samples are finished, counts as often as the caller chooses. Of the branches of a
-conditional the most expensive counts, except for the fallback for rows that exceed the buffer of a ragged all-to-all,
-and for gated delta nets' start from the states of prompts, which happens once in a response.
+conditional the most expensive counts, except for the fallback for rows that exceed the buffer of a ragged all-to-all.
 
 In a program for several slices the compiler has split each collective that crosses them: the part within a slice is a
 collective, the part between slices a `send` and a `recv`, whose attributes name the collective.
@@ -35,7 +34,6 @@ from gspax.model.kernels.decode_attention import KERNEL, fetched_positions
 RAGGED = "ragged-all-to-all"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
 SPREAD = "async_collective_fusion_config"  # marks a collective that the TPU compiler has spread over several fusions
-DELTA_NET = "/delta_net/"  # marks a conditional on whether any slot begins
 ASYNC = "AsyncCollective"  # custom calls that start and end such a collective
 CONTROL = {"while", "call", "conditional", "async-start"}  # run other computations and move nothing themselves
 FREE = CONTROL | {
@@ -219,8 +217,7 @@ def total(
                 for key, value in count_all(called).items():
                     counts[key] += times * value
             if branches := _without_fallback(op.branches, module):
-                usual = min if DELTA_NET in op.attributes else max
-                counts.update(usual(map(count_all, branches), key=lambda branch: sum(branch.values())))
+                counts.update(max(map(count_all, branches), key=lambda branch: sum(branch.values())))
         return counts
 
     return count_all(module.entry)
