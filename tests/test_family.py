@@ -19,7 +19,7 @@ from gspax.learner.minibatches import make_select, selections
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_update
-from gspax.learner.updates import Steps, initial_range, make_steps
+from gspax.learner.updates import Steps, first_adapted, make_steps
 from gspax.losses import correction, kl, selection, shaping
 from gspax.model.sizes import reads_experts
 from gspax.parallel.sharding import make_mesh, named_sharding
@@ -106,8 +106,8 @@ def train(changes, rollouts=2, seed=0):
     sampler = make_sampler(variant.model, MESH, MESH)
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
-    clip_range = initial_range(variant.calibration, variant.regularizers)
-    state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))
+    adapted = first_adapted(variant.calibration, variant.regularizers)
+    state = replace(state, adapted=jax.device_put(adapted, named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
     reference = None if variant.reference is None else start
     found = []
@@ -241,7 +241,7 @@ def test_an_adaptive_entropy_bonus_trains():
     found, state, _ = train({"regularizers": Regularizers(entropy=0.005, adaptive_entropy=settings)})
     each = [rollout["policy/entropy_coefficient"] for rollout in found]
     np.testing.assert_allclose(each, [(0.005 + 0.015) / 2, (0.025 + 0.025) / 2], rtol=1e-5)
-    np.testing.assert_allclose(state.clip_range, [0.025, 0])
+    np.testing.assert_allclose(state.adapted, [0, 0, 0.025])
     (fixed, _), _, _ = train({"regularizers": Regularizers(entropy=0.005)})
     (falling, _), _, _ = train({"regularizers": Regularizers(entropy=0.005, adaptive_entropy=config.AdaptiveEntropy())})
     assert falling["policy/entropy_coefficient"] == pytest.approx(0.0025), "0 after the first update"
@@ -305,6 +305,13 @@ def test_length_shaping_and_overlong_filtering_train():
     assert {line["advantage"] for line in samples.to_json() if not line["finished"]} == {0.0}
 
 
+def test_a_run_adapts_its_clip_range_and_its_entropy_bonus():
+    rising = Regularizers(adaptive_entropy=config.AdaptiveEntropy(target=100.0))
+    (first, second), state, _ = train({"calibration": Calibration(share=0.2), "regularizers": rising}, seed=1)
+    assert second["policy/clip_low"] < first["policy/clip_low"] and 0 < state.adapted.clip_low < 1
+    assert first["policy/entropy_coefficient"] < second["policy/entropy_coefficient"] < state.adapted.entropy
+
+
 @pytest.mark.parametrize(
     "loss", [losses.gspo, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (losses.gspo_token, losses.luspo))]
 )
@@ -314,4 +321,5 @@ def test_a_calibrated_clip_range_trains(loss):
     ranges = [(each["policy/clip_low"], each["policy/clip_high"]) for each in found]
     assert ranges[0] != ranges[1] != ranges[2], "measured by the updates of the rollout batch before"
     assert min(ranges[1]) < 0.04, "so small a step moves the ratios little"
-    assert min(state.clip_range) >= 2.0**-23 and max(state.clip_range) <= 1
+    clip_range = state.adapted[:2]
+    assert min(clip_range) >= 2.0**-23 and max(clip_range) <= 1

@@ -8,7 +8,7 @@ is never masked in, because nothing predicts it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -88,6 +88,14 @@ def known(batch: Batch, name: str) -> Array:
     return value
 
 
+class Adapted(NamedTuple):
+    """What a run's updates adapt, float32 scalars; 0, which nothing reads, for what they do not."""
+
+    clip_low: Array
+    clip_high: Array
+    entropy: Array  # the coefficient of the entropy bonus
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
@@ -98,7 +106,5 @@ class TrainState:
     key: Array  # PRNG key of the run; never advanced, only folded
     params: Params
     opt_state: PyTree
-    # float32 [2]  what updates adapt: clip_low and clip_high if they are calibrated, or the coefficient of an adaptive
-    # entropy bonus and 0; otherwise zeros that nothing reads
-    clip_range: Array
+    adapted: Adapted
     teacher: Params = None  # the trained parameters of a teacher that is an earlier policy

@@ -61,10 +61,6 @@ WRONG = [
         "reference.loss: gspax.losses.kl.sequence_kl weighs sequences",
     ),
     (
-        {"regularizers": Regularizers(adaptive_entropy=AdaptiveEntropy()), "calibration": Calibration()},
-        "regularizers.adaptive_entropy: wanted none beside calibration: a run adapts one of the two, got both",
-    ),
-    (
         {"regularizers": Regularizers(entropy=0.5, adaptive_entropy=AdaptiveEntropy(highest=0.1))},
         "regularizers.entropy: wanted a first coefficient from 0 to regularizers.adaptive_entropy.highest (0.1), got",
     ),

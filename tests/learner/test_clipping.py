@@ -13,7 +13,7 @@ from gspax import losses
 from gspax.config import Calibration
 from gspax.experiment import load, override
 from gspax.learner import objective
-from gspax.learner.updates import adapt_range, initial_range, noise_floor, noise_warnings
+from gspax.learner.updates import adapt_range, first_adapted, noise_floor, noise_warnings
 from gspax.run.directory import RunDir
 from gspax.run.record import read_metrics
 from gspax.training import loop
@@ -42,8 +42,8 @@ def adapt(updates, clip_range=START, rates=STEADY):
 
 
 def test_nothing_is_clipped_at_the_start():
-    np.testing.assert_array_equal(initial_range(SETTINGS), [1, 1])
-    np.testing.assert_array_equal(initial_range(None), [0, 0])
+    np.testing.assert_array_equal(first_adapted(SETTINGS), [1, 1, 0])
+    np.testing.assert_array_equal(first_adapted(None), [0, 0, 0])
 
 
 def test_the_noise_floor_is_the_deviation_of_the_first_update():

@@ -23,7 +23,7 @@ from gspax.parallel import sharding
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
-from gspax.types import Rollout
+from gspax.types import Adapted, Rollout
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
@@ -166,7 +166,7 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     batches, layouts = minibatches.split_minibatches(data, 1, shape, mesh, without_overlong=True, sharing=sharing)
     state = new_state(start(lora), SGD, jax.random.key(1))
     state = jax.device_put(
-        jax.tree.map(jnp.copy, replace(state, clip_range=jnp.array([0.05, 0.05]))),
+        jax.tree.map(jnp.copy, replace(state, adapted=Adapted(jnp.float32(0.05), jnp.float32(0.05), jnp.float32(0)))),
         jax.tree.map(lambda leaf: leaf.sharding, abstract_state(MODEL, SGD, mesh, lora)),
     )
     old, reference = moved(start(None), 1e-3), start(None)

@@ -26,7 +26,7 @@ from gspax.losses import correction, kl
 from gspax.model import moe, transformer
 from gspax.parallel import sharding
 from gspax.training import warm_start
-from gspax.types import Batch
+from gspax.types import Adapted, Batch
 
 CONFIG = tiny.MOE
 B, T = 16, 12
@@ -253,7 +253,9 @@ def test_an_objective_with_every_term_equals_its_microbatches_and_balances_the_r
             objective_of(EVERYTHING),
             SGD,
         )
-        results.append(update(replace(fresh(), clip_range=jnp.array([0.01, 0.02])), data))
+        results.append(
+            update(replace(fresh(), adapted=Adapted(jnp.float32(0.01), jnp.float32(0.02), jnp.float32(0.01))), data)
+        )
     (one, want), (split, got) = results
     close(split.params, one.params)
     close(got, want)

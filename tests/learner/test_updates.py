@@ -11,7 +11,7 @@ from gspax.learner import updates as updating
 from gspax.learner.diagnostics import Readings
 from gspax.learner.train_step import Scores
 from gspax.learner.updates import Steps, run_updates
-from gspax.types import Batch, TrainState
+from gspax.types import Adapted, Batch, TrainState
 
 ZERO_BT = jnp.zeros((1, 2))
 BATCH = Batch(tokens_BT=ZERO_BT, segment_BT=ZERO_BT, mask_BT=ZERO_BT, old_logp_BT=ZERO_BT, advantage=ZERO_BT)
@@ -37,7 +37,7 @@ def run(skipped=(0, 0, 0), empty=(0, 0, 0), batches=(BATCH,) * 3, scores=(OLD,) 
         key=None,
         params=None,
         opt_state=optax.ScaleByScheduleState(jnp.int32(5)),
-        clip_range=jnp.ones(2),
+        adapted=Adapted(jnp.float32(1), jnp.float32(1), jnp.float32(0)),
     )
     steps = Steps(update, None, None, None, range(3))
     return run_updates(steps, state, batches, scores, epochs=1, rate=float, **options)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspax.errors import UserError
 from gspax.run.checkpoints import Checkpoints
-from gspax.types import TrainState
+from gspax.types import Adapted, TrainState
 
 
 def sharding(devices, *spec):
@@ -39,7 +39,7 @@ def make_state(devices=8, seed=0, rows=16):
         key=jax.random.key(seed, impl="rbg"),
         params=params,
         opt_state=optimizer.init(params),
-        clip_range=jnp.array([0.02, 0.03]),
+        adapted=Adapted(jnp.float32(0.02), jnp.float32(0.03), jnp.float32(0.01)),
     )
     everywhere = sharding(devices)
     return jax.tree.map(lambda x: x if len(x.devices()) == devices else jax.device_put(x, everywhere), state)

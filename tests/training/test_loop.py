@@ -737,7 +737,7 @@ def test_a_step_of_the_loop(monkeypatch):
     key = jax.random.key(5)
     done = optax.ScaleByScheduleState(jnp.int32(3))  # one of four updates was skipped
     state = TrainState(
-        step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=done, clip_range=None
+        step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=done, adapted=None
     )
     state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
 
@@ -819,7 +819,7 @@ def test_without_scoring_the_first_update_measures_the_policy():
         given.append((batch, on_policy))
         return state, {"empty": 0.0, "skipped": 1.0}, own
 
-    state = TrainState(step=jnp.int32(0), position=None, key=None, params=None, opt_state=(), clip_range=None)
+    state = TrainState(step=jnp.int32(0), position=None, key=None, params=None, opt_state=(), adapted=None)
     steps = Steps(update, None, None, None, range(0))
     updated = updates.run_updates(steps, state, filled, scores, epochs=1, rate=float)
     assert given == [(batch, False) for batch in filled], "its ratios stay those to the sampler"

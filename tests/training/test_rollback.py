@@ -24,7 +24,7 @@ from gspax.training import guard as guards
 from gspax.training import loop
 from gspax.training.guard import Watch, check_finite, count_skipped, is_sound
 from gspax.training.step import StepResult
-from gspax.types import Batch, TrainState
+from gspax.types import Adapted, Batch, TrainState
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
@@ -133,7 +133,7 @@ def test_one_parameter_that_is_not_finite_is_found():
         key=jax.random.key(0),
         params={"a": jnp.ones(3), "b": {"c": jnp.array([1.0, jnp.nan])}},
         opt_state=(),
-        clip_range=jnp.zeros(2),
+        adapted=Adapted(jnp.float32(0), jnp.float32(0), jnp.float32(0)),
     )
     with pytest.raises(DivergedError, match="not in b/c; it is not saved") as caught:
         check_finite(state, 7)

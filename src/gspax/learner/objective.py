@@ -26,7 +26,7 @@ from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
 from gspax.model.moe import Routing, log_scores, softmax_logits
-from gspax.types import Array, Batch, Params, PyTree, known
+from gspax.types import Adapted, Array, Batch, Params, PyTree, known
 
 PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
 
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 class UpdateConstants(NamedTuple):
     """The values that are the same for all microbatches of an update."""
 
-    clip_range: Array  # float32 [2]: `TrainState.clip_range`, also an adaptive entropy coefficient
+    adapted: Adapted  # `TrainState.adapted`
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
     updates: Array | int = 0  # int32: `TrainState.step`, for losses that take it
     teacher_heads: tuple[Params, ...] = ()  # what `transformer.head` reads of each teacher whose logits are computed
@@ -81,7 +81,7 @@ def make_objective(
     """The objective of a policy loss; the arguments are the fields of `Experiment` and of its model of the same names.
 
     The metrics of `ratio_metrics` are added where the loss does not report them, `token_ratio` unless its ratio is that
-    of a sequence. With `calibration` the clip range is `constants.clip_range`, and there are those of `range_metrics`.
+    of a sequence. With `calibration` the clip range is in `constants.adapted`, and there are those of `range_metrics`.
     """
     traits, aggregate = traits_of(loss), aggregate_of(loss)
 
@@ -99,7 +99,7 @@ def make_objective(
         if traits.updates:
             options["updates"] = constants.updates
         if calibration is not None:
-            options |= {"clip_low": constants.clip_range[0], "clip_high": constants.clip_range[1]}
+            options |= {"clip_low": constants.adapted.clip_low, "clip_high": constants.adapted.clip_high}
         terms = loss(*rows, **options)
         metrics = ratio_metrics(outputs.logp_BT, old_logp_BT, mask_BT, segment_ids=ids)
         if traits.ratio == "sequence":
@@ -189,7 +189,7 @@ def penalties(
         if regularizers.adaptive_entropy is None:
             yield regularizers.entropy, bonus
         else:
-            yield 1.0, bonus._replace(value=constants.clip_range[0] * bonus.value)
+            yield 1.0, bonus._replace(value=constants.adapted.entropy * bonus.value)
     if regularizers.kl_cov is not None:
         given = outputs.logp_BT, known(batch, "old_logp_BT"), known(batch, "penalized_BT"), mask_BT
         yield regularizers.kl_cov.coefficient, log_ratio_size(*given, aggregate=aggregate, segment_ids=ids)

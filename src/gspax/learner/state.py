@@ -32,7 +32,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.run.manifest import MANIFEST, find_damage, has_manifest
-from gspax.types import Array, Params, PyTree, TrainState
+from gspax.types import Adapted, Array, Params, PyTree, TrainState
 
 CHECKPOINTS = "checkpoints"  # in a converted folder, next to config.json and the tokenizer's files
 MODEL, ADAPTERS = 0, 1  # the steps of `start/`
@@ -88,7 +88,7 @@ def new_state(params: Params, optimizer: optax.GradientTransformation, key: Arra
         key=key,
         params=params,
         opt_state=optimizer.init(partition(params)[0]),
-        clip_range=jnp.zeros(2),
+        adapted=Adapted(jnp.float32(0), jnp.float32(0), jnp.float32(0)),
     )
 
 

@@ -87,7 +87,7 @@ def make_update(
     Args:
       objective: the function to minimize, such as `make_objective(losses.gspo)`.
       guard: limits of the gradient norm and of the policy ratio.
-      adaptive_entropy: adapts the coefficient of the objective's entropy bonus, in `state.clip_range`, by the entropy
+      adaptive_entropy: adapts the coefficient of the objective's entropy bonus, in `state.adapted`, by the entropy
         of the whole minibatch; it is the metric `entropy_coefficient`.
     """
     update = _update(settings, objective, optimizer, guard, adaptive_entropy)
@@ -131,10 +131,10 @@ def _update(
         with jax.named_scope("update"):
             updated, opt_state = jax.lax.cond(healthy & ~empty, apply, lambda: (trained, state.opt_state))
         if adaptive_entropy is not None:
-            metrics["entropy_coefficient"] = state.clip_range[0]
-            adapted = adapt_entropy(adaptive_entropy, state.clip_range, metrics["entropy_bonus"])
-            adapted = constrain(jnp.where(healthy & ~empty, adapted, state.clip_range), settings.mesh)
-            state = replace(state, clip_range=adapted)
+            before = metrics["entropy_coefficient"] = state.adapted.entropy
+            adapted = next_coefficient(before, metrics["entropy_bonus"], **vars(adaptive_entropy))
+            adapted = constrain(jnp.where(healthy & ~empty, adapted, before), settings.mesh)
+            state = replace(state, adapted=state.adapted._replace(entropy=adapted))
         state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
         flags = {"skipped": ~healthy & ~empty, "empty": empty}
         if exchanges and scores.fallbacks is not None:
@@ -143,12 +143,6 @@ def _update(
         return state, {"loss": value, "grad_norm": grad_norm, **counts, **metrics}, scores
 
     return update
-
-
-def adapt_entropy(settings: AdaptiveEntropy, clip_range: Array, entropy: Array) -> Array:
-    """`TrainState.clip_range` with the coefficient for the next update."""
-    target, step, highest = settings.target, settings.step, settings.highest
-    return clip_range.at[0].set(next_coefficient(clip_range[0], entropy, target=target, step=step, highest=highest))
 
 
 def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Scalars) -> Array:
@@ -217,7 +211,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         state: TrainState, batch: Batch, on_policy: bool | Array, teacher_heads: tuple[Params, ...] | None = None
     ) -> tuple[Params, losses.Terms, Scores]:
         load_LE, head = _response_load(batch, config.num_experts), teacher_heads or _own_head(settings, state)
-        constants = UpdateConstants(state.clip_range, load_LE, state.step, head)
+        constants = UpdateConstants(state.adapted, load_LE, state.step, head)
         shared = state.params, constants, on_policy, count_held(settings, batch.segment_BT)
         (grads, (count_LE, fallbacks)), (terms, scores) = sum_over_replicas(of_replica, batch, *shared, mesh=mesh)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)

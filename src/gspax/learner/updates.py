@@ -42,7 +42,7 @@ from gspax.losses.traits import is_scored, traits_of
 from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
-from gspax.types import Array, Batch, PyTree, TrainState
+from gspax.types import Adapted, Array, Batch, PyTree, TrainState
 
 WIDEST = 1.0  # a lower bound of 0: clips nothing
 RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
@@ -192,15 +192,11 @@ def run_updates(
     return Updated(state, updates, scored, routing, readings, last_skipped)
 
 
-def initial_range(settings: Calibration | None, regularizers: Regularizers = NO_REGULARIZERS) -> Array:
-    """`TrainState.clip_range` before anything is measured: `WIDEST`, which clips nothing; zeros without calibration.
-
-    With an adaptive entropy bonus, its first coefficient and 0.
-    """
-    # a weakly typed array would compile the update twice
-    if regularizers.adaptive_entropy is not None:
-        return jnp.array([regularizers.entropy, 0], jnp.float32)
-    return jnp.zeros(2) if settings is None else jnp.full(2, WIDEST, jnp.float32)
+def first_adapted(settings: Calibration | None, regularizers: Regularizers = NO_REGULARIZERS) -> Adapted:
+    """`TrainState.adapted` before anything is measured: a calibrated clip range is `WIDEST`, which clips nothing."""
+    width = 0.0 if settings is None else WIDEST
+    entropy = 0.0 if regularizers.adaptive_entropy is None else regularizers.entropy
+    return Adapted(jnp.float32(width), jnp.float32(width), jnp.float32(entropy))
 
 
 def noise_floor(first_update: Mapping[str, float]) -> float:
@@ -210,10 +206,12 @@ def noise_floor(first_update: Mapping[str, float]) -> float:
 
 def _calibrate(settings: Calibration, state: TrainState, updates: list[PyTree], rates: Sequence[float]) -> TrainState:
     """The state with the clip range for its next update; that of the last of `updates` joins its metrics."""
-    low, high = map(float, multihost.to_host(state.clip_range))
+    low, high, _ = map(float, multihost.to_host(state.adapted))
     updates[-1] = {**multihost.to_host(updates[-1]), "clip_low": low, "clip_high": high}
-    adapted = np.array(adapt_range(settings, (low, high), updates, rates), np.float32)
-    return replace(state, clip_range=multihost.to_devices(adapted, state.clip_range.sharding))
+    own, sharding = state.adapted, state.adapted.clip_low.sharding
+    low, high = adapt_range(settings, (low, high), updates, rates)
+    clip_low, clip_high = multihost.to_devices((np.float32(low), np.float32(high)), sharding)
+    return replace(state, adapted=own._replace(clip_low=clip_low, clip_high=clip_high))
 
 
 def adapt_range(

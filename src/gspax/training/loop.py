@@ -26,7 +26,7 @@ from gspax.learner.state import (
     with_new_moments,
 )
 from gspax.learner.teacher import Teachers, load_teachers
-from gspax.learner.updates import initial_range, noise_warnings
+from gspax.learner.updates import first_adapted, noise_warnings
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.report import run_page
@@ -200,8 +200,8 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
         save_reference(run, state, lora, mesh)
     if (wanted := abstract_teacher(abstract_policy(model, lora, mesh), experiment.teacher)) is not None:
         state = start_teacher(state, wanted)
-    clip_range = initial_range(experiment.calibration, experiment.regularizers)
-    return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
+    adapted = first_adapted(experiment.calibration, experiment.regularizers)
+    return replace(state, adapted=multihost.to_devices(adapted, named_sharding(mesh)))
 
 
 def record_evaluation(

@@ -43,7 +43,7 @@ def calibration_problems(
     loss: Loss, calibration: Calibration | None, schedule: Schedule, regularizers: Regularizers
 ) -> Iterator[str]:
     """A run adapts a clip range or the coefficient of an entropy bonus."""
-    yield from _entropy(regularizers, calibration)
+    yield from _entropy(regularizers)
     if calibration is None:
         return
     traits = traits_of(loss)
@@ -79,14 +79,10 @@ def penalty_problems(
         )
 
 
-def _entropy(regularizers: Regularizers, calibration: Calibration | None) -> Iterator[str]:
-    """An adaptive entropy bonus starts within its bounds, and is all that updates adapt."""
+def _entropy(regularizers: Regularizers) -> Iterator[str]:
+    """An adaptive entropy bonus starts within its bounds."""
     adaptive = regularizers.adaptive_entropy
-    if adaptive is None:
-        return
-    if calibration is not None:
-        yield "regularizers.adaptive_entropy: wanted none beside calibration: a run adapts one of the two, got both"
-    if not 0 <= regularizers.entropy <= adaptive.highest:
+    if adaptive is not None and not 0 <= regularizers.entropy <= adaptive.highest:
         yield (
             "regularizers.entropy: wanted a first coefficient from 0 to regularizers.adaptive_entropy.highest "
             f"({adaptive.highest:g}), got {regularizers.entropy:g}"
