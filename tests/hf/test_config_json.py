@@ -224,7 +224,7 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         (DENSE | {"is_encoder_decoder": True}, "is_encoder_decoder: wanted false, got true"),
         (DENSE | {"qk_clip": 3}, "qk_clip: wanted no such key (gspax does not know it), got 3"),
         (DENSE | {"num_experts": 8}, "num_experts: wanted no such key (gspax does not know it), got 8"),
-        (DENSE | {"model_type": "gpt2"}, f'model_type: wanted {KNOWN}, got "gpt2"'),
+        (DENSE | {"model_type": "qwen9"}, f'model_type: wanted {KNOWN}, got "qwen9"'),
         (DENSE | {"model_type": None}, f"model_type: wanted {KNOWN}, got null"),
         (DENSE | {"model_type": "glm_moe_dsa"}, "model_type glm_moe_dsa: sparse attention is not implemented"),
         (DENSE | {"model_type": "kimi_linear"}, "model_type kimi_linear: Kimi delta attention is not implemented"),
@@ -277,7 +277,12 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         (GPT_OSS | {"hidden_act": "gelu"}, 'hidden_act: wanted "silu", got "gelu"'),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: wanted null, got 50.0"),
         (GEMMA3 | {"sliding_window_pattern": 5}, "sliding_window_pattern: wanted null or 6, got 5"),
-        (GEMMA3 | {"model_type": "gemma3"}, "model_type gemma3: a vision tower is not implemented"),
+        (DENSE | {"model_type": "granite"}, "model_type granite: a multiplier of residuals is not implemented"),
+        (
+            GEMMA3 | {"model_type": "gemma3", "vision_config": {}},
+            "model_type gemma3: a vision tower is not implemented",
+        ),
+        (DENSE | {"model_type": "qwen9", "audio_config": {}}, "model_type qwen9: an audio tower is not implemented"),
         (OLMO3 | {"sliding_window": None}, 'layer_types: wanted "full_attention", got "sliding_attention"'),
         (
             DENSE | {"rope_scaling": {"factor": 2.0}},

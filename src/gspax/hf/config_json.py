@@ -35,7 +35,7 @@ from gspax.config import (
 from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
-from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, WRAPPERS, Family
+from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family
 from gspax.run.buckets import to_path
 
 T = TypeVar("T")
@@ -281,8 +281,11 @@ def _layer_types(config: ModelConfig) -> list[Json]:
 
 def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     """The model of a parsed `config.json`. ValueError with a one-sentence message."""
-    if isinstance(name := raw.get("model_type"), str) and name in MISSING:
-        raise ValueError(f"model_type {name}: {MISSING[name]} is not implemented")
+    name = raw.get("model_type")
+    if isinstance(name, str) and name not in FAMILIES | ALIASES:
+        for part in (MISSING.get(name), *(TOWERS[key] for key in TOWERS if key in raw)):
+            if part is not None:
+                raise ValueError(f"model_type {name}: {part} is not implemented")
     name = expect("model_type", name, (*FAMILIES, *ALIASES))
     if name in WRAPPERS:
         return _parse_wrapper(raw, name)

@@ -472,16 +472,31 @@ ALIASES = {  # model_types of files that are another family's in all but this na
     **{name: text for name, (text, _) in WRAPPERS.items()},
 }
 
-MISSING = {  # what a model needs that gspax does not have, by model_type
-    "mistral4": "a scale of queries by position",
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention"),
-    "kimi_linear": "Kimi delta attention",
-    "gemma2": "a cap on attention scores",
-    "exaone4": "layers without RoPE",
-    "phimoe": "a router that masks experts between its two choices",
-    "llama4_text": "attention in chunks",
-    **dict.fromkeys(("nemotron_h", "mamba2", "granitemoehybrid"), "a state space layer (Mamba-2)"),
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "mllama", "gemma3"), "a vision tower"
+_MISSING: dict[str, tuple[str, ...]] = {
+    "a scale of queries by position": ("mistral4",),
+    "sparse attention": ("deepseek_v32", "glm_moe_dsa"),
+    "Kimi delta attention": ("kimi_linear",),
+    "lightning attention": ("minimax", "bailing_hybrid"),
+    "attention in chunks": ("llama4_text",),
+    "a cap on attention scores": ("gemma2", "vaultgemma"),
+    "RoPE on some layers only": ("exaone4", "exaone_moe", "smollm3"),
+    "LayerNorm": (
+        *("cohere", "cohere2", "starcoder2", "stablelm", "phi", "olmo", "nemotron", "dbrx", "persimmon"),
+        *("gpt2", "gptj", "gpt_neox", "falcon", "opt", "bloom", "mpt"),
     ),
+    "a multiplier of residuals": ("granite", "granite_swa", "granitemoe", "granitemoeshared"),
+    "squared ReLU": ("arcee",),
+    "an embedding for each layer": ("gemma3n_text", "gemma4_text"),
+    "a router that masks experts between its two choices": ("phimoe",),
+    "an expert without weights": ("longcat_flash",),
+    "hyper-connections": ("deepseek_v4",),
+    "a head size for each kind of layers": ("mimo_v2_flash",),
+    "a short convolution": ("lfm2", "lfm2_moe"),
+    "a state space layer (Mamba)": (
+        *("nemotron_h", "granitemoehybrid", "falcon_h1", "falcon_mamba"),
+        *("jamba", "bamba", "zamba", "zamba2", "mamba", "mamba2"),
+    ),
+    "a recurrent layer": ("recurrent_gemma", "rwkv", "xlstm"),
 }
+MISSING = {name: part for part, names in _MISSING.items() for name in names}  # what gspax does not have, by model_type
+TOWERS = {"vision_config": "a vision tower", "audio_config": "an audio tower"}  # of other families than `WRAPPERS`
