@@ -4,7 +4,9 @@
 """
 
 import contextlib
+import io
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +14,21 @@ import numpy as np
 import tiny
 from published import load, same_bytes
 
+from gspax.commands import export
+from gspax.commands.main import main
 from gspax.config import Lora, Sampling
 from gspax.hf import parameters
 from gspax.hf.config_json import read_config
 from gspax.hf.parameters import named_leaves, read_params
 from gspax.learner import adapters
+from gspax.learner.forward import forward
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
 from gspax.model.low_rank import dense
 from gspax.model.sizes import parameter_count
+from gspax.run.record import read_metrics
+from gspax.sampler import sampler
+from gspax.sampler.engine import Prompts, pad_replies
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import sample
 
@@ -506,6 +514,90 @@ def slots_are_equal(params, config):
         options = tiny.options(config, sampling, stop_ids=(0, 1, 2))
         drawn.append(np.asarray(sample(weights, prompts, list(range(4)), jax.random.key(3), options).tokens_BT))
     return bool((drawn[0] == drawn[1]).all())
+
+
+def conversation_difference(params, config):
+    """The largest difference between the log-probs of conversations in three slots and those of a whole forward pass.
+
+    Six conversations of up to three turns take one another's slots, and their replies extend the cache.
+    """
+    prompts_PS, lengths_P = random_tokens(config, 3, 6), np.array([3, 6, 5], np.int32)
+    sampling = Sampling(prompts=3, group=2, max_prompt_tokens=6, max_tokens=32, slots=3)
+    options = tiny.options(config, sampling, stop_ids=tuple(range(6)), turns=True)
+    weights = make_inference_weights(params, config, tiny.one_device())
+    prompts, key, turn_B = Prompts(prompts_PS, lengths_P, np.arange(3, dtype=np.uint32)), jax.random.key(4), np.zeros(6)
+    state, progress = sampler.start(weights, prompts, key, options=options)
+    while not np.asarray(progress.ended_B).all():
+        state, progress = sampler.advance_chunk(weights, state, key, 0, options=options)
+        room_B = 31 - np.asarray(progress.length_B)
+        takes_B = np.asarray(progress.waiting_B) & (turn_B < 2) & (room_B > 4)
+        replies = pad_replies([[7, 9, 8, 7][: 2 + row % 3] if takes_B[row] else [] for row in range(6)])
+        state, progress = sampler.resume(weights, state, replies, key, 0, options=options)
+        turn_B += takes_B
+    assert turn_B.sum() > 3
+    rollout = sampler.assemble(prompts_PS, state, options=options)
+    length_B1 = np.asarray(rollout.prompt_length_B + rollout.length_B)[:, None]
+    segment_BT = (np.arange(rollout.tokens_BT.shape[1])[None] < length_B1).astype(np.int32)
+    logp_BT = forward(params, tiny.settings(config), rollout.tokens_BT, segment_BT).logp_BT
+    return float(np.abs(np.asarray(rollout.logp_BT - logp_BT))[np.asarray(rollout.mask_BT)].max())
+
+
+RUN = """
+from gspax import advantages, losses
+from gspax.config import Evaluation, Experiment, Mesh, Optimizer, Sampling, Schedule
+from gspax.data import CharTokenizer
+from gspax.data.tasks import sort
+from gspax.hf import hf
+
+
+def reward(problem, completion):
+    return completion.count("7") / 6
+
+
+experiment = Experiment(
+    name="family",
+    model=hf({files!r}),
+    data=sort.Problems(min_digits=2, max_digits=4),
+    tokenizer=CharTokenizer("0123456789=abcdefghijk"),
+    reward=reward,
+    advantage=advantages.standardize,
+    loss=losses.gspo,
+    sampling=Sampling(prompts=8, group=8, max_prompt_tokens=5, max_tokens=6),
+    optimizer=Optimizer(learning_rate=1e-2),
+    schedule=Schedule(steps=20, minibatches=1, checkpoint_every=10),
+    evaluation=Evaluation(problems=8),
+    mesh=Mesh(data=-1, fsdp=1),  # any number of devices
+)
+"""
+
+
+def train(files, folder):
+    """The mean rewards of the first and the last four of 20 steps, and whether a run resumed after 10 is the same.
+
+    Both runs are commands of the program, without a report. They are the same if metrics and exported parameters have
+    the same bits.
+    """
+    (folder / "family.py").write_text(RUN.format(files=str(files)))
+
+    def run(name, *overrides):
+        paths = [str(folder / "family.py"), "--workdir", str(folder / name)]
+        with contextlib.redirect_stdout(io.StringIO()), mock.patch("gspax.report.run_page.write"):
+            assert main(["train", *paths, "--report-to", "none", *overrides]) == 0
+        rows = read_metrics(folder / name / "metrics.jsonl")
+        return [
+            {key: x for key, x in row.items() if not key.startswith(("time/", "cpu/", "perf/"))}
+            for row in rows
+            if "policy/loss" in row
+        ]
+
+    whole, _, resumed = run("whole"), run("parts", "schedule.steps=10"), run("parts")
+    for name in ("whole", "parts"):
+        export.run(folder / name, folder / f"exported_{name}", dtype="float32")
+    tensors = [load(folder / f"exported_{name}") for name in ("whole", "parts")]
+    rewards = [row["reward/mean"] for row in whole]
+    assert len(whole) == 20
+    same = whole == resumed and same_bytes(*tensors) and not same_bytes(tensors[0], load(files))
+    return float(np.mean(rewards[:4])), float(np.mean(rewards[-4:])), same
 
 
 def published_counts(model_type, folder):

@@ -1,13 +1,16 @@
 """Write the table of docs/parity.md: every family against transformers, measured now.
 
-    python tests/parity_table.py [MODEL_TYPE ...]
+    python tests/parity_table.py [--columns NAME,...] [MODEL_TYPE ...]
 
-With names only those rows are measured and the others are kept. A cell that fails its bound is written in bold.
+With columns, such as `logits,training`, or with families only their cells are measured, and the others are kept. A cell
+that fails its bound is written in bold. The cells of a family take about 40 seconds of CPU time, most of it "training".
 """
 
+import argparse
 import re
-import sys
 import tempfile
+import time
+from functools import cached_property
 from pathlib import Path
 
 import conftest  # compiles as the tests do
@@ -19,11 +22,36 @@ assert conftest
 
 PAGE = Path(__file__).parents[1] / "docs" / "parity.md"
 BEGIN, END = "<!-- begin table of families -->\n", "<!-- end table of families -->\n"
-HEAD = (
-    "| family | logits | gradient | greedy | packed rows | slots | export, float32 | export, bfloat16 | LoRA "
-    "| published configuration | parameters |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-)
+
+
+class Case:
+    """A small model of a family in transformers, and in gspax from the files that transformers saves."""
+
+    def __init__(self, model_type, folder):
+        self.model_type, self.folder = model_type, folder
+
+    def new(self, name):
+        """An empty folder."""
+        (path := self.folder / name).mkdir()
+        return path
+
+    @cached_property
+    def model(self):
+        return families.make_model(self.model_type)
+
+    @cached_property
+    def files(self):
+        self.model.save_pretrained(folder := self.new("files"))
+        return folder
+
+    @cached_property
+    def ours(self):
+        """The parameters and the configuration."""
+        return families.read(self.files)[::-1]
+
+    @cached_property
+    def run(self):
+        return families.train(self.files, self.new("run"))
 
 
 def below(value, bound):
@@ -34,46 +62,75 @@ def is_so(value):
     return "equal" if value else "**different**"
 
 
-def measure(model_type, folder):
-    """A row of the table."""
-
-    def new(name):
-        (path := folder / name).mkdir()
-        return path
-
-    model = families.make_model(model_type)
-    model.save_pretrained(files := new("files"))
-    config, params = families.read(files)
+def logits(case):
+    params, config = case.ours
     tokens_BT = families.random_tokens(config, 8, 11)
-    ours, theirs = families.our_logits(params, config, tokens_BT), families.their_logits(model, tokens_BT)
-    greedy = families.greedy_tokens(params, config, model)
-    counts = families.published_counts(model_type, new("published"))
-    cells = [
-        f"`{model_type}`",
-        below(families.relative(ours, theirs), 1e-5),
-        below(families.gradient_difference(params, config, model, new("gradient")), 1e-4),
-        is_so(greedy[0] == greedy[1]),
-        below(families.packed_difference(params, config), 1e-5),
-        is_so(families.slots_are_equal(params, config)),
-        *(is_so(families.export_is_equal(model_type, new(dtype), dtype)) for dtype in ("float32", "bfloat16")),
-        below(families.lora_difference(params, config, new("lora")), 1e-5),
-        families.PUBLISHED[model_type][0],
-        f"{counts[0]:,}" if counts[0] == counts[1] else f"**{counts[0]:,}, not {counts[1]:,}**",
-    ]
-    return f"| {' | '.join(cells)} |\n"
+    ours, theirs = families.our_logits(params, config, tokens_BT), families.their_logits(case.model, tokens_BT)
+    return below(families.relative(ours, theirs), 1e-5)
 
 
-def main(names):
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    table, _, after = rest.partition(END)
-    rows = {name: line + "\n" for line in table.splitlines() for name in re.findall(r"^\| `(\w+)` ", line)}
-    for model_type in names or FAMILIES:
+def greedy(case):
+    ours, theirs = families.greedy_tokens(*case.ours, case.model)
+    return is_so(ours == theirs)
+
+
+def training(case):
+    first, last, _ = case.run
+    return f"{first:.2f} → {last:.2f}" if last > first + 0.3 else f"**{first:.2f} → {last:.2f}**"
+
+
+def parameters(case):
+    ours, theirs = families.published_counts(case.model_type, case.new("published"))
+    return f"{ours:,}" if ours == theirs else f"**{ours:,}, not {theirs:,}**"
+
+
+COLUMNS = {
+    "logits": logits,
+    "gradient": lambda case: below(families.gradient_difference(*case.ours, case.model, case.new("gradient")), 1e-4),
+    "greedy": greedy,
+    "packed rows": lambda case: below(families.packed_difference(*case.ours), 1e-5),
+    "slots": lambda case: is_so(families.slots_are_equal(*case.ours)),
+    "conversations": lambda case: below(families.conversation_difference(*case.ours), 1e-4),
+    "export, float32": lambda case: is_so(families.export_is_equal(case.model_type, case.new("float32"), "float32")),
+    "export, bfloat16": lambda case: is_so(families.export_is_equal(case.model_type, case.new("bfloat16"), "bfloat16")),
+    "LoRA": lambda case: below(families.lora_difference(*case.ours, case.new("lora")), 1e-5),
+    "training": training,
+    "resume": lambda case: is_so(case.run[2]),
+    "published configuration": lambda case: families.PUBLISHED[case.model_type][0],
+    "parameters": parameters,
+}
+
+
+def read(table):
+    """model_type -> column -> cell of a written table."""
+    lines = [re.split(r" ?\| ?", line)[1:-1] for line in table.splitlines()]
+    return {cells[0].strip("`"): dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}
+
+
+def write(rows):
+    """The table of rows as `read` returns them."""
+    head = ["family", *COLUMNS]
+    missing = dict.fromkeys(COLUMNS, "not measured")
+    lines = [[f"`{name}`", *((missing | rows[name])[each] for each in COLUMNS)] for name in FAMILIES if name in rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *lines))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--columns", type=lambda text: text.split(","), default=list(COLUMNS))
+    parser.add_argument("families", nargs="*", metavar="MODEL_TYPE")
+    options = parser.parse_args()
+    for model_type in options.families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
-            rows[model_type] = measure(model_type, Path(folder))
-        print(rows[model_type], end="", flush=True)
-    ordered = "".join(rows[name] for name in FAMILIES if name in rows)
-    PAGE.write_text(f"{before}{BEGIN}{HEAD}{ordered}{END}{after}", encoding="utf-8")
+            case, start = Case(model_type, Path(folder)), time.process_time()
+            cells = {column: COLUMNS[column](case) for column in options.columns}
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        table, _, after = rest.partition(END)
+        rows = read(table)
+        rows[model_type] = rows.get(model_type, {}) | cells
+        PAGE.write_text(f"{before}{BEGIN}{write(rows)}{END}{after}", encoding="utf-8")
+        print(f"{model_type}: {time.process_time() - start:.0f} CPU-s, {cells}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
