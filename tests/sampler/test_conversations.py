@@ -241,17 +241,20 @@ def test_a_conversation_depends_on_its_id_alone():
 
 
 @pytest.mark.parametrize(
-    ("slots", "chunk", "model"),
+    ("slots", "chunk", "drafts", "model"),
     [
-        (3, 0, MODEL),
-        pytest.param(1, 0, MODEL, marks=pytest.mark.slow),
-        pytest.param(3, 4, replace(MODEL, sliding_window=3, sliding_layers=(0, 2)), marks=pytest.mark.slow),
+        (3, 0, 0, MODEL),
+        pytest.param(1, 0, 0, MODEL, marks=pytest.mark.slow),
+        pytest.param(3, 4, 0, replace(MODEL, sliding_window=3, sliding_layers=(0, 2)), marks=pytest.mark.slow),
+        pytest.param(0, 0, 3, MODEL, marks=pytest.mark.slow),
+        pytest.param(3, 4, 3, replace(MODEL, sliding_window=3, sliding_layers=(0, 2)), marks=pytest.mark.slow),
     ],
 )
-def test_conversations_do_not_depend_on_the_slots(slots, chunk, model):
-    """With fewer slots than prompts, or than samples of a prompt."""
+def test_conversations_do_not_depend_on_the_slots(slots, chunk, drafts, model):
+    """With fewer slots than prompts, or than samples of a prompt, and with drafts from the own text."""
     rollout, rows = hold(Counting(), model=model)
-    few, of_few = hold(Counting(), slots=slots, chunk=chunk, model=model)
+    few, of_few = hold(Counting(), slots=slots, chunk=chunk, drafts=drafts, model=model)
+    assert not drafts or few.passes_B.sum() < np.sum(rollout.length_B - rollout.reply_B), "some drafts are right"
     for name in ("tokens_BT", "mask_BT", "length_B", "finished_B", "reply_B"):
         np.testing.assert_array_equal(getattr(few, name), getattr(rollout, name), err_msg=name)
     np.testing.assert_allclose(few.logp_BT, rollout.logp_BT, atol=1e-5)

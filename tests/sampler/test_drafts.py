@@ -10,9 +10,10 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.config import Sampling
+from gspax.config import Mesh, Sampling
 from gspax.experiment import validate
 from gspax.model.kernels import segments
+from gspax.parallel.sharding import make_mesh
 from gspax.sampler import drafts, sampler
 from gspax.sampler.inference_weights import make_inference_weights
 
@@ -85,6 +86,26 @@ def test_samples_are_those_without_drafts(case, texts):
     if texts == "same":  # the first token is the prefill's; then four in each pass, of equal drafts
         short_B = np.ceil((want.length_B - 1) / 4) + 1
         assert (got.passes_B >= short_B).all() and got.passes_B.sum() < 1.15 * short_B.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [{"data": 2, "context": 2, "tensor": 2}, {"fsdp": 8}], ids=["all axes", "groups split"]
+)
+def test_samples_on_a_mesh_are_those_of_one_device_without_drafts(axes):
+    config, key = replace(tiny.TOGETHER["experts"], vocab_size=24), jax.random.key(0)
+    sampling = replace(SAMPLING, group=4, slots=0 if "data" in axes else 8)
+
+    def sample(mesh, drafted, texts=()):
+        options = tiny.options(config, replace(sampling, drafts=drafted), STOPS, mesh, keep_experts=True)
+        params = make_inference_weights(tiny.params(config), config, mesh)
+        return jax.device_get(sampler.sample(params, PROMPTS, range(4), key, options, earlier=texts))
+
+    want = sample(tiny.one_device(), 0)
+    texts = [[*map(TEXTS["with errors"], group)] for group in grouped(completions(want), 4)]
+    got = sample(make_mesh(Mesh(**{"fsdp": 1} | axes), jax.devices()[:8]), 3, texts)
+    assert_same(got, want)
+    assert got.passes_B.sum() < want.length_B.sum()
 
 
 def test_drafts_are_the_tokens_after_the_longest_match():

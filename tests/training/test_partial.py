@@ -69,6 +69,8 @@ DELTA = replace(  # a gated delta net and a layer of attention; slots wait, are 
         delta_layers=(0,),
     ),
 )
+DRAFTED = replace(PARTIAL, sampling=replace(PARTIAL.sampling, drafts=3))
+FORMS = {"completions": PARTIAL, "conversations": TALKING, "delta": DELTA, "drafts": DRAFTED}
 SPOILED = Spoiled(Numbered(), raising=(7, 34), too_long=(32, 43))  # 32 ends a checkpoint's batch, 34 begins the next
 CLOCKS = ("time/", "cpu/", "perf/")
 
@@ -94,7 +96,7 @@ def draw_batches(runtime, *, renew, skipped=None):
     return batches, held, states
 
 
-@pytest.fixture(scope="module", params=[PARTIAL, TALKING, DELTA], ids=["completions", "conversations", "delta"])
+@pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS)
 def runtime(request):
     return make_runtime(request.param)
 
@@ -120,8 +122,8 @@ def drawn_at_once(runtime, state, count):
 
 
 def whole(runtime):
-    """The same sampler without chunks: rollout batches are drawn at once."""
-    sampling = replace(runtime.experiment.sampling, chunk=0)
+    """The same sampler without chunks and drafts: rollout batches are drawn at once."""
+    sampling = replace(runtime.experiment.sampling, chunk=0, drafts=0)
     return replace(runtime, experiment=replace(runtime.experiment, sampling=sampling, placement=Placement(devices=4)))
 
 

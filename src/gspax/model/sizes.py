@@ -141,14 +141,15 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     # The prefill is over when the completions' cache is made, except where that outlives the program of the prefill.
     prefill = sizes.prefill - (0 if sampling.chunk else sizes.completion_cache)
     updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
-    logits = sizes.device_slots * config.vocab_size // mesh["tensor"]
+    logits = sizes.device_slots * config.vocab_size // mesh["tensor"] * (1 + sampling.drafts)
+    positions = f"{1 + sampling.drafts} positions" if sampling.drafts else "one position"
     parts = {
         **held,
         "cache of the prompts, once per prompt": sizes.prompt_cache,
         "cache of the completions": sizes.completion_cache - sizes.device_slots * sizes.state,
         "states of the slots' delta nets": sizes.device_slots * sizes.state,
         f"prefill of {sizes.prefill_chunk} prompts, estimated, beyond that": prefill if prefill > PREFILL_BUDGET else 0,
-        "logits of one position, and their exponentials": 2 * FLOAT32 * logits,
+        f"logits of {positions}, and their exponentials": 2 * FLOAT32 * logits,
         **_rollout_bytes(config, sampling, *updates, mesh),
     }
     return {part: size for part, size in parts.items() if size}
