@@ -308,6 +308,16 @@ def test_eval_reproduces_the_recorded_metrics_and_says_that_it_runs(whole, capsy
     assert any(line.startswith(f"held-out problems {count}/{count}  reward ") for line in said)
 
 
+def test_eval_before_the_first_checkpoint_is_of_the_warm_start(whole, tmp_path):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    shutil.rmtree(run.checkpoints)
+    evaluate_run(experiment, run.path, None)
+    recorded = next(row for row in timeless(whole) if row["step"] == 0 and "eval/reward" in row)
+    (measured,) = record.read_rows(run.warm_start.evaluations)
+    assert measured | {"step": 0} == recorded | {"step": 0, "evaluation": measured["evaluation"]}
+    assert measured["step"] == experiment.warm_start.steps
+
+
 def slowly(function):
     """The function after a pause: an evaluation may end before anything is said of it."""
 

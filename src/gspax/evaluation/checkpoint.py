@@ -16,7 +16,7 @@ from typing import cast
 import jax
 
 from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, ModelConfig, Sampling, Task
+from gspax.config import Evaluation, Experiment, ModelConfig, Sampling, Task, trained_dtype
 from gspax.config.protocols import Tokenizer
 from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
@@ -37,6 +37,7 @@ from gspax.evaluation.benchmark import (
 from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
 from gspax.hf.source import CONFIG, SMALL, locate
+from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.parallel import multihost
 from gspax.report import evaluation_page, statistics
@@ -47,6 +48,7 @@ from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import append_line, write_atomically
+from gspax.run.manifest import finished_steps
 from gspax.run.record import to_line
 from gspax.sampler.placement import make_meshes, make_sampler
 from gspax.types import Array, TrainState
@@ -76,17 +78,19 @@ def evaluate(
 def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks: Sequence[Task] | None = None) -> None:
     """`gspax eval FILE`: evaluate a checkpoint (`step`, or the newest) and print the results.
 
-    Without `tasks`, on the held-out problems, appended to evaluations.jsonl, and on the experiment's own tasks.
+    Before a run's first checkpoint it is one of the warm start. Without `tasks`, on the held-out problems, appended to
+    evaluations.jsonl, and on the experiment's own tasks.
     """
     settings, runtime = experiment.evaluation, make_runtime(experiment)
     mesh, optimizer, rewards = runtime.mesh, runtime.optimizer, runtime.rewards
-    run = find_run(workdir, describe(experiment))
-    with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
+    run = place = find_run(workdir, describe(experiment))
+    stage, model, lora, teacher = experiment.warm_start, experiment.model, experiment.lora, experiment.teacher
+    if stage is not None and not finished_steps(run.checkpoints) and finished_steps(run.warm_start.checkpoints):
+        place, teacher = run.warm_start, None
+        optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
+    with Checkpoints(place.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        lora, teacher = experiment.lora, experiment.teacher
-        state = restore_state(
-            run, checkpoints, experiment.model, optimizer, mesh, lora=lora, teacher=teacher, step=step
-        )
+        state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, teacher=teacher, step=step)
     assert step is not None  # else restoring has raised
     policy, key = _make_policy(runtime, state)
     del state  # the optimizer's memory is for the cache
@@ -97,9 +101,9 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
             progress.phase("evaluating")
             values, _, _ = evaluate_heldout(policy, key, rewards, bar)
         if jax.process_index() == 0:
-            _record_heldout(run, step, values, settings)
+            _record_heldout(place, step, values, settings)
     for task in tasks:
-        evaluate_task(task, policy, key, run.tasks_at(step), show=True)
+        evaluate_task(task, policy, key, place.tasks_at(step), show=True)
 
 
 def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
