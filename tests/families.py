@@ -28,9 +28,9 @@ from gspax.model.low_rank import dense
 from gspax.model.sizes import parameter_count
 from gspax.run.record import read_metrics
 from gspax.sampler import sampler
-from gspax.sampler.engine import Prompts, pad_replies
+from gspax.sampler.engine import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import sample
+from gspax.sampler.sampler import pad_replies, sample
 
 SIZES = {
     **{"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4},
