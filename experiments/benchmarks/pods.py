@@ -134,7 +134,7 @@ def main() -> None:
         "",
         f"Written by `pods.py` at {options.commit}: `gspax compile` of each; [compile.md](../../docs/compile.md)",
         "defines the figures. Nothing here has run on a TPU; times are rooflines. The sampler is extrapolated from two",
-        "models of few layers; the learner's programs are compiled whole.",
+        "models of few layers; the learner's programs are compiled whole. A dash: not compiled.",
         "",
     ]
     (HERE / page).write_text("\n".join([*intro, *table(columns), ""]), encoding="utf-8")
