@@ -1,9 +1,12 @@
 """Environments of verifiers in gspax and back: with the package where it is installed, else with a fake of it."""
 
+import asyncio
+import json
 import pickle
 import sys
 import types
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ except ImportError:
 
     IS_REAL = False
 import verifiers_examples
+from local_server import serve
 
 from gspax.config.protocols import Problem, Step
 from gspax.data import GeneratedProblems, hf_chat, sequence
@@ -123,8 +127,6 @@ def test_another_course_with_the_same_answers_is_an_error(monkeypatch):
 
 def own_tokens(tokenizer, trace, answers, monkeypatch):
     """The first branch of an episode as verifiers' training client, renderer, and message graph make it."""
-    import asyncio
-
     import renderers.client
     from verifiers.v1 import TrainClientConfig
     from verifiers.v1.clients import TrainClient
@@ -240,3 +242,67 @@ def test_a_task_of_one_turn_and_the_limit_of_turns(monkeypatch):
     assert [play(environment, rows[4], text)[-1].reward for text in (answer, "x")] == [1.0, 0.0]
     environment, rows = offered(monkeypatch, Games(), last_digit, HigherOrLower(), turns=1)
     assert play(environment, rows[0], "2")[-1].done
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A chat-completions server whose n-th message of a conversation is `server.answers[n]`."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number = sum(message["role"] == "assistant" for message in body["messages"])
+        message = {"role": "assistant", "content": self.server.answers[number]}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *arguments):
+        """Print nothing."""
+
+
+def add_harness(monkeypatch):
+    """A harness that asks once for each turn, in this process: those of verifiers need uv and a network."""
+    import httpx
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    class Ask(vf.Harness[vf.HarnessConfig]):
+        APPENDS_SYSTEM_PROMPT, SUPPORTS_RESUME, EXECUTES_CODE, NEEDS_CONTAINER = True, True, False, False
+
+        async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+            system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+            given = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+            body = {"model": "m", "messages": [message_to_wire(message) for message in (*system, *given)]}
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}) as client:
+                (await client.post(f"{endpoint}/chat/completions", json=body)).raise_for_status()
+            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    module = types.ModuleType("ask")
+    vars(module).update(Ask=Ask, __all__=["Ask"])
+    monkeypatch.setitem(sys.modules, "ask", module)
+
+
+@pytest.mark.skipif(not IS_REAL, reason="needs verifiers: pip install '.[verifiers]'")
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [("toy_sums", ["11"]), ("toy_sums", ["many"]), ("toy_guesses", ["2", "7", "5"]), ("toy_guesses", ["1"] * 4)],
+)
+def test_an_episode_is_that_of_verifiers(name, answers, monkeypatch):
+    """Messages, rewards, and metrics of the same answers, as `Env.run_episode` of verifiers has them."""
+    add_harness(monkeypatch)
+    agent = {"harness": {"id": "ask"}, "runtime": {"type": "subprocess"}}
+
+    async def run(port):
+        env = vf.load_environment(vf.resolve_env_config(settings(name, **agent)))
+        client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1")
+        async with env.serving():
+            episode = await env.run_episode([*env.taskset][5], vf.ModelContext(model="m", client=client))
+        return episode.traces[0]
+
+    with serve(Answers, answers=answers) as server:
+        trace = asyncio.run(run(server.server_address[1]))
+    *_, before, end = play(VerifiersEnvironment(settings(name)), problems(settings(name))[5], *answers)
+    said = [*before.state.read, {"role": "assistant", "content": answers[-1]}]
+    assert trace.ok and said == [{"role": each.role, "content": each.content} for each in trace.messages]
+    rewards = {reward: each.score for reward, each in trace.rewards.items()}
+    assert end == Step(done=True, reward=trace.reward, metrics=rewards | trace.metrics)
