@@ -1,0 +1,200 @@
+"""A vLLM server on this machine beside the sampler in process; prints the rows of docs/howto/sample_with_vllm.md.
+
+    python experiments/benchmarks/bench_vllm.py VLLM FOLDER bfloat16 float32 large
+
+VLLM is the environment of vLLM's CPU build, FOLDER is for weights. The parts are the small mixture of experts in each
+dtype, and a dense model of 0.6B parameters. Both samplers get the same prompts, one after the other on the same cores.
+The models are random. CPU-seconds are of all threads of this process, and with vLLM of the server's processes too; on a
+busy machine they say more than seconds. For the figures of pushes nothing is trained: between two of them the
+parameters move by a normal number times the learning rate, which is about what Adam does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspax.config import Engine, Experiment, Sampling
+from gspax.hf import parameters
+from gspax.learner.state import init_state
+from gspax.model import presets, transformer
+from gspax.rollout.engines import vllm
+from gspax.rollout.engines.contract import Request
+from gspax.rollout.engines.remote import context_length
+from gspax.rollout.engines.weights import Writer
+from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
+from gspax.training.in_flight import InFlight, read_prompts, sample_options
+from gspax.training.step import run_step
+
+sys.path.append(str(Path(__file__).parents[1]))
+from sort_gspo import experiment
+
+ROUNDS = 2
+RATES = 1e-6, 1e-5
+MISMATCH = ("engine/probe_abs_diff", "mismatch/abs_diff", "mismatch/abs_diff_largest_max", "mismatch/extreme_tokens")
+SMALL = replace(experiment, warm_start=None, model=replace(experiment.model, head_dim=32))
+LARGE = replace(
+    SMALL,
+    model=replace(presets.qwen3_0_6b, max_position_embeddings=512),
+    sampling=Sampling(prompts=4, group=2, max_prompt_tokens=8, max_tokens=16),
+)
+
+
+@contextlib.contextmanager
+def serve(environment: Path, folder: Path, settings: Experiment) -> Iterator[tuple[Experiment, int]]:
+    """A server for an experiment: the experiment with it, and its process group."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    model, is_sparse = folder / "model", settings.model.num_experts > 0
+    model.mkdir(parents=True, exist_ok=True)
+    parameters.write_config(model, settings.model, settings.model.dtype)
+    length = context_length(settings.sampling, settings.evaluation)
+    command = vllm.command(model, settings.model, length, address, experts=is_sparse, cpu=True)
+    variables = {**os.environ, "PATH": f"{environment}/bin:{os.environ['PATH']}"}
+    with (folder / "vllm.log").open("a") as log:
+        process = subprocess.Popen(command, shell=True, env=variables, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield replace(settings, engine=Engine(folder=str(folder), addresses=(address,), probes=2)), process.pid
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def cpu_seconds(group: int | None) -> float:
+    """Of this process, and of a process group."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    total = used.ru_utime + used.ru_stime
+    for stat in Path("/proc").glob("[0-9]*/stat") if group else ():
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def time_rollouts(settings: Experiment, params: Any, group: int | None) -> dict[str, float]:
+    """Medians of seconds and CPU-seconds of a rollout, after one that compiles."""
+    runtime, taken = make_runtime(settings), []
+    weights, places = runtime.engine.push(params, 0), settings.sampling.prompts
+    ids, ready = read_prompts(runtime, {place: place for place in range(places)}, places, Skipped())
+    options = sample_options(runtime)
+    for number in range(1 + ROUNDS):
+        key, begun, cpu = jax.random.key(number), time.monotonic(), cpu_seconds(group)
+        request = Request(ready=ready, prompt_ids=[ids[place] for place in range(places)], key=key, options=options)
+        rollout, _ = runtime.engine.sample(weights, request).result()
+        jax.block_until_ready(rollout)
+        taken.append((time.monotonic() - begun, cpu_seconds(group) - cpu))
+    seconds, cpu = (statistics.median(each) for each in zip(*taken[1:], strict=True))
+    return {"s": seconds, "cpu": cpu, "rate": places * settings.sampling.group / seconds, **weights.metrics}
+
+
+def push_steps(settings: Experiment, params: Any, step: Callable[[Any, int], Any]) -> list[dict[str, float]]:
+    """The metrics of the pushes of versions 0 to 3."""
+    engine, metrics = make_runtime(settings).engine, []
+    for version in range(4):
+        metrics.append(engine.push(params, version).metrics)
+        params = step(params, version)
+    return metrics
+
+
+def move(params: Any, number: int, rate: float) -> Any:
+    """The parameters, each moved by a normal number times the rate."""
+    rng = np.random.default_rng(number)
+    add = lambda leaf: np.asarray(leaf) + np.float32(rate) * rng.standard_normal(leaf.shape, np.float32)  # noqa: E731
+    return jax.tree.map(add, params)
+
+
+def train_steps(settings: Experiment, count: int) -> list[dict[str, float]]:
+    """The metrics of the first steps of a run."""
+    runtime, found = make_runtime(settings), []
+    state = init_state(settings.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
+    for _ in range(count):
+        result = run_step(runtime, state, None, InFlight())
+        state = result.state
+        found.append(result.metrics)
+    return found
+
+
+def measure_small(environment: Path, folder: Path, dtype: str) -> None:
+    name, small = f"small mixture of experts, {dtype}", replace(SMALL, model=replace(SMALL.model, dtype=dtype))
+    params = transformer.init(small.model, jax.random.key(0))
+    with serve(environment, folder / dtype, small) as (served, group):
+        print_samples(name, small, served, params, group)
+        for replay in ("sampler", "off"):
+            found = train_steps(replace(served, routing_replay=replay), 4)
+            figures = [f"{max(step[name] for step in found):.1e}" for name in MISMATCH]
+            print_row(f"| {dtype} | {replay} | {' | '.join(figures)} |")
+        print_pushes(name, served, params)
+
+
+def measure_large(environment: Path, folder: Path) -> None:
+    name, params = "0.6B parameters, dense, bfloat16", transformer.init(LARGE.model, jax.random.key(0))
+    with serve(environment, folder / "large", LARGE) as (served, group):
+        print_samples(name, LARGE, served, params, group)
+        print_pushes(name, served, params)
+
+
+def measure_writes(folder: Path) -> None:
+    """What the pushes of the large model write, without a server."""
+    rng, wanted = np.random.default_rng(0), transformer.abstract_params(LARGE.model)
+    params = jax.tree.map(lambda leaf: np.float32(0.02) * rng.standard_normal(leaf.shape, np.float32), wanted)
+    writer = Writer(folder / "writes", LARGE.model, changes=True)
+    for version in range(3):
+        cpu = cpu_seconds(None)
+        written = writer.write(version, params)
+        figures = written.bytes / 1e6, written.seconds, cpu_seconds(None) - cpu
+        print_row(f"| 0.6B parameters, bfloat16, 1e-06 | {version} | {' | '.join(f'{one:.3g}' for one in figures)} |")
+        params = move(params, version, 1e-6)
+
+
+def print_samples(name: str, alone: Experiment, served: Experiment, params: Any, group: int) -> None:
+    own, theirs = time_rollouts(alone, params, None), time_rollouts(served, params, group)
+    count = alone.sampling.prompts * alone.sampling.group
+    what = f"{count} of at most {alone.sampling.max_tokens} tokens"
+    figures = [f"{one['s']:.2f} | {one['cpu']:.2f} | {one['rate']:.0f}" for one in (own, theirs)]
+    print_row(f"| {name} | {what} | {' | '.join(figures)} |")
+
+
+def print_pushes(name: str, served: Experiment, params: Any) -> None:
+    """The first push, in full, and the fourth."""
+    for rate in RATES:
+        found = push_steps(served, params, partial(move, rate=rate))
+        for number in (0, 3):
+            one = found[number]
+            figures = [one["engine/push_bytes"] / 1e6, one["engine/write_seconds"], one["engine/load_seconds"]]
+            print_row(f"| {name}, {rate:g} | {number + 1} | {' | '.join(f'{figure:.3g}' for figure in figures)} |")
+
+
+def print_row(row: str) -> None:
+    print(row, f"<!-- load {os.getloadavg()[0]:.0f} -->", flush=True)
+
+
+def main(environment: Path, folder: Path, parts: list[str]) -> None:
+    for part in parts:
+        if part == "large":
+            measure_large(environment, folder)
+        elif part == "writes":
+            measure_writes(folder)
+        else:
+            measure_small(environment, folder, part)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute(), sys.argv[3:])
