@@ -5,9 +5,10 @@ import time
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from gspax.commands import environment
-from gspax.run.compilation import COMPILED
+from gspax.run.compilation import COMPILED, count_compilations
 
 ASYNC = "jax_cpu_enable_async_dispatch"
 NAMES = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_platforms")
@@ -40,6 +41,22 @@ def test_a_variable_moves_or_disables_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPAX_COMPILATION_CACHE", "0")
     environment.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_programs_are_stored_in_a_bucket_and_read_from_there(bucket, monkeypatch):
+    path, server = bucket
+    monkeypatch.setenv("GSPAX_COMPILATION_CACHE", str(path))
+    compilation_cache.reset_cache()
+    environment.use_compilation_cache()
+    try:
+        for expected in (False, True):
+            jax.clear_caches()
+            with count_compilations() as counted:
+                assert jax.jit(lambda x: x * 37 + 41)(1.0) == 78
+            assert (counted.programs > 0, counted.cached == counted.programs) == (True, expected)
+    finally:
+        compilation_cache.reset_cache()
+    assert [name for name in server.names(str(path).split("/")[2]) if "jit__lambda" in name]
 
 
 def test_a_folder_already_set_in_jax_is_kept(tmp_path, monkeypatch):

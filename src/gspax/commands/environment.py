@@ -21,8 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gspax.errors import warn
+from gspax.run.buckets import is_bucket, to_path
 
-VARIABLE = "GSPAX_COMPILATION_CACHE"  # a folder, or 0 for no cache
+VARIABLE = "GSPAX_COMPILATION_CACHE"  # a folder, also in a bucket, or 0 for no cache
 KEPT_DAYS = 30  # a program that is older is compiled again, so the folder cannot grow for ever
 
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD")
@@ -81,8 +82,8 @@ def has_tpu() -> bool:
 def use_compilation_cache() -> None:
     """Let jax store compiled programs in `cache_folder()`, which any number of processes may share.
 
-    The folder must belong to the user alone: what it holds is executed. Nothing changes if jax has a folder already
-    (JAX_COMPILATION_CACHE_DIR).
+    The folder must belong to the user alone: what it holds is executed. In a bucket its own rules decide. Nothing
+    changes if jax has a folder already (JAX_COMPILATION_CACHE_DIR).
     """
     import jax
 
@@ -90,10 +91,11 @@ def use_compilation_cache() -> None:
     if folder is None or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if hasattr(os, "getuid") and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022):
-            raise PermissionError("other users can write to it")
-        remove_old(folder, KEPT_DAYS)
+        if not is_bucket(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if hasattr(os, "getuid") and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022):
+                raise PermissionError("other users can write to it")
+            remove_old(folder, KEPT_DAYS)
     except OSError as error:
         warn(f"compilation cache {folder} is not used: {error}")
         return
@@ -110,7 +112,7 @@ def cache_folder() -> Path | None:
     chosen = os.environ.get(VARIABLE, "")
     if chosen == "0":
         return None
-    root = Path(chosen).expanduser() if chosen else user_cache() / "gspax" / "compiled"
+    root = to_path(chosen).expanduser() if chosen else user_cache() / "gspax" / "compiled"
     return root / f"{platform.machine()}-{hashlib.sha256(cpu_features().encode()).hexdigest()[:8]}"
 
 
