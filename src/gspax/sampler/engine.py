@@ -332,7 +332,8 @@ def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled
     stops_WM = is_stop(token_WM.reshape(-1), options.stop_ids).reshape(token_WM.shape)
     right_WK = (draft_WK == token_WM[:, :-1]) & (index_1K < count_W[:, None]) & ~stops_WM[:, :-1]
     right_W = jnp.cumprod(right_WK, axis=1, dtype=jnp.int32).sum(axis=1) * sampled.gets_W
-    place_WK = jnp.where(index_1K < right_W[:, None], rows.length_W[:, None] + index_1K, rows.tokens_BC.shape[1] + 1)
+    beyond = rows.tokens_BC.shape[1] + 1  # so is the position before it: both are dropped
+    place_WK = jnp.where(index_1K < right_W[:, None], rows.length_W[:, None] + index_1K, beyond)
 
     def record(x_BC: PyTree, x_WM: Array | None, back: int = 0) -> PyTree:
         """With the values of the right drafts' positions, or of those before."""
