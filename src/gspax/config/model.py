@@ -228,22 +228,19 @@ def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention 
 
 def _layer(config: ModelConfig, number: int) -> Layer:
     """The layer with this number, from 0."""
-    mixer = _mixer(config, number)
-    dense = number in config.mlp_only_layers or (number + 1) % config.decoder_sparse_step
-    if not config.num_experts or dense:
-        mlp = DenseMlp(width=config.intermediate_size, activation=config.activation)
-        return Layer(mixer=mixer, mlp=mlp, norms=config.norm_place)
-    experts = Experts(
-        count=config.num_experts,
-        active=config.num_experts_per_tok,
-        width=config.moe_intermediate_size,
-        router=config.router,
-        bias=config.expert_bias,
-        normalize=config.norm_topk_prob,
-        shared=config.shared_expert_intermediate_size,
-        shared_gate=config.shared_expert_gate and config.shared_expert_intermediate_size > 0,
-    )
-    return Layer(mixer=mixer, mlp=experts, norms=config.norm_place)
+    mlp: DenseMlp | Experts = DenseMlp(width=config.intermediate_size, activation=config.activation)
+    if config.num_experts and number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0:
+        mlp = Experts(
+            count=config.num_experts,
+            active=config.num_experts_per_tok,
+            width=config.moe_intermediate_size,
+            router=config.router,
+            bias=config.expert_bias,
+            normalize=config.norm_topk_prob,
+            shared=config.shared_expert_intermediate_size,
+            shared_gate=config.shared_expert_gate and config.shared_expert_intermediate_size > 0,
+        )
+    return Layer(mixer=_mixer(config, number), mlp=mlp, norms=config.norm_place)
 
 
 def sparse_numbers(config: ModelConfig) -> tuple[int, ...]:
