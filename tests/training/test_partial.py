@@ -327,10 +327,11 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
         {"loss": losses.grpo, "old_logp": "interpolated", "correction": correction.truncate_tokens},
         {"loss": losses.grpo, "selection": partial(selection.clip_cov, share=0.1, low=-10.0, high=10.0)},
         {"sampling": {"slots": 16, "top_p": 0.8, "mask_replay": 4}},
+        {"model": DELTA.model, "lora": Lora(rank=2, delta=True), "sampling": {"slots": 16}},
     ],
     ids=[
         *("conversations", "bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "split groups"),
-        *("old log-probs by age", "a random selection", "sampling masks"),
+        *("old log-probs by age", "a random selection", "sampling masks", "delta"),
     ],
 )  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
