@@ -180,9 +180,9 @@ def assemble(folder, whole):
 
 
 def flip_byte(file):
-    """Change one bit of the byte in the middle, which belongs to a tensor."""
+    """Change one bit of a tensor: of the exponent of the last number, or in the middle of a file of changes."""
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[-1 if file.suffix == ".safetensors" else len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
