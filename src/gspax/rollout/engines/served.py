@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from gspax.errors import FailureError
+from gspax.errors import FailureError, warn
 from gspax.model.presets import tiny_moe
 from gspax.parallel import watchdog
 from gspax.rollout.engines.client import RefusedError, UnreachableError
@@ -53,11 +53,11 @@ def score(
     """
     kind = partial(VLLM, name=None) if server == "vllm" else SGLang
     servers = [kind(address, tiny_moe, timeout) for address in addresses]  # no server is asked for a model's experts
-    first = itertools.cycle(range(len(servers)))
+    first, gone = itertools.cycle(range(len(servers))), set[str]()
     pool = ThreadPoolExecutor(requests, thread_name_prefix="gspax_teacher")
     try:
         work = [
-            pool.submit(_score, [*servers[n:], *servers[:n]], tokens, timeout)
+            pool.submit(_score, [*servers[n:], *servers[:n]], tokens, timeout, gone)
             for n, tokens in zip(first, sequences, strict=False)
         ]
         interrupt.wait(work)
@@ -68,8 +68,8 @@ def score(
             one.close()
 
 
-def _score(servers: Sequence[Server], tokens: Sequence[int], timeout: float) -> np.ndarray:
-    """The answer of the first server that gives one."""
+def _score(servers: Sequence[Server], tokens: Sequence[int], timeout: float, gone: set[str]) -> np.ndarray:
+    """The answer of the first server that gives one; `gone` gets the addresses of those that gave none."""
     end = time.monotonic() + timeout
     for server in itertools.cycle(servers):
         try:
@@ -79,6 +79,9 @@ def _score(servers: Sequence[Server], tokens: Sequence[int], timeout: float) -> 
         except UnreachableError as problem:
             if time.monotonic() > end:
                 raise FailureError(f"teacher.score: no server for {timeout:g} seconds (timeout): {problem}") from None
+            if server.address not in gone:
+                gone.add(server.address)
+                warn(f"teacher.score: {problem}; its requests are sent again, to another server or once it is back")
             time.sleep(PAUSE)
         except RefusedError as problem:
             raise FailureError(f"teacher.score: {problem}") from None
