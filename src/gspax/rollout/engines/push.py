@@ -165,10 +165,10 @@ class Pusher:
         try:
             probed = self._install(server, pushed)
         except (RefusedError, FailureError):
-            if self.pushed.written is pushed.written:
+            if self.pushed and self.pushed.written is pushed.written:
                 raise
         else:
-            if self.pushed.written is pushed.written:
+            if self.pushed and self.pushed.written is pushed.written:
                 return probed
         raise UnreachableError(f"{server.address}: newer weights were pushed while it loaded older ones")
 
