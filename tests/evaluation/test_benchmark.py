@@ -102,7 +102,7 @@ def drawn(monkeypatch):
     """The settings of the sampler's calls, which draw nothing."""
     found = []
 
-    def fake(params, prompts, ids, key, options, ended):
+    def fake(params, prompts, ids, key, options, earlier, ended):
         found.append(options.sampling)
         raise InterruptedError
 

@@ -17,7 +17,7 @@ from gspax.learner.updates import adapt_range, first_adapted, noise_floor, noise
 from gspax.run.directory import RunDir
 from gspax.run.record import read_metrics
 from gspax.training import loop
-from gspax.types import Batch
+from gspax.types import Adapted, Batch
 
 SETTINGS = Calibration(share=0.25, tolerance=0.05, gain=1.0)
 LOSS = partial(losses.gspo, clip_low=0.01, clip_high=0.02)
@@ -144,7 +144,7 @@ def shares(rate, rollouts, minibatches=4, outlier=None, seed=0, unsteady=0.0):
             if outlier == (rollout, k):
                 logp = logp.at[0].add(np.log(1.03) * batch.mask_BT[0])
             outputs = objective.Outputs(logp, logp, None)
-            constants = objective.UpdateConstants(jnp.array(clip_range), None)
+            constants = objective.UpdateConstants(Adapted(*jnp.array([*clip_range, 0.0])), None)
             _, metrics = losses.reduce(minimized(outputs, batch, constants))
             updates.append({name: float(value) for name, value in metrics.items()} | {"skipped": 0.0, "empty": 0.0})
             ranges.append(clip_range)

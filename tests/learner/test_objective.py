@@ -15,7 +15,7 @@ from gspax.config import AdaptiveEntropy, Calibration, CovarianceKL, Reference, 
 from gspax.learner import objective
 from gspax.losses import correction, kl, regularizers
 from gspax.model.moe import Routing
-from gspax.types import Batch
+from gspax.types import Adapted, Batch
 
 L, B, T, E, A = 2, 6, 7, 4, 2
 
@@ -37,7 +37,7 @@ BATCH = Batch(
     ref_logp_BT=LOGP + 0.3 * draw(7, B, T),
     penalized_BT=jnp.asarray(draw(9, B, T) > 0, jnp.float32),
 )
-CONSTANTS = objective.UpdateConstants(jnp.array([0.01, 0.02]), jnp.abs(draw(8, L, E)))
+CONSTANTS = objective.UpdateConstants(Adapted(*jnp.array([0.01, 0.02, 0.01])), jnp.abs(draw(8, L, E)))
 GIVEN = (BATCH.old_logp_BT, BATCH.advantage, MASK)
 TOKENS = partial(losses.grpo, aggregate=losses.by_token)
 

@@ -22,7 +22,7 @@ from gspax.learner.state import new_state
 from gspax.losses.router_shift import log_factor
 from gspax.model.moe import Routing
 from gspax.parallel import sharding
-from gspax.types import Batch, Rollout
+from gspax.types import Adapted, Batch, Rollout
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2)
 N, T, L, A, E = 6, 9, 2, 2, MODEL.num_experts
@@ -184,7 +184,7 @@ def test_the_factor_of_a_shift_by_loops(floor):
 @pytest.mark.parametrize("loss", [losses.gspo, losses.grpo], ids=["gspo", "grpo"])
 def test_a_router_shift_multiplies_ratios_before_clipping(loss):
     outputs, batch = routed()
-    constants = UpdateConstants(jnp.zeros(2), None)
+    constants = UpdateConstants(Adapted(*jnp.zeros(3)), None)
     found = make_objective(loss, router_shift=RouterShift(floor=0.5))(outputs, batch, constants)
     gamma_BT = np.exp(
         log_factor(router_logp(outputs.routing, batch.expert_BLTA), batch.router_logp_BLTA, batch.mask_BT)
@@ -200,7 +200,7 @@ def test_a_router_shift_multiplies_ratios_before_clipping(loss):
 def test_a_router_shift_has_no_gradient_and_does_nothing_while_routers_stand_still():
     outputs, batch = routed()
     still = replace(batch, router_logp_BLTA=router_logp(outputs.routing, batch.expert_BLTA))
-    constants = UpdateConstants(jnp.zeros(2), None)
+    constants = UpdateConstants(Adapted(*jnp.zeros(3)), None)
     shifted, plain = make_objective(losses.gspo, router_shift=RouterShift()), make_objective(losses.gspo)
     np.testing.assert_array_equal(shifted(outputs, still, constants).value, plain(outputs, still, constants).value)
 

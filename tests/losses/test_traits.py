@@ -18,7 +18,7 @@ from gspax.learner import objective
 from gspax.learner.updates import noise_warnings
 from gspax.losses import correction, kl
 from gspax.losses.traits import aggregate_of, level_of
-from gspax.types import Batch
+from gspax.types import Adapted, Batch
 
 BUILT_IN = tuple({member.function: None for member in FAMILY})
 
@@ -113,7 +113,7 @@ def test_a_wrapped_loss_trains_the_same(loss, wrap):
         sampler_logp_BT=x.old_logp,
         ref_logp_BT=x.old_logp,
     )
-    constants = objective.UpdateConstants(jnp.array([0.01, 0.02]), None)
+    constants = objective.UpdateConstants(Adapted(*jnp.array([0.01, 0.02, 0.0])), None)
 
     def gradient(function):
         minimized = objective.make_objective(
