@@ -9,8 +9,8 @@ COPY setup.cfg pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 COPY experiments experiments
-RUN useradd --create-home gspax && mkdir runs && chown gspax runs
-USER gspax
+RUN useradd --create-home --uid=1000 gspax && mkdir runs && chown gspax runs
+USER 1000
 ENV PYTHONUNBUFFERED=1
 # The list form, so that SIGTERM reaches gspax itself, which then saves a checkpoint.
 ENTRYPOINT ["gspax"]

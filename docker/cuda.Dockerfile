@@ -8,8 +8,8 @@ COPY requirements.txt setup.cfg pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir --constraint requirements.txt '.[train,gpu]'
 COPY experiments experiments
-RUN useradd --create-home gspax && mkdir runs && chown gspax runs
-USER gspax
+RUN useradd --create-home --uid=1000 gspax && mkdir runs && chown gspax runs
+USER 1000
 # A run on a machine without a usable GPU is an error, not a slow run on its CPU.
 ENV PYTHONUNBUFFERED=1 JAX_PLATFORMS=cuda
 # The list form, so that SIGTERM reaches gspax itself, which then saves a checkpoint.
