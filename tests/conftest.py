@@ -51,7 +51,10 @@ TIERS = {  # the folders and files of a tier; all others are of tier "device": t
 COSTLY = TESTS / "costly.txt"  # tests of over half a CPU-second, written by `make costs`; they wait for `make release`
 COSTS = os.environ.get("TEST_COSTS", "")  # a file to write the CPU-seconds of each test to
 
-RESIDENT_BUDGET = 10**9  # bytes a worker may hold between two files; most of them are compiled programs
+# Bytes a worker may hold, most of them compiled programs. Linux lets a process map memory 65,530 times, which the programs
+# of a worker reach at 7 GB: XLA then crashes in the middle of a file.
+BUDGET_BETWEEN_FILES = 10**9
+BUDGET_BETWEEN_TESTS = 3 * 10**9
 
 
 def pytest_collection_modifyitems(items):
@@ -81,14 +84,24 @@ def cpu_seconds():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _drop_compiled_programs():
-    """Clear JAX's caches between two files if the worker has grown large: all programs together take several GB."""
+def _drop_programs_of_a_file():
     yield
+    drop_compiled_programs(BUDGET_BETWEEN_FILES)
+
+
+@pytest.fixture(autouse=True)
+def _drop_programs_of_a_test():
+    yield
+    drop_compiled_programs(BUDGET_BETWEEN_TESTS)
+
+
+def drop_compiled_programs(budget):
+    """Clear JAX's caches if this process holds more than `budget` bytes: all programs together take several GB."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return
-    if pages * os.sysconf("SC_PAGE_SIZE") > RESIDENT_BUDGET:
+    if pages * os.sysconf("SC_PAGE_SIZE") > budget:
         jax.clear_caches()
         gc.collect()
         with contextlib.suppress(AttributeError):  # glibc: return the freed pages, more than half
