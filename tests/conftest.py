@@ -51,8 +51,8 @@ TIERS = {  # the folders and files of a tier; all others are of tier "device": t
 COSTLY = TESTS / "costly.txt"  # tests of over half a CPU-second, written by `make costs`; they wait for `make release`
 COSTS = os.environ.get("TEST_COSTS", "")  # a file to write the CPU-seconds of each test to
 
-# Bytes a worker may hold, most of them compiled programs. Linux lets a process map memory 65,530 times, which the programs
-# of a worker reach at 7 GB: XLA then crashes in the middle of a file.
+# Bytes a worker may hold, most of them compiled programs. Linux lets a process map memory 65,530 times, which a worker
+# reaches at 7 GB of programs: XLA then crashes in the middle of a file.
 BUDGET_BETWEEN_FILES = 10**9
 BUDGET_BETWEEN_TESTS = 3 * 10**9
 
