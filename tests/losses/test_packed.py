@@ -160,7 +160,7 @@ def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
     """Advantages [B, T] mark a batch of packed rows."""
     from gspax.config import Calibration, Reference, Regularizers
     from gspax.learner import objective
-    from gspax.types import Batch
+    from gspax.types import Adapted, Batch
 
     packed = PACKED["some_empty-0.3"]
     x = packed.case
@@ -172,7 +172,7 @@ def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
         regularizers=Regularizers(entropy=0.1),
         calibration=Calibration(),
     )
-    constants = objective.UpdateConstants(jnp.array([0.05, 0.1]), None)
+    constants = objective.UpdateConstants(Adapted(*jnp.array([0.05, 0.1, 0.0])), None)
     rows = np.broadcast_to(x.advantage[:, :1], x.mask.shape)
 
     def found(change, advantage, segment):

@@ -606,8 +606,8 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
             kill()
         return StepResult(state, {}, Samples([], np.zeros(0)))
 
-    def killed_save(self, step, state, extra, **options):
-        save(self, step, state, extra, **options)
+    def killed_save(self, step, state, *args, **options):
+        save(self, step, state, *args, **options)
         if during == "save" and step == 2:
             kill()
 
