@@ -138,8 +138,34 @@ def look_up(earlier, prompt, own, C, K):
     return best[2][: max(C - 1 - len(own), 0)] if best[0] else []
 
 
+@pytest.mark.parametrize("noise", ["fresh", "problem"])
+def test_samples_of_a_problem_come_again_with_its_noise_alone(noise):
+    """Other indices, another order, other problems beside them, other slots, and drafts."""
+    config = tiny.CONFIGS["dense"]
+    params = make_inference_weights(tiny.params(config), config, tiny.one_device())
+
+    def sample(prompts, first, texts=(), **settings):
+        options = tiny.options(config, replace(SAMPLING, noise=noise, **settings), STOPS)
+        ids = range(first, first + len(prompts))
+        return jax.device_get(sampler.sample(params, prompts, ids, jax.random.key(0), options, earlier=texts))
+
+    epoch, later = [sample(PROMPTS, 0), sample([PROMPTS[2], [9], PROMPTS[0]], 4, slots=4)]
+    once, again = (grouped(completions(rollout), SAMPLING.group) for rollout in (epoch, later))
+    same = [
+        np.array_equal(new, old) for place in (0, 2) for new, old in zip(again[place], once[2 - place], strict=True)
+    ]
+    assert all(same) == (noise == "problem") and sum(same) in (0, len(same))
+    assert len({tuple(row) for group in once for row in group}) == 12, "each sample has noise of its own"
+    drafted = sample(PROMPTS, 8, once, drafts=3)
+    if noise == "problem":
+        assert_same(drafted, replace(epoch, passes_B=None))
+        assert drafted.passes_B.sum() < 0.5 * epoch.length_B.sum()
+
+
 def test_a_wrong_setting_is_one_sentence():
     delta = replace(experiment, model=tiny.DELTA, sampling=replace(experiment.sampling, drafts=3))
     assert any(problem.startswith("sampling.drafts: wanted 0 in a model with gated") for problem in validate(delta))
     many = replace(experiment, sampling=replace(experiment.sampling, drafts=32))
     assert "sampling.drafts: wanted at most 31, got 32" in validate(many)
+    same = replace(experiment, sampling=replace(experiment.sampling, noise="same"))
+    assert "sampling.noise: wanted 'fresh' or 'problem', got 'same'" in validate(same)

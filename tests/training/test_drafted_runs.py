@@ -51,6 +51,34 @@ def test_later_epochs_have_drafts_and_a_resumed_run_has_the_same(tmp_path):
         assert {name: row[name] for name in same} == {name: other[name] for name in same}
 
 
+def test_a_policy_that_does_not_move_repeats_its_samples_with_the_noise_of_problems(tmp_path, monkeypatch):
+    """Also after a resume; the rewards of a group are equal, so that no gradient moves it."""
+    seen, keep = [], EarlierTexts.keep
+
+    def note(texts, rollout, group):
+        seen.append(np.asarray(rollout.tokens_BT))
+        keep(texts, rollout, group)
+
+    monkeypatch.setattr(EarlierTexts, "keep", note)
+    sampling = replace(DRAFTED.sampling, noise="problem", temperature=1.0)
+    unmoved = replace(DRAFTED, sampling=sampling, reward=no_reward)
+    for steps in (2, 3):
+        loop.train(replace(unmoved, schedule=replace(DRAFTED.schedule, steps=steps)), tmp_path)
+    assert len(seen) == 3 and len(np.unique(seen[0], axis=0)) > 8
+    for later in seen[1:]:
+        np.testing.assert_array_equal(later, seen[0])
+    tokens = [
+        row["sampling/tokens_per_pass"]
+        for row in record.read_metrics(RunDir(tmp_path).metrics)
+        if "sampling/tokens_per_pass" in row
+    ]
+    assert tokens[0] < 1.5 and min(tokens[1:]) > 2, "drafts are right to the end of each sample"
+
+
+def no_reward(problem, completion):
+    return 0.0
+
+
 def test_texts_that_do_not_fit_are_not_kept(monkeypatch):
     monkeypatch.setattr(earlier, "MOST", 10)
     texts = EarlierTexts()

@@ -60,6 +60,7 @@ Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3
 SamplingTemperature = Annotated[float, Range("0, or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)]
 Drafts = Annotated[int, at_least(0), at_most(31)]  # one block of `model.decoding.BLOCK` with the next token
 GroupSize = Annotated[int, at_least(1), at_most(2**20)]
+Noise = Literal["fresh", "problem"]
 SamplerDtype = Literal["auto", "int8"]  # auto: the model's dtype
 
 
@@ -78,6 +79,9 @@ class Sampling:
     kv_cache_dtype: SamplerDtype = "auto"  # int8: keys and values with a scale for each token and head
     weights_dtype: SamplerDtype = "auto"  # int8: the sampler's weights with a scale for each output channel
     drafts: Drafts = 0  # tokens that a decoding pass checks beyond the next one, from earlier texts; 0: off
+    # What the random numbers of a token depend on beside the run's seed, the number of the sample in its group, and the
+    # position: fresh: how many problems came before; problem: its prompt alone, so that they are the same in each epoch
+    noise: Noise = "fresh"
     # Problems that cannot be read or whose prompts do not fit, of those loaded, or of 1,000: they are skipped
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
@@ -88,6 +92,10 @@ class Sampling:
     # The most tokens of the set that these filters keep, over which the learner then normalizes its log-probs too;
     # the sampler drops others from the set. 0: log-probs are over the whole vocabulary, which the samples are not from
     mask_replay: NonNegativeInt = 0
+
+    def described(self) -> dict[str, object]:
+        """The fields, without fresh noise: a run from before there was another kind still resumes."""
+        return described_fields(self, ("noise",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,7 @@ def complete(
     problems = [one and one.problem for one in ready]
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
     mesh, interaction = policy.engine.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
-    sampling = replace(sampling, drafts=0)  # they come from the rollouts of training problems
+    sampling = replace(sampling, drafts=0, noise="fresh")  # both others are for training problems that come again
     options = SampleOptions(model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=mesh, greedy=greedy)
     request = Request(ready=ready, prompt_ids=placed, key=key, options=options, interaction=interaction)
     sampled = policy.engine.sample(policy.weights, request)

@@ -42,7 +42,8 @@ class Dialogue:
           options: `sampling.max_prompt_tokens` limits the first message, `max_tokens` all that follows it.
           key: equal (key, messages) give equal answers.
         """
-        sampling = replace(options.sampling, group=batch_shards(options.mesh), chunk=1, slots=0, drafts=0)
+        plain = replace(options.sampling, drafts=0, noise="fresh")  # no message comes again
+        sampling = replace(plain, group=batch_shards(options.mesh), chunk=1, slots=0)
         self._options = sampler.split_rows(replace(options, sampling=sampling, turns=True), 1)
         self._params, self._tokenizer, self._key = params, tokenizer, key
         self._state: State | None = None

@@ -13,6 +13,7 @@ Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C comp
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,7 +63,8 @@ def sample(
       params: inference weights (`sampler.inference_weights`).
       prompts: P token lists. A process needs only those of its own rows (`multihost.local_rows`); the others may be
         None.
-      prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`.
+      prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`. With
+        `sampling.noise="problem"` a checksum of the prompt is used instead.
       key: equal (key, id) give equal samples.
       options: of which `sampling.prompts` is not read. Temperature 0 decodes greedily, with log-probs at temperature 1.
       earlier: for `place_prompts`.
@@ -209,6 +211,8 @@ def place_prompts(
     size = limit if widest else min(limit, bucket(longest, SMALLEST_BUCKET))
     tokens_PS, length_P = pad_rows([prompt or () for prompt in prompts], size)
     part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
+    if sampling.noise == "problem":
+        prompt_ids = [zlib.crc32(np.asarray(prompt or (), np.int32).tobytes()) for prompt in prompts]
     first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - options.greedy)
     id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)
     placed = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
