@@ -97,6 +97,7 @@ class Study:
     panels: Callable[[Sequence[VariantRuns], float], list[Draw]] | None = None
     columns: tuple[Measure, ...] = ()  # of results.csv besides the measures, for panels: the table does not have them
     probe: Callable[[Path], dict[str, float]] | None = None  # further metrics of a finished run, from its folder
+    devices: int = 1  # of a run, which share a core; two for a sampler on a device of its own
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,9 @@ def run_study(study: Study, folder: Path, jobs: int) -> None:
     first = {job.start: job for job in reversed(jobs_of(study, folder))}  # always the same, which resuming needs
     starts = {job.start: first[job.start] for job in pending}
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(run_start, starts.values()):
+        for _ in pool.map(partial(run_start, devices=study.devices), starts.values()):
             pass
-        for number, job in enumerate(pool.map(run_job, pending), 1):
+        for number, job in enumerate(pool.map(partial(run_job, devices=study.devices), pending), 1):
             print(f"{number}/{len(pending)} {job.variant.name}, seed {job.seed}", flush=True)
 
 
@@ -180,21 +181,21 @@ def is_finished(job: Job) -> bool:
     return record.is_file() and json.loads(record.read_text())["overrides"] == variant_overrides(job.variant, job.seed)
 
 
-def run_start(job: Job) -> None:
+def run_start(job: Job, devices: int) -> None:
     """The supervised warm start of a seed, as a checkpoint in `job.start`."""
     if (job.start / "config.json").is_file():
         return
     trained = job.start.with_name(job.start.name + "_sft")
     file, overrides = str(base_file(job.variant.start)), start_overrides(job.variant, job.seed)
-    gspax("sft", file, "--workdir", str(trained), *overrides, log=trained)
+    gspax("sft", file, "--workdir", str(trained), *overrides, log=trained, devices=devices)
     gspax("export", "--from", str(trained), "--to", str(job.start), "--dtype", "float32", log=trained)
 
 
-def run_job(job: Job) -> Job:
+def run_job(job: Job, devices: int) -> Job:
     """A run that continues its warm start; what it cost is in `finished.json`."""
     file, overrides = str(base_file(job.variant.start)), variant_overrides(job.variant, job.seed)
     start = f"model.checkpoint={job.start}"
-    usage = gspax("train", file, "--workdir", str(job.folder), start, *overrides, log=job.folder)
+    usage = gspax("train", file, "--workdir", str(job.folder), start, *overrides, log=job.folder, devices=devices)
     costs = {
         "run/cpu_seconds": usage.ru_utime + usage.ru_stime,
         "run/peak_mb": usage.ru_maxrss / 1024,
@@ -203,8 +204,8 @@ def run_job(job: Job) -> Job:
     return job
 
 
-def gspax(*command: str, log: Path) -> resource.struct_rusage:
-    """Run a subcommand on one thread; what it used. Its output is in `log`.log.
+def gspax(*command: str, log: Path, devices: int = 1) -> resource.struct_rusage:
+    """Run a subcommand on one thread for each of so many devices; what it used. Its output is in `log`.log.
 
     Raises:
       UserError: it failed.
@@ -212,7 +213,8 @@ def gspax(*command: str, log: Path) -> resource.struct_rusage:
     log.parent.mkdir(parents=True, exist_ok=True)
     path = log.with_name(log.name + ".log")
     with path.open("a") as output:
-        environment = {**os.environ, "NPROC": "1"}  # XLA's threads: runs side by side would share the cores anyway
+        # NPROC is XLA's threads: runs side by side would share the cores anyway
+        environment = {**os.environ, "NPROC": "1", "JAX_NUM_CPU_DEVICES": str(devices)}
         child = subprocess.Popen(
             [sys.executable, "-m", "gspax", *command], stdout=output, stderr=output, env=environment
         )

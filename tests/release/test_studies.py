@@ -59,7 +59,7 @@ def commands(common, monkeypatch):
     """What `gspax` would run; a run gets metrics instead, whose reward is 0.1 larger in the second variant."""
     called = []
 
-    def gspax(*command, log):
+    def gspax(*command, log, devices=1):
         called.append(command)
         if command[0] != "export":
             override(load(command[1]), command[4:])  # as the subcommand does
