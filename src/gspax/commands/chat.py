@@ -216,8 +216,8 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     from gspax.sampler.placement import make_meshes, make_sampler
 
     own = load_file(options.file).tokenizer if options.file else None
-    if (found := locate_run(name)) is not None:
-        run, checkpoints, step = found
+    if (located := locate_run(name)) is not None:
+        run, checkpoints, step = located
         recorded, model, lora = read_recorded(run)
         tokenizer = own or read_tokenizer(recorded["tokenizer"])
         filters = {name: recorded["sampling"][name] for name in FILTERS}

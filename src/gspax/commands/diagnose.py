@@ -23,11 +23,11 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.report.diagnosis import find_causes, read_record, summarize
 
     record = read_record(options.workdir)
-    found, missing = find_causes(record)
+    causes, missing = find_causes(record)
     print(summarize(record))
-    for number, (cause, evidence, remedy, page) in enumerate(found, start=1):
+    for number, (cause, evidence, remedy, page) in enumerate(causes, start=1):
         print(f"\n{number}. {cause}: {evidence}.\n   Try {remedy}.\n   See {page}")
-    if not found:
+    if not causes:
         print("None of the usual causes of a flat reward shows (docs/howto/flat_reward.md).")
     if missing:
         print(f"Not looked for, because metrics are missing: {', '.join(missing)}.")

@@ -151,8 +151,8 @@ def _put(into: Array | None, values: Array, place_BT: np.ndarray, width: int, me
 
 def _move(into: Array | None, values: Array, place_BT: Array) -> Array:
     moved = values.reshape(-1, *values.shape[2:])[jnp.maximum(place_BT, 0)]
-    found = place_BT.reshape(*place_BT.shape, *[1] * (moved.ndim - 2)) >= 0
-    return jnp.where(found, moved, jnp.zeros_like(moved) if into is None else into)
+    has_place = place_BT.reshape(*place_BT.shape, *[1] * (moved.ndim - 2)) >= 0
+    return jnp.where(has_place, moved, jnp.zeros_like(moved) if into is None else into)
 
 
 def number_tokens(batches: Sequence[Batch], layouts: Sequence[Layout], number_N: np.ndarray) -> list[Batch]:

@@ -62,9 +62,9 @@ def _held_out(run: RunDir, step: int) -> Iterator[str]:
         recorded += [(row, row["evaluation"]["problems"]) for row in read_rows(run.evaluations)]
     rows = []
     for wanted in dict.fromkeys((0, step)):
-        found = [item for item in recorded if item[0]["step"] == wanted and "eval/reward" in item[0]]
-        if found:
-            row = max(found, key=lambda item: item[1])[0]
+        evaluations = [item for item in recorded if item[0]["step"] == wanted and "eval/reward" in item[0]]
+        if evaluations:
+            row = max(evaluations, key=lambda item: item[1])[0]
             bounds = {side: row.get(f"eval/reward_{side}") for side in ("low", "high")}
             sampled = statistics.show({"mean": row["eval/reward"], **bounds})  # type: ignore[typeddict-item]
             rows.append(

@@ -323,8 +323,8 @@ def read_record(workdir: Path) -> Record:
 def find_causes(record: Record) -> tuple[list[Finding], list[str]]:
     """The causes that show, and the metrics that the run does not have, so that some causes cannot show."""
     missing = sorted({name for check in CHECKS for name in check.metrics} - record.series.keys())
-    found = [check.find(record) for check in CHECKS if not set(check.metrics) & set(missing)]
-    return [finding for finding in found if finding is not None], missing
+    findings = [check.find(record) for check in CHECKS if not set(check.metrics) & set(missing)]
+    return [finding for finding in findings if finding is not None], missing
 
 
 def summarize(record: Record) -> str:

@@ -170,8 +170,8 @@ class _ObjectLock:
                 content = json.dumps({**self._description, "renewed": self._count}).encode()
                 generation = objects.write_if(self.path, content, self._generation)
                 if generation is None:  # unless an earlier write arrived, and its answer did not
-                    found, now = objects.read_object(self.path)
-                    holder = _parse((found or b"").decode(errors="replace"))
+                    stored, now = objects.read_object(self.path)
+                    holder = _parse((stored or b"").decode(errors="replace"))
                     if holder.get("token") == self._description["token"]:
                         generation = objects.write_if(self.path, content, now)
                 self._generation, self._renewed = generation, began

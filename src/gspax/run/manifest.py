@@ -145,12 +145,12 @@ def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | N
     try:
         if not is_bucket(folder) and not path.resolve().is_relative_to(folder.resolve()):
             return f"{name} is outside of the checkpoint"
-        found = _digest(path) if hashes else wanted._replace(bytes=path.stat().st_size)
+        got = _digest(path) if hashes else wanted._replace(bytes=path.stat().st_size)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    if found.bytes != wanted.bytes:
-        return f"{name} has {found.bytes} bytes instead of {wanted.bytes}"
-    return None if found == wanted else f"{name} has another SHA-256"
+    if got.bytes != wanted.bytes:
+        return f"{name} has {got.bytes} bytes instead of {wanted.bytes}"
+    return None if got == wanted else f"{name} has another SHA-256"
 
 
 def installed_versions(packages: Sequence[str]) -> dict[str, str]:

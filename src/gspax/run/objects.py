@@ -40,12 +40,12 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes] | 
     store, key = locate(path)
     asked = [store.read(key, byte_range=slice(start, start + length)) for start, length in ranges if length]
     try:
-        found = iter([result(future, path) for future in asked])
+        answers = iter([result(future, path) for future in asked])
     except OSError as problem:
         if str(problem.__cause__).startswith(TOO_SHORT):
             return None
         raise
-    return [next(found).value if length else b"" for _, length in ranges]
+    return [next(answers).value if length else b"" for _, length in ranges]
 
 
 def ends_at(path: Path, size: int) -> bool:
@@ -63,10 +63,10 @@ def write_if(path: Path, content: bytes | None, generation: bytes) -> bytes | No
     written: bytes = result(store.write(key, content, if_equal=generation), path).generation
     if written:
         return written
-    found, now = read_object(path)
-    if found is None and content is not None:
+    stored, now = read_object(path)
+    if stored is None and content is not None:
         require_bucket(path.parent)
-    return now if found == content else None
+    return now if stored == content else None
 
 
 def require_bucket(folder: Path) -> None:
@@ -110,8 +110,8 @@ def measure_traffic() -> Traffic:
 
     gcs = "/tensorstore/kvstore/gcs/"
     names = "/tensorstore/http/request_started", f"{gcs}retries", f"{gcs}bytes_read", f"{gcs}bytes_written"
-    found = [tensorstore.experimental_collect_matching_metrics(name) for name in names]
-    return Traffic(*(int(metrics[0]["values"][0]["value"]) if metrics else 0 for metrics in found))
+    collected = [tensorstore.experimental_collect_matching_metrics(name) for name in names]
+    return Traffic(*(int(metrics[0]["values"][0]["value"]) if metrics else 0 for metrics in collected))
 
 
 class Repeats:

@@ -87,13 +87,13 @@ def score_all(score: TeacherScore, sequences: Sequence[Sequence[int]]) -> list[n
     """The teacher's log-probs of sequences, none for those of a single token. FailureError if they cannot be right."""
     asked = [tokens for tokens in sequences if len(tokens) > 1]
     answers = iter(score(asked)) if asked else iter(())
-    found = []
+    all_logps = []
     for tokens in sequences:
         logps = np.asarray(next(answers) if len(tokens) > 1 else (), np.float32)
         if logps.shape != (max(len(tokens) - 1, 0),) or not (logps <= 1e-3).all():  # false for NaN
             raise FailureError(f"teacher.score: wanted {len(tokens) - 1} log-probs of at most 0, got {logps}"[:300])
-        found.append(logps)
-    return found
+        all_logps.append(logps)
+    return all_logps
 
 
 def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group: int) -> np.ndarray:

@@ -71,15 +71,15 @@ def run(directory: Path | None, show: Callable[[str], None]) -> JsonObject:
         pairs = [f"{key} {each}" for key, each in value.items()] if isinstance(value, dict) else [value]
         show(f"{name:12} {', '.join(map(str, pairs))}")
     show("")
-    found = []
+    finished = []
     for name, check in make_checks(directory).items():
         watchdog.progress()
         for result in results.run(name, check):
-            found.append(result)
+            finished.append(result)
             show(str(result))
     seconds = time.perf_counter() - began
-    counts = Counter(result.status for result in found)
+    counts = Counter(result.status for result in finished)
     show(
         f"\n{', '.join(f'{counts[status]} {status}' for status in results.WORST if counts[status])} in {seconds:.0f} s"
     )
-    return {"environment": described, "results": [vars(result) for result in found], "seconds": seconds}
+    return {"environment": described, "results": [vars(result) for result in finished], "seconds": seconds}

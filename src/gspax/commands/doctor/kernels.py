@@ -141,8 +141,8 @@ def latent_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
         rescaled = q[..., H:] * ((C + rotated) / (H + rotated)) ** 0.5
         made = (segments.make_segment(None, cached[:, :, a:b], int8=False, kernel=kernel) for a, b in pairwise(bounds))
         query = jnp.concatenate([absorbed, rescaled], axis=-1)
-        found, _ = segments.attend(query, tuple(made), jnp.zeros(2, int), jnp.asarray(stop_B), kernel=kernel)
-        return jnp.einsum("bnc,cnu->bnu", found[..., :C], w_value, preferred_element_type=jnp.float32)
+        attended_BNC, _ = segments.attend(query, tuple(made), jnp.zeros(2, int), jnp.asarray(stop_B), kernel=kernel)
+        return jnp.einsum("bnc,cnu->bnu", attended_BNC[..., :C], w_value, preferred_element_type=jnp.float32)
 
     active_BT = np.arange(T)[None] < stop_B[:, None]
     context, *_ = references.attention(q[:, :1], k, v, active_BT[:, None])

@@ -46,11 +46,11 @@ def compare(name: str, got: PyTree, want: PyTree, tolerance: float) -> Result:
     """
     worst, where = 0.0, ""
     leaves = jax.tree_util.tree_leaves_with_path(want)
-    for (path, wanted), found in zip(leaves, jax.tree.leaves(got), strict=True):
-        found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-        if not found.size:
+    for (path, wanted), got_leaf in zip(leaves, jax.tree.leaves(got), strict=True):
+        got_leaf, wanted = (np.asarray(x, np.float64) for x in (got_leaf, wanted))
+        if not got_leaf.size:
             continue
-        off = np.abs(found - wanted) / max(float(np.abs(wanted).max()), 1e-30)
+        off = np.abs(got_leaf - wanted) / max(float(np.abs(wanted).max()), 1e-30)
         off = np.where(np.isfinite(off), off, np.inf)
         if (largest := float(off.max())) > worst:
             index = [int(i) for i in np.unravel_index(off.argmax(), off.shape)]
@@ -78,16 +78,17 @@ def run(name: str, check: Check) -> list[Result]:
     except Exception as problem:
         reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:400]
         results.append(Result(name=name, status="wrong", why=reason))
-    return merge([[Result(**each) for each in found] for found in multihost.gather([vars(one) for one in results])])
+    gathered = multihost.gather([vars(result) for result in results])
+    return merge([[Result(**fields) for fields in process] for process in gathered])
 
 
-def merge(found: Sequence[Sequence[Result]]) -> list[Result]:
+def merge(by_process: Sequence[Sequence[Result]]) -> list[Result]:
     """For each name the worst result of the processes, with the number of its process if it is bad."""
     every = [
         replace(result, why=f"process {process}: {result.why}".rstrip(": "))
-        if found[1:] and result.status in ("wrong", "slow")
+        if by_process[1:] and result.status in ("wrong", "slow")
         else result
-        for process, results in enumerate(found)
+        for process, results in enumerate(by_process)
         for result in results
     ]
     worst_first = sorted(every, key=lambda result: WORST.index(result.status))

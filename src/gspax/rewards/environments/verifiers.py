@@ -209,10 +209,10 @@ class _Agent(vf.Agent):
     def _read(self, text: str) -> Any:
         """The policy's message as servers return it: thinking, text, and calls apart."""
         thinking, content = split_thinking(text)
-        found = [call for call in self._parse(content) if isinstance(call, Call)]
+        calls = [call for call in self._parse(content) if isinstance(call, Call)]
         calls = [
             vf.ToolCall(id=f"call_{len(self.messages)}_{i}", name=call.name, arguments=json.dumps(call.arguments))
-            for i, call in enumerate(found)
+            for i, call in enumerate(calls)
         ]
         content = content.partition(OPEN)[0].strip() if calls else content
         return vf.AssistantMessage(content=content, reasoning_content=thinking or None, tool_calls=calls or None)
