@@ -36,7 +36,8 @@ def of_its_family(config):
     return config if config.num_experts else replace(config, **plain)
 
 
-FIELDS_OF_EXPERTS = [*families.COPIED_OF_EXPERTS]
+FIELDS_OF_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", *families.STEPS)
+SIZES = families.FAMILIES["qwen2"].copied  # that every family has
 DENSE = to_json(of_its_family(tiny.CONFIGS["dense"]))
 MOE = to_json(tiny.MOE)
 
@@ -67,9 +68,7 @@ def test_every_key_of_transformers_is_known(name, tmp_path):
     theirs = transformers.AutoConfig.for_model(name)
     tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.implied, family.permitted]
     tables.append(family.harmless)
-    keys = {key for part in family.copied for key in family.keys_of(part)}
-    keys |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted}
-    keys |= {"moe_layer_end_index", family.dense_or_sparse}
+    keys = {"moe_layer_end_index"} | {key for each in family.copied.values() for key in (each.name, each.other)}
     for key in {*theirs.to_dict(), *(field.name for field in fields(theirs))}:
         assert key in keys or any(key in table for table in tables), key
 
@@ -78,8 +77,8 @@ def test_every_key_of_transformers_is_known(name, tmp_path):
 def test_no_key_is_in_two_tables(name):
     family = families.FAMILIES[name]
     tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.permitted]
-    tables += [[key for part in family.copied for key in family.keys_of(part)]]
-    keys = {key for table in tables for key in table}
+    tables += [[key for each in family.copied.values() for key in (each.name, each.other)]]
+    keys = {key for table in tables for key in table} - {""}
     assert {key: sum(key in table for table in tables) for key in keys} == dict.fromkeys(keys, 1)
 
 
@@ -93,8 +92,7 @@ def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     family, sizes = families.FAMILIES[name], MOE | dict.fromkeys(EXPERTS, 5) | dict.fromkeys(ACTIVE, 2)
     sizes |= dict.fromkeys(LATENT, 8) | ({"num_key_value_heads": 4} if "latent.rank" in family.copied else {})
-    needed = {family.keys_of(part)[0] for part in family.copied if family.copied[part] is families.REQUIRED}
-    needed |= {"n_shared_experts"} if name == "dots1" else set()
+    needed = {each.name for each in family.copied.values() if each.default is families.REQUIRED}
     least = {key: sizes[key] for key in sizes if key in needed} | {"model_type": name}
     transformers.AutoConfig.for_model(**least).save_pretrained(tmp_path / "full")
     assert read_config(write(tmp_path, least)) == read_config(tmp_path / "full")
@@ -180,7 +178,7 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
 
 
 PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
-OLMO3 = {name: DENSE[name] for name in DENSE if name in families.COPIED} | {"model_type": "olmo3"}
+OLMO3 = {name: DENSE[name] for name in DENSE if name in SIZES} | {"model_type": "olmo3"}
 GEMMA3 = OLMO3 | {"model_type": "gemma3_text"}
 GPT_OSS = OLMO3 | {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2}
 KNOWN = " or ".join(json.dumps(name) for name in (*families.FAMILIES, *families.ALIASES))
@@ -379,7 +377,7 @@ def test_a_model_of_no_family_cannot_be_exported():
 
 def test_the_family_is_recorded_where_its_parts_do_not_say_it(tmp_path):
     """A Mistral without a window has the parts of a Llama; its export is a Mistral again."""
-    sizes = {key: value for key, value in DENSE.items() if key in families.COPIED or key == "head_dim"}
+    sizes = {key: value for key, value in DENSE.items() if key in SIZES or key == "head_dim"}
     llama = read_config(write(tmp_path, sizes | {"model_type": "llama"}))
     assert llama.model_type == "" and to_json(llama)["model_type"] == "llama"
     mistral = read_config(write(tmp_path, sizes | {"model_type": "mistral", "sliding_window": None}))

@@ -8,12 +8,12 @@ import tiny
 from published import published, random_params
 from safetensors.numpy import load_file
 
-from gspax.hf import names, tensors
+from gspax.hf import names, rows, tensors
 from gspax.hf.parameters import parameter_shapes
 from gspax.model import presets
 
 CONFIGS = {**tiny.CONFIGS, "the 0.6B": presets.qwen3_0_6b, "the 30B": presets.qwen3_30b_a3b}
-ROWS = [*names.OUTER, *names.LAYER, *names.DENSE, *names.ROUTER, *names.EXPERTS, *names.FUSED_EXPERTS]
+ROWS = [*rows.OUTER, *rows.LAYER, *rows.DENSE, *rows.SPARSE, *rows.FUSED_EXPERTS]
 SIZES = dict(zip("VDNKHEF", (23, 16, 4, 2, 8, 5, 12), strict=True))
 
 
@@ -67,7 +67,7 @@ def test_to_ours_transposes_and_reshapes_for_the_layers(row):
     ("axes", "axis"), [("(N H) D -> D N H", 1), ("V D -> V D", 0), ("1 E -> E", 0), ("(K H)+ 1 T -> K H T", 0)]
 )
 def test_the_axis_that_a_tensor_begins_with(axes, axis):
-    assert names.leading_axis(names.Row("ours", "tensor", axes)) == axis
+    assert names.leading_axis(rows.Row("ours", "tensor", axes)) == axis
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -110,17 +110,17 @@ FUSED = {  # tensors that hold several parameters: the axes of each in ours, and
 @pytest.mark.parametrize("name", FUSED)
 def test_parameters_that_share_a_tensor_are_written_and_read_as_its_parts(name, tmp_path):
     axes, by_hand = FUSED[name]
-    rows = [names.Row(ours, "tensor", each) for ours, each in axes.items()]
-    rng, shapes = np.random.default_rng(0), {row: shape_of(row) for row in rows}
+    joined = [rows.Row(ours, "tensor", each) for ours, each in axes.items()]
+    rng, shapes = np.random.default_rng(0), {row: shape_of(row) for row in joined}
     arrays = {row: rng.standard_normal(shape).astype(np.float32) for row, shape in shapes.items()}
     expected, parts = by_hand(*arrays.values()), names._parts(shapes)
     for row, part in parts.items():
         assert names.published_shape(row, shapes[row], part) == expected.shape
     stored = tensors.create(tmp_path / "model.safetensors", {"first": (3,), "tensor": expected.shape}, expected.dtype)
-    for row in reversed(rows):  # in any order
+    for row in reversed(joined):  # in any order
         tensors.write(stored["tensor"], names.to_published(row, arrays[row]), parts[row])
     np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["tensor"], expected)
-    for row in rows:
+    for row in joined:
         flat = tensors.read(stored["tensor"], part=parts[row])
         np.testing.assert_array_equal(names.to_ours(row, flat, shapes[row]), arrays[row])
 

@@ -10,13 +10,14 @@ This module imports no accelerator code: a dry run needs only the configuration.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import operator
 import types
 import typing
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +33,10 @@ from gspax.config import (
     layers_of,
     rotary_dim,
 )
-from gspax.config.model import architecture_problems
+from gspax.config.model import architecture_problems, described_fields
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
-from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family
+from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
 from gspax.run.buckets import to_path
 
 T = TypeVar("T")
@@ -90,18 +91,10 @@ ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRo
 LONGROPE = ("longrope", "su")  # its names, the second in older files
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
-for part, kind in (("router", Router), ("latent", Latent), ("delta", GatedDelta)):
+OBJECTS = {"router": Router, "latent": Latent, "delta": GatedDelta}
+for part, kind in OBJECTS.items():
     HINTS |= {f"{part}.{name}": hint for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
-# What distinguishes families: a field that a family neither copies nor implies has its default in all of its models.
-PARTS = (
-    *("qk_norm", "qk_norm_projection", "qk_norm_after_rope", "qkv_bias", "attention_bias"),
-    *("rope_fraction", "rope_interleaved", "norm_place", "norm_plus_one", "attention_gate"),
-    *("activation", "scale_embedding", "query_pre_attn_scalar", "attention_sinks"),
-)
-PARTS_OF_EXPERTS = ("norm_topk_prob", "expert_bias", *(f"router.{field.name}" for field in dataclasses.fields(Router)))
-DEFAULT = ModelConfig(
-    vocab_size=1, hidden_size=2, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=2
-)
+HINTS |= {"dense_layers": HINTS["intermediate_size"], "shared_experts": HINTS["vocab_size"]}
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -122,12 +115,13 @@ def read_config(directory: str | Path) -> ModelConfig:
         raise UserError(f"{path}: {problem}") from None
 
 
+@lru_cache
 def family_of(config: ModelConfig) -> str:
     """The `model_type` whose checkpoints hold such a model: `config.model_type`, or the first that has these parts.
 
     UserError if there is none.
     """
-    fitting = [name for name, family in FAMILIES.items() if _fits(config, family)]
+    fitting = [name for name in FAMILIES if _fits(config, name)]
     if fitting and not config.model_type:
         return fitting[0]
     if (name := ALIASES.get(config.model_type, config.model_type)) in fitting:
@@ -144,40 +138,39 @@ def family_of(config: ModelConfig) -> str:
     )
 
 
-def _fits(config: ModelConfig, family: Family) -> bool:
-    """Whether the models of a family have the parts of this one; what experts have counts only if it has some."""
-    experts, shared = config.num_experts > 0, config.shared_expert_intermediate_size > 0
-    parts = [*PARTS, *(PARTS_OF_EXPERTS if experts else ()), *(["shared_expert_gate"] if shared else ())]
-    defaults = {part: _get(DEFAULT, part) for part in parts if part not in family.copied} | family.implied
-    sliding, layers = _sliding(config), config.num_hidden_layers
-    return (
-        all(_get(config, part) == defaults[part] for part in parts if part in defaults)
-        and family.experts == experts
-        and ("latent.rank" in family.copied) == (config.latent is not None)
-        and family.delta == (config.delta is not None)
-        and ("shared_expert_intermediate_size" in family.copied or family.shared_experts is not None) == shared
-        and ("mlp_only_layers" in family.copied or not experts or _leading(config, family) is not None)
-        and (family.window != "all" or len(sliding) in (0, layers))
-        and not (family.window == "none" and sliding and not experts)
-        and (not config.sliding_rope_theta or family.sliding_theta > 0)
-        and (config.rope_scaling is None or ROPE_TYPES[type(config.rope_scaling)] in family.ropes)
-    )
-
-
-def _leading(config: ModelConfig, family: Family) -> int | None:
-    """The number of layers before the first with experts; None if the family cannot say which layers have some."""
-    dense = [number for number, layer in enumerate(layers_of(config)) if not layer.sparse]
-    leading = dense == list(range(len(dense))) and (family.dense_layers is not None or not dense)
-    return len(dense) if leading else None
+def _fits(config: ModelConfig, name: str) -> bool:
+    """Whether the `config.json` of a family describes the model, but for what `to_json` refuses by name."""
+    family = FAMILIES[name]
+    shared = "shared_experts" in family.copied or "shared_expert_intermediate_size" in family.copied
+    kinds = (family.experts, shared, family.delta, "latent.rank" in family.copied)
+    width = config.shared_expert_intermediate_size
+    if kinds != (config.num_experts > 0, width > 0, config.delta is not None, config.latent is not None):
+        return False
+    if family.experts and family.window in ("switch", "none"):
+        config = replace(config, sliding_layers=())
+    if "shared_experts" in family.copied:
+        config = replace(config, shared_expert_intermediate_size=config.moe_intermediate_size)
+    try:
+        described = _model(_content(config, name), name)
+    except ValueError:
+        return False
+    scales = described.norm_plus_one, described.scale_embedding
+    return layers_of(described) == layers_of(config) and scales == (config.norm_plus_one, config.scale_embedding)
 
 
 def _get(config: ModelConfig, part: str) -> Any:
-    """A field of a model, or of its router."""
+    """A field of a model, or of its router, or one of `Family.copied` that others follow from."""
+    if part == "dense_layers":
+        return next((n for n, layer in enumerate(layers_of(config)) if layer.sparse), config.num_hidden_layers)
+    if part == "shared_experts":
+        width, each = config.shared_expert_intermediate_size, config.moe_intermediate_size
+        if not each or width % each:
+            raise UserError(
+                f"model.shared_expert_intermediate_size: wanted a multiple of model.moe_intermediate_size ({each}), "
+                f"got {width}"
+            )
+        return width // each
     return operator.attrgetter(part)(config)
-
-
-def _sliding(config: ModelConfig) -> tuple[int, ...]:
-    return config.sliding_layers if config.sliding_window else ()
 
 
 def to_json(config: ModelConfig) -> dict[str, Json]:
@@ -190,15 +183,26 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
       UserError: no published family describes the model (such as experts, and a window on only some layers).
     """
     name = family_of(config)
+    content = _content(config, name)
+    if config.model_type in WRAPPERS:
+        _, architecture = WRAPPERS[config.model_type]
+        whole: dict[str, Json] = {"architectures": [architecture], "model_type": config.model_type}
+        return whole | {"text_config": content, "tie_word_embeddings": config.tie_word_embeddings}
+    return content | ({"model_type": config.model_type} if config.model_type in ALIASES else {})
+
+
+def _content(config: ModelConfig, name: str) -> dict[str, Json]:
+    """`to_json` as a family writes it, of a model without a wrapper."""
     family = FAMILIES[name]
-    wrapper = WRAPPERS.get(config.model_type)
-    model_type = config.model_type if config.model_type in ALIASES and wrapper is None else name
-    content: dict[str, Json] = {"architectures": [family.architecture], "model_type": model_type}
-    for part in family.copied:
-        value, key = _get(config, part), family.keys_of(part)[0]
-        value = rotary_dim(config) if key == "rotary_dim" else value
-        content[key] = list(value) if isinstance(value, tuple) else value or None if part in family.null else value
-    content |= _experts_json(config, family) | family.written
+    content: dict[str, Json] = {"architectures": [family.architecture], "model_type": name}
+    for part, key in family.copied.items():
+        value = rotary_dim(config) if key.name == "rotary_dim" else _get(config, part)
+        content[key.name] = list(value) if isinstance(value, tuple) else value or None if key.null else value
+    if family.dense_or_sparse:
+        content[family.dense_or_sparse] = ["sparse" if layer.sparse else "dense" for layer in layers_of(config)]
+    if family.ungrouped is not None:
+        content["topk_method"] = "group_limited_greedy" if config.router.groups > 1 else family.ungrouped
+    content |= family.written
     usual = not family.has_head_dim and config.head_dim * config.num_attention_heads == config.hidden_size
     if "head_dim" not in family.copied and not usual:
         content["head_dim"] = config.head_dim
@@ -211,72 +215,39 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
         content["rope_parameters"] = {FULL: full | (_scaling_json(config) or {}), SLIDING: own}
     if family.delta:
         content["layer_types"] = [LINEAR if n in config.delta_layers else FULL for n in range(config.num_hidden_layers)]
-    content |= _window_json(config, name)
-    if wrapper is None:
-        return content
-    whole: dict[str, Json] = {"architectures": [wrapper[1]], "model_type": config.model_type, "text_config": content}
-    return whole | {"tie_word_embeddings": config.tie_word_embeddings}
-
-
-def _experts_json(config: ModelConfig, family: Family) -> dict[str, Json]:
-    """The keys with the number of leading dense layers and of shared experts."""
-    content: dict[str, Json] = {}
-    if family.dense_layers is not None:
-        content[family.dense_layers[0]] = _leading(config, family)
-    if family.dense_or_sparse:
-        content[family.dense_or_sparse] = ["sparse" if layer.sparse else "dense" for layer in layers_of(config)]
-    if family.ungrouped is not None:
-        content["topk_method"] = "group_limited_greedy" if config.router.groups > 1 else family.ungrouped
-    if family.shared_experts is not None:
-        width, each = config.shared_expert_intermediate_size, config.moe_intermediate_size
-        if width % each:
-            raise UserError(
-                f"model.shared_expert_intermediate_size: wanted a multiple of model.moe_intermediate_size ({each}), "
-                f"got {width}"
-            )
-        content[family.shared_experts[0]] = width // each
-    return content
+    return content | _window_json(config, name)
 
 
 def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
+    """`rope_scaling`, without what has its default."""
     scaling = config.rope_scaling
     if scaling is None:
         return None
-    if isinstance(scaling, Llama3Rope | LinearRope):
-        return {"rope_type": ROPE_TYPES[type(scaling)]} | dataclasses.asdict(scaling)
-    if isinstance(scaling, AlphaRope):
-        return {"rope_type": "dynamic", "factor": 1.0, "alpha": scaling.alpha}
-    factor, original = scaling.factor, scaling.original_max_position_embeddings
-    defaults = dataclasses.asdict(Yarn(factor=factor, original_max_position_embeddings=original))
-    changed: dict[str, Json] = {name: x for name, x in dataclasses.asdict(scaling).items() if x != defaults[name]}
-    content: dict[str, Json] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    content: dict[str, Json] = {"rope_type": ROPE_TYPES[type(scaling)]}
+    content |= {"factor": 1.0} if isinstance(scaling, AlphaRope) else {}
+    changed: dict[str, Any] = described_fields(scaling, [*vars(scaling)])
     return content | changed
 
 
 def _window_json(config: ModelConfig, name: str) -> dict[str, Json]:
-    layers, sliding, family = config.num_hidden_layers, _sliding(config), FAMILIES[name]
+    """The keys of sliding windows."""
+    layers, family = config.num_hidden_layers, FAMILIES[name]
+    sliding = config.sliding_layers if config.sliding_window else ()
+    kinds: list[Json] = [SLIDING if layer in sliding else FULL for layer in range(layers)]
     if family.window == "all":
         return {"sliding_window": config.sliding_window if sliding else None}
     if isinstance(family.window, int):
-        return {"sliding_window": config.sliding_window or None, "layer_types": _layer_types(config)}
+        return {"sliding_window": config.sliding_window or None, "layer_types": kinds}
     if family.window == "none" and not family.experts:
         return {}
-    if not sliding:
-        return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": layers}
-    if family.window == "none":
+    if family.window == "none" and sliding:
         raise UserError(f"model.sliding_layers: wanted none in a model of the family {name}, got {sliding}")
-    if family.experts and len(sliding) < layers:
+    if family.experts and 0 < len(sliding) < layers:
         raise UserError(f"model.sliding_layers: wanted all {layers} layers or none with experts, got {sliding}")
-    content: dict[str, Json] = {"use_sliding_window": True, "sliding_window": config.sliding_window}
-    content["max_window_layers"] = min(sliding)
-    if len(sliding) < layers - min(sliding):  # not simply the last layers: only the newer key can express that
-        content["layer_types"] = _layer_types(config)
-    return content
-
-
-def _layer_types(config: ModelConfig) -> list[Json]:
-    sliding = _sliding(config)
-    return [SLIDING if layer in sliding else FULL for layer in range(config.num_hidden_layers)]
+    first, window = min(sliding, default=layers), config.sliding_window if sliding else None
+    content: dict[str, Json] = {"use_sliding_window": bool(sliding), "sliding_window": window}
+    content["max_window_layers"] = first
+    return content if len(sliding) == layers - first else content | {"layer_types": kinds}  # not simply the last layers
 
 
 def _parse(raw: Mapping[str, Json]) -> ModelConfig:
@@ -289,23 +260,20 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     name = expect("model_type", name, (*FAMILIES, *ALIASES))
     if name in WRAPPERS:
         return _parse_wrapper(raw, name)
-    family = FAMILIES[ALIASES.get(name, name)]
+    config = _model(raw, ALIASES.get(name, name))
+    for problem in architecture_problems(config):
+        raise ValueError(problem.replace("model.", ""))
+    return config if family_of(config) == name else replace(config, model_type=name)
+
+
+def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
+    """The model of a family that a parsed `config.json` describes, whether or not it can be built."""
+    family = FAMILIES[name]
     expect("architectures", raw.get("architectures"), (None, [family.architecture]))
     raw = {key: _of_all_layers(value) if key in family.by_layer else value for key, value in raw.items()}
     raw |= _implied_by_others(family, raw)
-    known = {key for part in family.copied for key in family.keys_of(part)} | {*TRANSLATED, *HARMLESS}
-    known |= {counted[0] for counted in (family.dense_layers, family.shared_experts) if counted is not None}
-    known |= {*family.harmless, family.dense_or_sparse} | ({"full_attention_interval"} if family.delta else set())
-    if family.quantized and _object(raw, "quantization_config").get("quant_method") == family.quantized:
-        known |= {"quantization_config"}
-    permitted = _permitted(family, raw)
-    for key, value in raw.items():
-        if key in known:
-            continue
-        if key not in permitted:
-            raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(value)}")
-        expect(key, value, permitted[key])
-    fields: dict[str, Any] = {part: _copied(family, raw, part) for part in family.copied} | family.implied
+    _require_known(family, raw)
+    fields: dict[str, Any] = {part: _copied(raw, part, key) for part, key in family.copied.items()} | family.implied
     if "head_dim" not in fields:
         head_dim = family.head_dim or fields["hidden_size"] // max(1, fields["num_attention_heads"])
         fields["head_dim"] = _read(HINTS["head_dim"], raw, "head_dim", head_dim)
@@ -314,42 +282,44 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     if family.delta:
         fields["delta_layers"], raw = _delta_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
     fields["sliding_window"], fields["sliding_layers"] = _window(raw, family, fields["num_hidden_layers"])
-    if family.dense_layers is not None:
-        fields["mlp_only_layers"] = tuple(range(_read(HINTS["intermediate_size"], raw, *family.dense_layers)))
-    if family.shared_experts is not None:
-        count = _read(HINTS["vocab_size"], raw, *family.shared_experts)
-        fields["shared_expert_intermediate_size"] = count * fields["moe_intermediate_size"]
-    router, latent, delta = (
-        {part.removeprefix(prefix): fields.pop(part) for part in [*fields] if part.startswith(prefix)}
-        for prefix in ("router.", "latent.", "delta.")
-    )
-    config = ModelConfig(
-        **fields,
-        router=Router(**router),
-        latent=Latent(**latent) if latent else None,
-        delta=GatedDelta(**delta) if delta else None,
-    )
-    for problem in architecture_problems(config):
-        raise ValueError(problem.replace("model.", ""))
-    return config if family_of(config) == name else dataclasses.replace(config, model_type=name)
+    if "shared_experts" in fields:
+        fields["mlp_only_layers"] = tuple(range(fields.pop("dense_layers")))
+        fields["shared_expert_intermediate_size"] = fields.pop("shared_experts") * fields["moe_intermediate_size"]
+    for part, kind in OBJECTS.items():
+        own = {name.removeprefix(f"{part}."): fields.pop(name) for name in [*fields] if name.startswith(f"{part}.")}
+        fields |= {part: kind(**own)} if own else {}
+    return ModelConfig(**fields)
+
+
+def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
+    """ValueError unless every key is known, and has a permitted value if no field holds it."""
+    known = {name for key in family.copied.values() for name in (key.name, key.other)} - {""}
+    known |= {*TRANSLATED, *HARMLESS, *family.harmless}
+    if family.quantized and _object(raw, "quantization_config").get("quant_method") == family.quantized:
+        known |= {"quantization_config"}
+    permitted = _permitted(family, raw)
+    for key, value in raw.items():
+        if key not in known | permitted.keys():
+            raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(value)}")
+        if key not in known:
+            expect(key, value, permitted[key])
 
 
 def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:
     """The values of keys that other keys of the file replace."""
     values: dict[str, Json] = {}
-    for part in family.null:
-        values |= {key: 0 for key in family.keys_of(part) if key in raw and raw[key] is None}
     if family.ungrouped is not None and _first(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
-        values |= {key: 1 for part in ("router.groups", "router.top_groups") for key in family.keys_of(part)}
-    if family.dense_layers is not None and (kinds := raw.get(family.dense_or_sparse)) is not None:
+        values |= {"n_group": 1, "topk_group": 1}
+    if (kinds := raw.get(family.dense_or_sparse)) is not None:
         layers, leading = raw.get("num_hidden_layers"), kinds.count("dense") if isinstance(kinds, list) else 0
         if not isinstance(layers, int) or kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
             raise ValueError(
                 f'{family.dense_or_sparse}: wanted "dense" for the first layers and "sparse" for the others, '
                 f"got {show(kinds)}"
             )
-        expect(family.dense_layers[0], _first(raw, (family.dense_layers[0],), leading), (leading,))
-        values[family.dense_layers[0]] = leading
+        key = family.copied["dense_layers"].name
+        expect(key, _first(raw, (key,), leading), (leading,))
+        values[key] = leading
     return values
 
 
@@ -369,7 +339,7 @@ def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
     text = _object(raw, "text_config")
     expect("text_config.model_type", text.get("model_type"), (text_type,))
     tied = expect("tie_word_embeddings", raw.get("tie_word_embeddings", False), (False, True))
-    return dataclasses.replace(_parse(text | {"tie_word_embeddings": tied}), model_type=name)
+    return replace(_parse(text | {"tie_word_embeddings": tied}), model_type=name)
 
 
 def _of_all_layers(value: Json) -> Json:
@@ -383,16 +353,17 @@ def _permitted(family: Family, raw: Mapping[str, Json]) -> dict[str, tuple[Json,
     permitted |= PERMITTED | {"use_qk_norm": (family.implied.get("qk_norm"),)} | family.permitted
     if "moe_intermediate_size" in family.by_layer:
         permitted["moe_intermediate_size"] = (None, raw.get("intermediate_size"))
-    if family.dense_layers is not None and isinstance(layers := raw.get("num_hidden_layers"), int):
+    if "dense_layers" in family.copied and isinstance(layers := raw.get("num_hidden_layers"), int):
         permitted["moe_layer_end_index"] = (None, -1, layers - 1)
     return permitted
 
 
-def _copied(family: Family, raw: Mapping[str, Json], part: str) -> Any:
+def _copied(raw: Mapping[str, Json], part: str, key: Key) -> Any:
     """The value of a field that has a key."""
-    keys = family.keys_of(part)
-    key = next((key for key in keys if raw.get(key) is not None), keys[0])
-    return _read(HINTS[part], raw, key, family.copied[part]) if key != "rotary_dim" else None  # in `_rope`
+    if key.name == "rotary_dim":  # read in `_rope`
+        return None
+    name = key.other if raw.get(key.name) is None and raw.get(key.other) is not None else key.name
+    return _read(HINTS[part], raw, name, 0 if key.null and name in raw else key.default)
 
 
 def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) -> dict[str, Any]:
@@ -408,16 +379,18 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(rope, family, context)}
     if own is not None:
         expect("rope_type", _first(own, ("rope_type", "type"), "default"), ("default",))
-        key = family.keys_of("sliding_rope_theta")[0]
         sliding = _read(
-            HINTS["rope_theta"], own, "rope_theta", _read(HINTS["rope_theta"], raw, key, family.sliding_theta)
+            HINTS["rope_theta"],
+            own,
+            "rope_theta",
+            _read(HINTS["rope_theta"], raw, "rope_local_base_freq", family.sliding_theta),
         )
         fields["sliding_rope_theta"] = 0.0 if (sliding, None) == (theta, fields["rope_scaling"]) else sliding
-    if "rope_fraction" in family.copied:
-        source = raw if rope.get(FRACTION) is None else rope
-        default = family.copied["rope_fraction"]
-        if "rotary_dim" in family.keys_of("rope_fraction") and raw.get("rotary_dim") is not None:
+    if (key := family.copied.get("rope_fraction")) is not None:
+        default = key.default
+        if key.name == "rotary_dim" and raw.get("rotary_dim") is not None:
             default = _read(HINTS["head_dim"], raw, "rotary_dim", REQUIRED) / head_dim
+        source = raw if rope.get(FRACTION) is None else rope
         fields["rope_fraction"] = _read(HINTS["rope_fraction"], source, FRACTION, default)
     elif FRACTION in rope:
         expect(FRACTION, rope[FRACTION], (None, 1))
@@ -461,28 +434,22 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
     transformers applies the window to every layer of a Qwen3-MoE and ignores `max_window_layers` and `layer_types`
     there; a file in which one of them disagrees is rejected.
     """
-    if family.window == "all" or isinstance(family.window, int):
-        absent = {"sliding_window": family.sliding_window}  # null is none, whatever an absent key stands for
+    if family.window in ("switch", "none"):
+        permitted = (False,) if family.window == "none" else (False, True)
+        on = expect("use_sliding_window", _first(raw, ("use_sliding_window",), False), permitted)
+        window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
+        first = _read(int, raw, "max_window_layers", 0 if family.experts else 28)
+        kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+    else:  # null is none, whatever an absent key stands for
+        absent = {"sliding_window": family.sliding_window}
         window = _read(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
-        if isinstance(every := family.window, int):
-            kinds = [FULL if layer % every == every - 1 else SLIDING for layer in range(layers)]
-            return _listed_window(raw, window, kinds)
-        return window, tuple(range(layers)) if window else ()
-    permitted = (False,) if family.window == "none" else (False, True)
-    on = expect("use_sliding_window", _first(raw, ("use_sliding_window",), False), permitted)
-    window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
-    first = _read(int, raw, "max_window_layers", 0 if family.experts else 28)
-    kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
-    window, sliding = _listed_window(raw, window, kinds)
-    if window and family.experts and len(sliding) < layers:
+        if not isinstance(every := family.window, int):
+            return window, tuple(range(layers)) if window else ()
+        kinds = [FULL if layer % every == every - 1 else SLIDING for layer in range(layers)]
+    sliding = _listed(raw, kinds, (FULL, SLIDING) if window else (FULL,), SLIDING)
+    if sliding and family.window == "switch" and family.experts and len(sliding) < layers:
         key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
         raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
-    return window, sliding
-
-
-def _listed_window(raw: Mapping[str, Json], window: int, kinds: list[str]) -> tuple[int, tuple[int, ...]]:
-    """The window, and the layers with it: those that `layer_types` lists, or else those of these kinds."""
-    sliding = _listed(raw, kinds, (FULL, SLIDING) if window else (FULL,), SLIDING)
     return (window, sliding) if sliding else (0, ())
 
 

@@ -1,64 +1,85 @@
-"""How the checkpoints of each `model_type` describe a model: tables that `hf.config_json` reads and writes with.
+"""The families of checkpoints, one `Family` for each `model_type`: to add a family is to add one here.
 
-This module imports no accelerator code.
+A `Family` says how `config.json` describes a model, which `hf.config_json` reads and writes, and how its tensors are
+named, by rows of `hf.rows`, with which `hf.names` reads and writes them. This module imports no accelerator code.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gspax.data.files import Json
+from gspax.hf import rows
+from gspax.hf.rows import Row
 
-Keys = dict[str, tuple[str, ...]]
+LOCAL = "num_local_experts"  # the name of transformers 5
 REQUIRED = object()  # no default for an absent key
-COPIED: dict[str, object] = {
-    "vocab_size": REQUIRED,
-    "hidden_size": REQUIRED,
-    "intermediate_size": REQUIRED,
-    "num_hidden_layers": REQUIRED,
-    "num_attention_heads": REQUIRED,
-    "num_key_value_heads": REQUIRED,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 32768,
-}
-COPIED_OF_EXPERTS: dict[str, object] = {
-    "num_experts_per_tok": REQUIRED,
-    "moe_intermediate_size": REQUIRED,
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": (),
-}
-NUM_EXPERTS: dict[str, object] = {"num_experts": REQUIRED}
-EXPERT_KEYS: Keys = {"num_experts": ("num_experts", "num_local_experts")}
-# Of families without dense layers, whose `intermediate_size` is the experts' width.
-ALL_SPARSE = {"moe_intermediate_size" if name == "intermediate_size" else name: COPIED[name] for name in COPIED}
-QWEN3: dict[str, Json] = {"qk_norm": True, "qkv_bias": False}
-PLAIN: dict[str, Json] = {"qk_norm": False, "qkv_bias": False}
+PLAIN: dict[str, Json] = {"qk_norm": False, "qkv_bias": False, "attention_bias": False}
+
+
+class Key(NamedTuple):
+    """The key of `config.json` that holds a field."""
+
+    name: str  # as it is written
+    default: object = REQUIRED  # of a file without it
+    other: str = ""  # its name in some files
+    null: bool = False  # a 0 is a null in the file
+
+
+Fields = dict[str, Key]  # of ModelConfig
+
+
+def _same(**defaults: object) -> Fields:
+    """Fields that have the names of their keys, with the default of each."""
+    return {name: Key(name, default) for name, default in defaults.items()}
+
+
+def _sizes(*, eps: float = 1e-6, context: int = 32768, dense: bool = True, tied: bool = False) -> Fields:
+    """What every family has; `intermediate_size` only with dense layers, and with the default of the others."""
+    needed = ("vocab_size", "hidden_size", *(["intermediate_size"] if dense else []), "num_hidden_layers")
+    return {name: Key(name) for name in (*needed, "num_attention_heads", "num_key_value_heads")} | _same(
+        rms_norm_eps=eps, tie_word_embeddings=tied, initializer_range=0.02, max_position_embeddings=context
+    )
+
+
+def _experts(
+    name: str = "num_experts",
+    other: str = LOCAL,
+    *,
+    active: str = "num_experts_per_tok",
+    width: str = "moe_intermediate_size",
+) -> Fields:
+    """The experts' number, how many of them a token has, and their width, by the keys of each."""
+    count = Key(name, other=other)
+    return {"num_experts_per_tok": Key(active), "moe_intermediate_size": Key(width), "num_experts": count}
+
+
+def _routed(
+    groups: int = 1, top_groups: int = 1, scale: float = 1.0, *, dense: int, shared: object, other: str = LOCAL
+) -> Fields:
+    """The experts of DeepSeek-V2 and those after it: their groups, leading dense layers, and shared experts."""
+    return _experts("n_routed_experts", other) | {
+        "router.groups": Key("n_group", groups),
+        "router.top_groups": Key("topk_group", top_groups),
+        "router.scale": Key("routed_scaling_factor", scale),
+        "dense_layers": Key("first_k_dense_replace", dense),
+        "shared_experts": Key("n_shared_experts", shared),
+    }
+
+
+QK_NORM: dict[str, Json] = {"qk_norm": True}
 # The router of DeepSeek-V3 and of those after it.
 SIGMOID: dict[str, Json] = {"router.scoring": "sigmoid", "router.correction_bias": True}
-GROUPS: dict[str, object] = {"router.groups": 1, "router.top_groups": 1, "router.scale": 1.0}
-GROUP_KEYS: Keys = {
-    "router.groups": ("n_group",),
-    "router.top_groups": ("topk_group",),
-    "router.scale": ("routed_scaling_factor",),
-}
-ROUTED: Keys = {"num_experts": ("n_routed_experts", "num_local_experts")}
 SIGMOID_KEYS: dict[str, tuple[Json, ...]] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 GELU = "gelu_pytorch_tanh"
-LATENT: dict[str, object] = dict.fromkeys(
-    ("head_dim", "latent.rank", "latent.query_rank", "latent.nope_dim", "latent.value_dim"), REQUIRED
-)
-LATENT_KEYS: Keys = {
-    "head_dim": ("qk_rope_head_dim",),
-    "latent.rank": ("kv_lora_rank",),
-    "latent.query_rank": ("q_lora_rank",),
-    "latent.nope_dim": ("qk_nope_head_dim",),
-    "latent.value_dim": ("v_head_dim",),
+LATENT: Fields = {
+    "head_dim": Key("qk_rope_head_dim"),
+    "latent.rank": Key("kv_lora_rank"),
+    "latent.query_rank": Key("q_lora_rank", null=True),
+    "latent.nope_dim": Key("qk_nope_head_dim"),
+    "latent.value_dim": Key("v_head_dim"),
 }
-PLAIN_LATENT: dict[str, Json] = PLAIN | {"attention_bias": False, "shared_expert_gate": False}
 # Computed from others, or of a loss in training.
 BESIDE_LATENT = ("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")
 
@@ -73,18 +94,17 @@ def _code(version: str) -> dict[str, Json]:
 
 
 # Qwen3-Next and Qwen3.5: three layers of four have a gated delta net, unless the file says which.
-DELTA_KEYS: Keys = {
-    "delta.key_heads": ("linear_num_key_heads",),
-    "delta.value_heads": ("linear_num_value_heads",),
-    "delta.key_dim": ("linear_key_head_dim",),
-    "delta.value_dim": ("linear_value_head_dim",),
-    "delta.taps": ("linear_conv_kernel_dim",),
-    "rope_fraction": ("partial_rotary_factor",),
+DELTA: Fields = {
+    "delta.key_heads": Key("linear_num_key_heads", 16),
+    "delta.value_heads": Key("linear_num_value_heads", 32),
+    "delta.key_dim": Key("linear_key_head_dim", 128),
+    "delta.value_dim": Key("linear_value_head_dim", 128),
+    "delta.taps": Key("linear_conv_kernel_dim", 4),
+    "rope_fraction": Key("partial_rotary_factor", 0.25),
+    "attention_bias": Key("attention_bias", False),
 }
-DELTA: dict[str, object] = {"delta.key_heads": 16, "delta.value_heads": 32, "delta.key_dim": 128} | {
-    **{"delta.value_dim": 128, "delta.taps": 4, "rope_fraction": 0.25, "attention_bias": False}
-}
-GATED: dict[str, Json] = QWEN3 | {"attention_gate": True, "norm_plus_one": True}
+GATED = QK_NORM | {"attention_gate": True, "norm_plus_one": True}
+STEPS = _same(decoder_sparse_step=1, mlp_only_layers=())  # which layers of Qwen's have experts
 GATED_KEYS: dict[str, tuple[Json, ...]] = {
     **{"attn_output_gate": (None, True), "output_gate_type": (None, "swish"), "mamba_ssm_dtype": (None, "float32")},
     "mlp_only_layers": (None, list[Json]()),
@@ -102,282 +122,237 @@ PHI3_CODE: Json = {
 
 @dataclass(frozen=True)
 class Family:
-    """How the checkpoints of one `model_type` describe a model.
+    """How the checkpoints of one `model_type` describe a model and name its tensors.
 
     A field of `ModelConfig` that is neither copied nor implied has its default in all models of the family. Fields of
-    the router are written `router.scale`.
+    the router are written `router.scale`. `dense_layers` and `shared_experts` are numbers that other fields follow
+    from: of the leading layers without experts, and of experts for every token, each as wide as the others.
     """
 
     architecture: str
-    copied: dict[str, object]  # fields of ModelConfig that have a key, with the default of an absent one
-    implied: dict[str, Json]  # fields of ModelConfig that all models of the family share
-    keys: Keys = field(default_factory=dict)  # of fields with another name; the first is written
+    copied: Fields  # fields that have a key
+    parts: dict[str, Json] = field(default_factory=dict)  # fields that all its models share, where not as in `PLAIN`
     permitted: dict[str, tuple[Json, ...]] = field(default_factory=dict)  # further keys, and the only values of each
+    harmless: tuple[str, ...] = ()  # further keys that do not affect what gspax computes, or are read by themselves
     head_dim: int = 0  # of a file without one; 0: hidden_size / num_attention_heads
     has_head_dim: bool = True  # False: its files have no such key, unless the size is another than that
-    harmless: tuple[str, ...] = ()  # further keys that do not affect what gspax computes
     # Which layers a window is on: those that `layer_types` or `max_window_layers` says, if the switch
     # `use_sliding_window` is on; all layers, if there is one; none; or those that `layer_types` says, or all but every
     # n-th layer.
-    window: Literal["switch", "all", "none"] | int = "switch"
+    window: Literal["switch", "all", "none"] | int = "none"
     sliding_window: int = 0  # of a file without the key, with window "all" or a number
     theta: float = 1e4  # the RoPE base of a file without one
     rope: dict[str, Json] = field(default_factory=dict)  # `rope_scaling` of a file without it
     sliding_theta: float = 0.0  # RoPE base of the layers with a window, where these have a RoPE of their own
-    # Keys with the number of leading layers without experts, and with that of shared experts, each as wide as the
-    # others; and what a file without them has.
-    dense_layers: tuple[str, object] | None = None
-    shared_experts: tuple[str, object] | None = None
     dense_or_sparse: str = ""  # a key that says the same as that of leading layers, by layer
     ungrouped: Json = None  # the value of `topk_method` with which its router ignores groups; None: there is none
-    null: tuple[str, ...] = ()  # fields whose 0 is a null in its files
-    delta: bool = False  # it has gated delta nets, in the layers that `layer_types` says
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
     quantized: str = ""  # the `quant_method` of its files, which are read
     ahead: bool = False  # its files may have layers that predict several tokens ahead (MTP), which are copied
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
+    layer: tuple[Row, ...] = rows.LAYER  # its tensors, of a layer without its MLP ...
+    dense: tuple[Row, ...] = rows.DENSE  # ... of a dense one ...
+    sparse: tuple[Row, ...] = rows.SPARSE  # ... and of one with experts
+    aliases: tuple[str, ...] = ()  # model_types of files that are its own in all but this name
+    wrapper: tuple[str, str] | None = None  # model_type and class of files that hold a vision tower beside its models
 
     @property
     def experts(self) -> bool:
         """Whether the family's models have experts."""
         return "num_experts" in self.copied
 
-    def keys_of(self, name: str) -> tuple[str, ...]:
-        """The keys that hold a field."""
-        return self.keys.get(name, (name,))
+    @property
+    def delta(self) -> bool:
+        """Whether they have gated delta nets, in the layers that `layer_types` says."""
+        return "delta.key_heads" in self.copied
+
+    @property
+    def implied(self) -> dict[str, Json]:
+        """The fields of ModelConfig that all models of the family share."""
+        return {name: value for name, value in PLAIN.items() if name not in self.copied} | self.parts
 
 
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", COPIED | {"attention_bias": False}, QWEN3, head_dim=128),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _sizes() | _same(attention_bias=False),
+        QK_NORM,
+        head_dim=128,
+        window="switch",
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        COPIED | COPIED_OF_EXPERTS | {"attention_bias": False} | NUM_EXPERTS,
-        QWEN3,
-        keys=EXPERT_KEYS,
+        _sizes() | _experts() | STEPS | _same(norm_topk_prob=False, attention_bias=False),
+        QK_NORM,
+        window="switch",
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        COPIED | COPIED_OF_EXPERTS | {"shared_expert_intermediate_size": REQUIRED, "qkv_bias": True} | NUM_EXPERTS,
-        {"qk_norm": False, "attention_bias": False},
-        keys=EXPERT_KEYS,
+        _sizes()
+        | _experts()
+        | STEPS
+        | _same(norm_topk_prob=False, shared_expert_intermediate_size=REQUIRED, qkv_bias=True),
         has_head_dim=False,
-        window="none",
+        sparse=(*rows.SPARSE, *rows.GATED_EXPERT),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        ALL_SPARSE
-        | {"num_experts_per_tok": REQUIRED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
-        | NUM_EXPERTS,
-        PLAIN | {"attention_bias": False, "norm_topk_prob": True},
-        keys={
-            "num_experts": ("num_local_experts", "num_experts"),
-            "moe_intermediate_size": ("intermediate_size",),
-        },
+        _sizes(eps=1e-5, context=131072, dense=False) | _experts(LOCAL, "num_experts", width="intermediate_size"),
+        {"norm_topk_prob": True},
         window="all",
         theta=1e6,
+        sparse=rows.MIXTRAL,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        COPIED,
-        {"qk_norm": False, "qkv_bias": True, "attention_bias": False},
+        _sizes(),
+        {"qkv_bias": True},
         permitted={"use_mrope": (None, False)},
         has_head_dim=False,
+        window="switch",
     ),
     "llama": Family(
         "LlamaForCausalLM",
-        COPIED | {"attention_bias": False, "max_position_embeddings": 2048},
-        PLAIN,
+        _sizes(context=2048) | _same(attention_bias=False),
         permitted={"mlp_bias": (None, False)},
-        window="none",
     ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        COPIED | {"max_position_embeddings": 131072},
-        PLAIN | {"attention_bias": False},
-        window="all",
-        sliding_window=4096,
-    ),
+    "mistral": Family("MistralForCausalLM", _sizes(context=131072), window="all", sliding_window=4096),
     "phi3": Family(  # and Phi-4
         "Phi3ForCausalLM",
-        COPIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_fraction": 1.0},
-        PLAIN | {"attention_bias": False},
-        keys={"rope_fraction": ("partial_rotary_factor",)},
+        _sizes(eps=1e-5, context=4096) | {"rope_fraction": Key("partial_rotary_factor", 1.0)},
         permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE)},
         harmless=("original_max_position_embeddings",),  # of "longrope"
         has_head_dim=False,
         window="all",
         ropes=(),
         written={"pad_token_id": None},  # whose default a small vocabulary does not have
+        layer=rows.PHI3_LAYER,
+        dense=rows.PHI3_DENSE,
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        COPIED
-        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": True}
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "qk_norm": False, "qkv_bias": False}
-        | {"rope_fraction": 0.5}
-        | GROUPS
-        | NUM_EXPERTS,
-        SIGMOID | {"attention_bias": False, "shared_expert_gate": False},
-        keys=GROUP_KEYS
-        | ROUTED
-        | {"qk_norm": ("use_qk_norm",), "qkv_bias": ("attention_bias",), "rope_fraction": ("partial_rotary_factor",)},
+        _sizes(eps=1e-5, context=131072)
+        | (_routed(dense=1, shared=1) | _same(norm_topk_prob=True))
+        | {"qk_norm": Key("use_qk_norm", False), "qkv_bias": Key("attention_bias", False)}
+        | {"rope_fraction": Key("partial_rotary_factor", 0.5)},
+        SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS,
-        window="none",
-        dense_layers=("first_k_dense_replace", 1),
-        shared_experts=("n_shared_experts", 1),
         ahead=True,
         written={"num_nextn_predict_layers": 0},
+        sparse=rows.DEEPSEEK,
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
-        COPIED
-        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": False}
-        | {"max_position_embeddings": 2048, "attention_bias": False}
-        | GROUPS
-        | NUM_EXPERTS,
-        SIGMOID | QWEN3 | {"shared_expert_gate": False},
-        keys=GROUP_KEYS | ROUTED,
+        _sizes(context=2048) | (_routed(dense=0, shared=REQUIRED) | _same(norm_topk_prob=False, attention_bias=False)),
+        SIGMOID | {"qk_norm": True, "shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"moe_layer_freq": (None, 1)},
-        window="none",
-        dense_layers=("first_k_dense_replace", 0),
-        shared_experts=("n_shared_experts", REQUIRED),
+        sparse=rows.DEEPSEEK,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        COPIED
-        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "max_position_embeddings": 2048}
-        | (LATENT | GROUPS | NUM_EXPERTS),
-        PLAIN_LATENT | {"norm_topk_prob": False, "rope_interleaved": True, "router.group_best": 1},
-        keys=LATENT_KEYS | GROUP_KEYS | {"num_experts": ("n_routed_experts", "num_experts")},
+        _sizes(context=2048) | _routed(dense=0, shared=2, other="num_experts") | LATENT,
+        {"norm_topk_prob": False, "rope_interleaved": True, "router.group_best": 1, "shared_expert_gate": False},
         permitted={"auto_map": (None, _code("V2")), "scoring_func": (None, "softmax"), "moe_layer_freq": (None, 1)}
         | {"topk_method": (None, "greedy", "group_limited_greedy"), "mlp_bias": (None, False)},
         harmless=BESIDE_LATENT,
-        window="none",
-        dense_layers=("first_k_dense_replace", 0),
-        shared_experts=("n_shared_experts", 2),
         ungrouped="greedy",
-        null=("latent.query_rank",),
+        layer=rows.LATENT,
+        sparse=(*rows.SPARSE, *rows.SHARED_EXPERTS),
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        COPIED
-        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": True}
-        | {"max_position_embeddings": 4096, "rope_interleaved": True}
-        | {"router.groups": 8, "router.top_groups": 4, "router.scale": 2.5}
-        | (LATENT | NUM_EXPERTS),
-        SIGMOID | PLAIN_LATENT,
-        keys=LATENT_KEYS | GROUP_KEYS | ROUTED | {"rope_interleaved": ("rope_interleave",)},
+        _sizes(context=4096)
+        | (_routed(8, 4, 2.5, dense=3, shared=1) | LATENT | _same(norm_topk_prob=True))
+        | {"rope_interleaved": Key("rope_interleave", True)},
+        SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"auto_map": (None, _code("V3")), "moe_layer_freq": (None, 1)},
         harmless=BESIDE_LATENT,
-        window="none",
-        dense_layers=("first_k_dense_replace", 3),
-        shared_experts=("n_shared_experts", 1),
-        null=("latent.query_rank",),
         ahead=True,
         written={"num_nextn_predict_layers": 0},
+        layer=rows.LATENT,
+        sparse=rows.DEEPSEEK,
+        aliases=("kimi_k2",),
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
-        COPIED
-        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED, "norm_topk_prob": True}
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "rope_interleaved": True}
-        | (LATENT | GROUPS | NUM_EXPERTS | {"router.scale": 1.8}),
-        SIGMOID | PLAIN_LATENT,
-        keys=LATENT_KEYS | GROUP_KEYS | ROUTED | {"rope_interleaved": ("rope_interleave",)},
+        _sizes(eps=1e-5, context=202752)
+        | (_routed(scale=1.8, dense=1, shared=1) | LATENT | _same(norm_topk_prob=True))
+        | {"rope_interleaved": Key("rope_interleave", True)},
+        SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS,
-        harmless=BESIDE_LATENT,
-        window="none",
-        dense_layers=("first_k_dense_replace", 1),
-        shared_experts=("n_shared_experts", 1),
+        harmless=(*BESIDE_LATENT, "mlp_layer_types"),
         dense_or_sparse="mlp_layer_types",
-        null=("latent.query_rank",),
         ahead=True,
         written={"num_nextn_predict_layers": 0},
+        layer=rows.LATENT,
+        sparse=rows.DEEPSEEK,
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
-        ALL_SPARSE
-        | {"num_experts_per_tok": REQUIRED, "max_position_embeddings": 196608, "rope_fraction": 1.0}
-        | NUM_EXPERTS,
-        SIGMOID | QWEN3 | {"attention_bias": False, "norm_topk_prob": True, "qk_norm_projection": True},
-        keys={
-            "num_experts": ("num_local_experts", "num_experts"),
-            "moe_intermediate_size": ("intermediate_size",),
-            "rope_fraction": ("rotary_dim", "partial_rotary_factor"),
-        },
+        _sizes(context=196608, dense=False)
+        | _experts(LOCAL, "num_experts", width="intermediate_size")
+        | {"rope_fraction": Key("rotary_dim", 1.0, other="partial_rotary_factor")},
+        SIGMOID | {"qk_norm": True, "norm_topk_prob": True, "qk_norm_projection": True},
         permitted=SIGMOID_KEYS
         | {"use_routing_bias": (None, True), "qk_norm_type": (None, "per_layer"), "shared_intermediate_size": (None, 0)}
         | {"attn_type_list": (None, 1)},
         head_dim=128,
-        window="none",
         theta=5e6,
         by_layer=("attn_type_list",),
         ahead=True,
+        sparse=(*rows.MIXTRAL, rows.correction("block_sparse_moe")),
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
-        COPIED
-        | {"num_experts_per_tok": REQUIRED, "moe_intermediate_size": REQUIRED}
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": True}
-        | NUM_EXPERTS,
-        PLAIN
-        | {"attention_bias": False, "norm_topk_prob": True, "router.correction_bias": True}
-        | {"shared_expert_gate": False, "rope_interleaved": True},
-        keys={"num_experts": ("moe_num_experts",), "num_experts_per_tok": ("moe_k",)},
+        _sizes(eps=1e-5, context=131072, tied=True)
+        | _experts("moe_num_experts", "", active="moe_k")
+        | {"dense_layers": Key("moe_layer_start_index", 1), "shared_experts": Key("moe_num_shared_experts", 2)},
+        {"norm_topk_prob": True, "router.correction_bias": True, "shared_expert_gate": False, "rope_interleaved": True},
         permitted={"use_bias": (None, False), "moe_layer_interval": (None, 1), "moe_gate_act": (None,)}
         | {"moe_gate": (None, "topk"), "moe_use_aux_free": (None, True), "moe_norm_min": (None, 1e-12)},
-        window="none",
         theta=5e5,
-        dense_layers=("moe_layer_start_index", 1),
-        shared_experts=("moe_num_shared_experts", 2),
         ahead=True,
+        sparse=rows.ERNIE,
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
-        ALL_SPARSE
-        | {"num_experts_per_tok": REQUIRED, "shared_expert_intermediate_size": REQUIRED}
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False}
-        | NUM_EXPERTS,
-        QWEN3 | {"norm_topk_prob": True, "qk_norm_after_rope": True, "shared_expert_gate": False},
-        keys={
-            "num_experts": ("num_experts", "num_local_experts"),
-            "num_experts_per_tok": ("moe_topk",),
-            "moe_intermediate_size": ("intermediate_size",),
-            "shared_expert_intermediate_size": ("intermediate_size",),
-        },
+        _sizes(eps=1e-5, context=2048, dense=False)
+        | _experts(active="moe_topk", width="intermediate_size")
+        | {"shared_expert_intermediate_size": Key("intermediate_size")}
+        | _same(attention_bias=False),
+        {"qk_norm": True, "norm_topk_prob": True, "qk_norm_after_rope": True, "shared_expert_gate": False},
         permitted={"num_shared_expert": (None, 1), "use_mixed_mlp_moe": (None, True), "mlp_bias": (None, False)}
         | {"use_cla": (None, False), "use_mla": (None, False), "moe_layer_num_skipped": (None, 0)}
         | {"norm_type": (None, "rms", "hf_rms"), "position_embedding_xdrope": (None, False)}
         | {"group_limited_greedy": (None, False), "routed_scaling_factor": (None, 1, False)},
-        window="none",
         by_layer=("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"),
         ropes=("yarn", "llama3", "linear", "dynamic"),  # its "dynamic" has an alpha, and does not depend on the length
+        layer=rows.HUNYUAN_LAYER,
+        sparse=rows.HUNYUAN,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        COPIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False},
-        QWEN3 | {"qk_norm_projection": True, "norm_place": "after"},
+        _sizes(eps=1e-5, context=2048) | _same(attention_bias=False),
+        {"qk_norm": True, "qk_norm_projection": True, "norm_place": "after"},
         has_head_dim=False,
-        window="none",
+        layer=rows.NORMS_AFTER,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        COPIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "attention_bias": False},
-        QWEN3 | {"qk_norm_projection": True, "norm_place": "after"},
+        _sizes(eps=1e-5, context=2048) | _same(attention_bias=False),
+        {"qk_norm": True, "qk_norm_projection": True, "norm_place": "after"},
         has_head_dim=False,
         window=4,
         sliding_window=4096,
         theta=5e5,
         sliding_theta=5e5,
+        layer=rows.NORMS_AFTER,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        COPIED
-        | {"max_position_embeddings": 131072, "tie_word_embeddings": True, "attention_bias": False}
-        | {"query_pre_attn_scalar": 256},
-        QWEN3 | {"norm_place": "around", "norm_plus_one": True} | {"activation": "gelu_tanh", "scale_embedding": True},
-        keys={"sliding_rope_theta": ("rope_local_base_freq",)},
+        _sizes(context=131072, tied=True) | _same(attention_bias=False, query_pre_attn_scalar=256),
+        QK_NORM | {"norm_place": "around", "norm_plus_one": True, "activation": "gelu_tanh", "scale_embedding": True},
         permitted={"hidden_activation": (None, GELU), "hidden_act": (None, GELU)}
         | {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}
         | {"use_bidirectional_attention": (None, False), "sliding_window_pattern": (None, 6)},
@@ -387,18 +362,14 @@ FAMILIES = {
         sliding_window=4096,
         theta=1e6,
         sliding_theta=1e4,
+        layer=rows.NORMS_AROUND,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        ALL_SPARSE
-        | {"num_experts_per_tok": REQUIRED, "attention_bias": True}
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
-        | NUM_EXPERTS,
-        PLAIN | {"norm_topk_prob": True, "attention_sinks": True, "expert_bias": True},
-        keys={
-            "num_experts": ("num_local_experts", "num_experts"),
-            "moe_intermediate_size": ("intermediate_size",),
-        },
+        _sizes(eps=1e-5, context=131072, dense=False)
+        | _experts(LOCAL, "num_experts", width="intermediate_size")
+        | _same(attention_bias=True),
+        {"norm_topk_prob": True, "attention_sinks": True, "expert_bias": True},
         permitted={"swiglu_limit": (None, 7), "swiglu_alpha": (None, 1.702)},
         harmless=("experts_per_token", "initial_context_length"),
         head_dim=64,
@@ -407,70 +378,58 @@ FAMILIES = {
         theta=1.5e5,
         rope={"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},
         quantized="mxfp4",
+        sparse=rows.GPT_OSS,
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        ALL_SPARSE
-        | {"num_experts_per_tok": REQUIRED, "norm_topk_prob": False}
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "attention_bias": False}
-        | NUM_EXPERTS,
-        QWEN3 | {"qk_norm_projection": True},
-        keys=EXPERT_KEYS | {"moe_intermediate_size": ("intermediate_size",)},
+        _sizes(eps=1e-5, context=4096, dense=False)
+        | _experts(width="intermediate_size")
+        | _same(norm_topk_prob=False, attention_bias=False),
+        {"qk_norm": True, "qk_norm_projection": True},
         permitted={"clip_qkv": (None,)},
         has_head_dim=False,
-        window="none",
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        COPIED
-        | COPIED_OF_EXPERTS
-        | {"shared_expert_intermediate_size": 512, "norm_topk_prob": True}
-        | DELTA
-        | NUM_EXPERTS,
+        _sizes() | _experts() | STEPS | _same(norm_topk_prob=True, shared_expert_intermediate_size=512) | DELTA,
         GATED,
-        keys=EXPERT_KEYS | DELTA_KEYS,
         permitted=GATED_KEYS,
+        harmless=("full_attention_interval",),
         head_dim=256,
-        window="none",
-        delta=True,
         ahead=True,
+        layer=rows.QWEN3_NEXT_LAYER,
+        sparse=(*rows.SPARSE, *rows.GATED_EXPERT),
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        COPIED | DELTA,
+        _sizes() | DELTA,
         GATED,
-        keys=DELTA_KEYS,
         permitted=GATED_KEYS,
+        harmless=("full_attention_interval",),
         head_dim=256,
-        window="none",
-        delta=True,
         ahead=True,
+        layer=rows.QWEN3_5_LAYER,
+        wrapper=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        ALL_SPARSE
-        | {"num_experts_per_tok": REQUIRED, "shared_expert_intermediate_size": REQUIRED}
-        | DELTA
-        | NUM_EXPERTS,
+        _sizes(dense=False) | _experts() | _same(shared_expert_intermediate_size=REQUIRED) | DELTA,
         GATED | {"norm_topk_prob": True},
-        keys=EXPERT_KEYS | DELTA_KEYS,
         permitted=GATED_KEYS,
+        harmless=("full_attention_interval",),
         head_dim=256,
-        window="none",
-        delta=True,
         ahead=True,
+        layer=rows.QWEN3_5_LAYER,
+        sparse=(*rows.SPARSE, *rows.GATED_EXPERT),
+        wrapper=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     ),
 }
 
 # The text models of checkpoints with a vision tower, by the `model_type` of the whole, and its class.
-WRAPPERS = {
-    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
-}
-ALIASES = {  # model_types of files that are another family's in all but this name, or around it
-    "kimi_k2": "deepseek_v3",
-    **{name: text for name, (text, _) in WRAPPERS.items()},
-}
+WRAPPERS = {each.wrapper[0]: (name, each.wrapper[1]) for name, each in FAMILIES.items() if each.wrapper is not None}
+# The families of other model_types.
+ALIASES = {alias: name for name, each in FAMILIES.items() for alias in each.aliases}
+ALIASES |= {wrapper: text for wrapper, (text, _) in WRAPPERS.items()}
 
 _MISSING: dict[str, tuple[str, ...]] = {
     "a scale of queries by position": ("mistral4",),

@@ -1,19 +1,6 @@
-"""One table between gspax's parameters and the tensors of a published checkpoint, for import and export.
+"""The published tensors that hold gspax's parameters, for import and export: one table for both.
 
-A row names a parameter, the tensor that it is made of, and how their axes correspond. Axes are named as in
-docs/architecture.md; axes in brackets form one axis of the published tensor. There is one tensor per layer and, where
-the name has `{expert}`, per expert; gspax stacks them along leading axes. So
-
-    Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H")
-
-is a published matrix [N·H, D] for every layer, which gspax holds as [layers, D, N, H]. One tensor may hold several
-parameters: the rows with its name follow one another along the axis, or the brackets, before a plus. So
-
-    Row("mlp/gate", "mlp.gate_up_proj.weight", "F+ D -> D F")
-    Row("mlp/up", "mlp.gate_up_proj.weight", "F+ D -> D F")
-
-are a matrix [2·F, D], the gate's rows before the other's, and rows with "(N H+) D" alternate from head to head. An axis
-1 has the length one: rows with "(F 1+) D" alternate one by one.
+The rows of a family's table are in `hf.rows`, and which family has which is in `hf.families`.
 """
 
 from __future__ import annotations
@@ -27,180 +14,14 @@ import numpy as np
 
 from gspax.config import ModelConfig, layer_places, layers_of
 from gspax.hf.config_json import family_of
-from gspax.hf.families import FAMILIES, WRAPPERS
+from gspax.hf.families import FAMILIES, WRAPPERS, Family
+from gspax.hf.rows import OUTER, Row, fused_rows, replaced
 from gspax.hf.tensors import Part
 
 STRIP, GAP = 2**17, 32  # elements of a strip and after each of its rows, in `copy`
 
 
-@dataclass(frozen=True)
-class Row:
-    """A parameter of gspax, the published tensor that it is made of, and the axes of both."""
-
-    ours: str
-    published: str
-    axes: str  # "published -> ours"
-    float32: bool = False  # whether the published tensor is that in every export
-
-
-def _mlp(
-    ours: str, published: str, projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
-) -> tuple[Row, ...]:
-    """The gate, up and down projections of a feed-forward network."""
-    axes = {"gate": "F D -> D F", "up": "F D -> D F", "down": "D F -> F D"}
-    return tuple(
-        Row(f"{ours}/{name}", f"{published}.{projection}.weight", axes[name])
-        for name, projection in zip(axes, projections, strict=True)
-    )
-
-
-OUTER = (
-    Row("embedding", "model.embed_tokens.weight", "V D -> V D"),
-    Row("norm/scale", "model.norm.weight", "D -> D"),
-    Row("head", "lm_head.weight", "V D -> D V"),
-)
-LAYER = (
-    Row("attention_norm/scale", "input_layernorm.weight", "D -> D"),
-    Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H"),
-    Row("attention/key", "self_attn.k_proj.weight", "(K H) D -> D K H"),
-    Row("attention/value", "self_attn.v_proj.weight", "(K H) D -> D K H"),
-    Row("attention/out", "self_attn.o_proj.weight", "D (N H) -> N H D"),
-    Row("attention/query_bias", "self_attn.q_proj.bias", "(N H) -> N H"),
-    Row("attention/key_bias", "self_attn.k_proj.bias", "(K H) -> K H"),
-    Row("attention/value_bias", "self_attn.v_proj.bias", "(K H) -> K H"),
-    Row("attention/out_bias", "self_attn.o_proj.bias", "D -> D"),
-    Row("attention/query_norm/scale", "self_attn.q_norm.weight", "H -> H"),
-    Row("attention/key_norm/scale", "self_attn.k_norm.weight", "H -> H"),
-    Row("attention/sinks", "self_attn.sinks", "N -> N"),
-    Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-    Row("attention_out_norm/scale", "post_attention_layernorm.weight", "D -> D"),  # of layers with four norms, ...
-    Row("mlp_out_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
-)
-LATENT = (  # in place of the rows of other attention
-    Row("attention_norm/scale", "input_layernorm.weight", "D -> D"),
-    Row("attention/query_latent", "self_attn.q_a_proj.weight", "Q D -> D Q"),
-    Row("attention/query_norm/scale", "self_attn.q_a_layernorm.weight", "Q -> Q"),
-    Row("attention/query", "self_attn.q_b_proj.weight", "(N H) Q -> Q N H"),
-    Row("attention/latent", "self_attn.kv_a_proj_with_mqa.weight", "C+ D -> D C"),
-    Row("attention/rotated_key", "self_attn.kv_a_proj_with_mqa.weight", "R+ D -> D R"),
-    Row("attention/latent_norm/scale", "self_attn.kv_a_layernorm.weight", "C -> C"),
-    Row("attention/key", "self_attn.kv_b_proj.weight", "(N H+) C -> C N H"),
-    Row("attention/value", "self_attn.kv_b_proj.weight", "(N H+) C -> C N H"),
-    Row("attention/out", "self_attn.o_proj.weight", "D (N H) -> N H D"),
-    Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-)
-DENSE = _mlp("mlp", "mlp")
-ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
-EXPERTS = _mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which is also the one that is written
-FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
-    Row("mlp/gate", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
-    Row("mlp/up", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
-    Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
-)
-FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts; of gpt-oss, the next
-MXFP4_NAME = "mlp.experts.gate_up_proj_blocks"
-MIXTRAL = (
-    Row("mlp/router", "block_sparse_moe.gate.weight", "E D -> D E"),
-    *_mlp("mlp", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
-)
-
-
-def _correction(published: str, axes: str = "E -> E") -> Row:
-    return Row("mlp/correction_bias", f"{published}.e_score_correction_bias", axes, float32=True)
-
-
-SHARED_EXPERTS = _mlp("mlp/shared", "mlp.shared_experts")
-GATED_EXPERT = (
-    *_mlp("mlp/shared", "mlp.shared_expert"),
-    Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
-)
-GPT_OSS = (  # gates and ups alternate
-    Row("mlp/router", "mlp.router.weight", "E D -> D E"),
-    Row("mlp/router_bias", "mlp.router.bias", "E -> E"),
-    Row("mlp/gate", "mlp.experts.gate_up_proj", "E D (F 1+) -> E D F"),
-    Row("mlp/up", "mlp.experts.gate_up_proj", "E D (F 1+) -> E D F"),
-    Row("mlp/gate_bias", "mlp.experts.gate_up_proj_bias", "E (F 1+) -> E F"),
-    Row("mlp/up_bias", "mlp.experts.gate_up_proj_bias", "E (F 1+) -> E F"),
-    Row("mlp/down", "mlp.experts.down_proj", "E F D -> E F D"),
-    Row("mlp/down_bias", "mlp.experts.down_proj_bias", "E D -> E D"),
-)
-MXFP4 = {  # of published files: the rows whose numbers have 4 bits, and other axes
-    "mlp/gate": Row("mlp/gate", "mlp.experts.gate_up_proj_blocks", "E (F 1+) D -> E D F"),
-    "mlp/up": Row("mlp/up", "mlp.experts.gate_up_proj_blocks", "E (F 1+) D -> E D F"),
-    "mlp/down": Row("mlp/down", "mlp.experts.down_proj_blocks", "E D F -> E F D"),
-}
-SPARSE = {  # by model_type, the rows of a layer with experts; of all others ROUTER and EXPERTS
-    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), (*ROUTER, *EXPERTS, *GATED_EXPERT)),
-    "mixtral": MIXTRAL,
-    "gpt_oss": GPT_OSS,
-    "minimax_m2": (*MIXTRAL, _correction("block_sparse_moe")),
-    "deepseek_v2": (*ROUTER, *EXPERTS, *SHARED_EXPERTS),
-    **dict.fromkeys(
-        ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1"),
-        (*ROUTER, *EXPERTS, *SHARED_EXPERTS, _correction("mlp.gate")),
-    ),
-    "ernie4_5_moe": (
-        Row("mlp/router", "mlp.gate.weight", "E D -> D E", float32=True),
-        *(*EXPERTS, *SHARED_EXPERTS, _correction("mlp.moe_statics", "1 E -> E")),
-    ),
-    "hunyuan_v1_moe": (
-        Row("mlp/router", "mlp.gate.wg.weight", "E D -> D E", float32=True),
-        *(*EXPERTS, *_mlp("mlp/shared", "mlp.shared_mlp")),
-    ),
-}
-FUSED_NAMES = (("block_sparse_moe.", "mlp."), ("mlp.moe_statics.", "mlp.gate.moe_statics."))  # in the fused layout
-NORMS_AFTER = (
-    Row("attention_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-    Row("mlp_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
-)
-OWN = {  # by model_type, the rows that differ from `LAYER` and `DENSE`
-    "olmo2": NORMS_AFTER,
-    "olmo3": NORMS_AFTER,
-    "gemma3_text": (Row("mlp_norm/scale", "pre_feedforward_layernorm.weight", "D -> D"),),  # ... and this
-    "hunyuan_v1_moe": (
-        Row("attention/query_norm/scale", "self_attn.query_layernorm.weight", "H -> H"),
-        Row("attention/key_norm/scale", "self_attn.key_layernorm.weight", "H -> H"),
-    ),
-    "phi3": (
-        Row("attention/query", "self_attn.qkv_proj.weight", "(N H)+ D -> D N H"),
-        Row("attention/key", "self_attn.qkv_proj.weight", "(K H)+ D -> D K H"),
-        Row("attention/value", "self_attn.qkv_proj.weight", "(K H)+ D -> D K H"),
-        Row("mlp/gate", "mlp.gate_up_proj.weight", "F+ D -> D F"),
-        Row("mlp/up", "mlp.gate_up_proj.weight", "F+ D -> D F"),
-    ),
-}
-GATED_QUERY = (
-    Row("attention/query", "self_attn.q_proj.weight", "(N H+) D -> D N H"),
-    Row("attention/gate", "self_attn.q_proj.weight", "(N H+) D -> D N H"),
-)
-DELTA_NET = (  # a gated delta net, with R value heads for each of K key heads
-    Row("mixer/decay_rate", "linear_attn.A_log", "(K R) -> K R"),
-    Row("mixer/decay_bias", "linear_attn.dt_bias", "(K R) -> K R"),
-    Row("mixer/query_taps", "linear_attn.conv1d.weight", "(K H)+ 1 J -> K H J"),
-    Row("mixer/key_taps", "linear_attn.conv1d.weight", "(K H)+ 1 J -> K H J"),
-    Row("mixer/value_taps", "linear_attn.conv1d.weight", "(K R U)+ 1 J -> K R U J"),
-    Row("mixer/norm", "linear_attn.norm.weight", "U -> U"),
-    Row("mixer/out", "linear_attn.out_proj.weight", "D (K R U) -> K R U D"),
-)
-DELTA_PROJECTIONS = {  # by model_type, those of its inputs
-    "qwen3_5_text": (
-        Row("mixer/query", "linear_attn.in_proj_qkv.weight", "(K H)+ D -> D K H"),
-        Row("mixer/key", "linear_attn.in_proj_qkv.weight", "(K H)+ D -> D K H"),
-        Row("mixer/value", "linear_attn.in_proj_qkv.weight", "(K R U)+ D -> D K R U"),
-        Row("mixer/gate", "linear_attn.in_proj_z.weight", "(K R U) D -> D K R U"),
-        Row("mixer/beta", "linear_attn.in_proj_b.weight", "(K R) D -> D K R"),
-        Row("mixer/decay", "linear_attn.in_proj_a.weight", "(K R) D -> D K R"),
-    ),
-    "qwen3_next": (  # by key head
-        Row("mixer/query", "linear_attn.in_proj_qkvz.weight", "(K H+) D -> D K H"),
-        Row("mixer/key", "linear_attn.in_proj_qkvz.weight", "(K H+) D -> D K H"),
-        Row("mixer/value", "linear_attn.in_proj_qkvz.weight", "(K (R U)+) D -> D K R U"),
-        Row("mixer/gate", "linear_attn.in_proj_qkvz.weight", "(K (R U)+) D -> D K R U"),
-        Row("mixer/beta", "linear_attn.in_proj_ba.weight", "(K R+) D -> D K R"),
-        Row("mixer/decay", "linear_attn.in_proj_ba.weight", "(K R+) D -> D K R"),
-    ),
-}
-DELTA_PROJECTIONS["qwen3_5_moe_text"] = DELTA_PROJECTIONS["qwen3_5_text"]
+FUSED_NAME, MXFP4_NAME = "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_blocks"  # tell layouts of experts apart
 TOWER = "model.visual."
 LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"mtp\.|model\.mtp_")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
@@ -226,15 +47,13 @@ def list_chunks(
       fused: whether a layer's experts are one tensor; of gpt-oss, whether that is in 4 bits (mxfp4).
     """
     table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
-    family = family_of(config)
+    family = FAMILIES[family_of(config)]
     stacks: dict[tuple[int, ...], list[int]] = {}  # and the layers in each of them
     for number, place in enumerate(layer_places(config)):
         stacks.setdefault(place.stack, []).append(number)
     for stack, layers in stacks.items():
         path, sparse = "/".join(map(str, ("runs", *stack))), layers_of(config)[layers[0]].sparse
-        rows = _own(family, _mixer_rows(config)) + (
-            _sparse_rows(family, fused=fused) if sparse else _own(family, DENSE)
-        )
+        rows = _layer_rows(config, family) + _mlp_rows(family, sparse=sparse, fused=fused)
         shapes = {row: parameters.get(f"{path}/{row.ours}") for row in rows}
         present = {row: shape[1:] for row, shape in shapes.items() if shape is not None}  # biases are not in each model
         for row, part in _parts(present).items():
@@ -262,40 +81,23 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
     return {row: Part(*places[row], ends[row.published]) if row in places else None for row in shapes}
 
 
-def _mixer_rows(config: ModelConfig) -> tuple[Row, ...]:
+def _layer_rows(config: ModelConfig, family: Family) -> tuple[Row, ...]:
     """The rows of a layer without its MLP, whichever mixer it has."""
-    if config.delta is not None:
-        attention = [row for row in LAYER if row.ours != "attention/query"]
-        return (*GATED_QUERY, *attention, *DELTA_PROJECTIONS[family_of(config)], *DELTA_NET)
-    if config.latent is None:
-        return LAYER
-    if config.latent.query_rank:
-        return LATENT
-    return tuple(replace(row, published=row.published.replace("q_b_proj", "q_proj")) for row in LATENT)
+    if config.latent is None or config.latent.query_rank:
+        return family.layer
+    return replaced(family.layer, Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H"))
 
 
-def _own(family: str, rows: Sequence[Row]) -> tuple[Row, ...]:
-    """These rows, or the family's own in their places."""
-    own = {row.ours: row for row in OWN.get(family, ())}
-    return tuple(own.get(row.ours, row) for row in rows)
-
-
-def _sparse_rows(family: str, *, fused: bool) -> tuple[Row, ...]:
-    """The rows of a layer's experts. transformers 5 has the same fused names for every family but gpt-oss."""
-    rows = SPARSE.get(family, ROUTER + EXPERTS)
-    if not fused:
-        return rows
-    if rows is GPT_OSS:
-        return tuple(MXFP4.get(row.ours, row) for row in rows)
-    rest = [row for row in rows if "{expert}" not in row.published]
-    for theirs, in_fused in FUSED_NAMES:
-        rest = [replace(row, published=row.published.replace(theirs, in_fused)) for row in rest]
-    return (*rest, *FUSED_EXPERTS)
+def _mlp_rows(family: Family, *, sparse: bool, fused: bool) -> tuple[Row, ...]:
+    """The rows of a layer's MLP."""
+    if not sparse:
+        return family.dense
+    return fused_rows(family.sparse, mxfp4=family.quantized == "mxfp4") if fused else family.sparse
 
 
 def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
     """Whether these tensors are in the other layout of experts (`list_chunks`)."""
-    name = MXFP4_NAME if family_of(config) == "gpt_oss" else FUSED_NAME
+    name = MXFP4_NAME if FAMILIES[family_of(config)].quantized else FUSED_NAME
     return any(tensor.endswith(name) for tensor in tensors)
 
 
