@@ -160,6 +160,11 @@ def test_dotted_names_replace_a_function_and_later_overrides_apply_to_it():
             "got 'no_such_package.gspo'",
         ),
         ("warm_start=3", "warm_start: wanted the dotted name of a WarmStart or null, got '3'"),
+        (
+            "placement=gspax.config.Placement",
+            "placement: wanted a Placement made in a file (it has fields without defaults) or null, "
+            "got 'gspax.config.Placement'",
+        ),
     ],
 )
 def test_an_invalid_override_is_one_error(assignment, message):

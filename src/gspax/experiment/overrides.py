@@ -253,8 +253,10 @@ def _named(text: str, hint: Hint) -> object:
         raise ValueError(wanted + (", as in gspax.losses.gspo" if is_callable else ""))
     value = lookup(text)
     if isinstance(value, type) and value is hint and dataclasses.is_dataclass(hint):
-        with contextlib.suppress(TypeError):  # it has fields without defaults: the class itself is refused below
+        try:
             value = value()
+        except TypeError:
+            raise ValueError(f"a {hint.__name__} made in a file (it has fields without defaults)") from None
     fits = isinstance(value, hint) if is_class else callable(value) or not is_callable
     if not fits or inspect.ismodule(value):
         raise ValueError(f"{wanted} (it names {'a module' if inspect.ismodule(value) else _kind(value)})")
