@@ -5,16 +5,24 @@ from dataclasses import replace
 import pytest
 from small_experiment import experiment
 
-from gspax.config import Engine, Mesh, Placement
+from gspax.config import Engine, Mesh, PartialRollouts, Placement
 from gspax.experiment import plan, validate, warnings
 from gspax.experiment.description import describe, difference, resumable
 from gspax.experiment.plan import render
 
 SERVED = replace(experiment, engine=Engine(addresses=("http://10.0.0.1:8000", "http://10.0.0.2:8000")))
+CHUNKS = replace(experiment.sampling, chunk=2)
 
 
 def test_a_run_with_servers_is_valid():
     assert validate(SERVED) == []
+    settings = replace(SERVED.engine, staleness=2, partial=PartialRollouts(carried=2))
+    parted = replace(SERVED, engine=settings, sampling=CHUNKS)
+    assert validate(parted, 8) == []
+    assert validate(replace(parted, engine=replace(settings, partial=PartialRollouts(carried=1))), 8) == [
+        "engine.partial.carried: wanted rows in multiples of the 8 devices that rows are sharded over, got 9 prompts x "
+        "4 samples = 36"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +51,18 @@ def test_a_run_with_servers_is_valid():
             {"engine": Engine(staleness=1), "sampling": replace(experiment.sampling, max_refills=2)},
             "sampling.max_refills: wanted 0 with engine.staleness=1, got 2",
         ),
+        (
+            {"engine": Engine(staleness=1, partial=PartialRollouts(carried=2)), "sampling": CHUNKS},
+            "engine.staleness: wanted at least 2, one rollout batch for each of engine.partial's carried and ahead",
+        ),
+        (
+            {"engine": Engine(staleness=1, partial=PartialRollouts(carried=9, ahead=0)), "sampling": CHUNKS},
+            "engine.partial.carried: wanted at most the 8 groups of a rollout batch, got 9",
+        ),
+        (
+            {"engine": Engine(staleness=1, partial=PartialRollouts())},
+            "sampling.chunk: wanted the tokens between two renewals of the parameters, with engine.partial, got 0",
+        ),
     ],
 )
 def test_what_servers_cannot_do_is_one_sentence(changes, sentence):
@@ -51,7 +71,10 @@ def test_what_servers_cannot_do_is_one_sentence(changes, sentence):
 
 
 def test_settings_of_the_own_sampler_are_said_to_have_no_effect():
-    notes = warnings(replace(SERVED, sampling=replace(experiment.sampling, slots=8), engine=Engine(staleness=1)))
+    notes = warnings(replace(SERVED, sampling=replace(CHUNKS, slots=8), engine=Engine(staleness=1)))
+    assert "sampling.chunk=2: without effect, because servers sample (engine)" in notes
+    partial = warnings(replace(SERVED, sampling=CHUNKS, engine=Engine(staleness=1, partial=PartialRollouts())))
+    assert not any("sampling.chunk" in note for note in partial)
     assert "sampling.slots=8: without effect, because servers sample (engine)" in notes
     assert any(note.startswith("engine.staleness=1: completions are sampled by older parameters") for note in notes)
     assert any(note.startswith("model.head_dim=16: vLLM on a CPU wants one of 32, 64") for note in notes)

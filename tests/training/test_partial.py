@@ -239,7 +239,7 @@ def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
 
 
 def pool_of(problems, policies):
-    pool = new_pool(len(problems), 2, 0, jax.random.key(0))
+    pool = new_pool(len(problems), 2, 0, held=None)
     return replace(pool, problem_R=np.array(problems), policy_R=np.array(policies))
 
 

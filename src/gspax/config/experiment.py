@@ -449,6 +449,7 @@ class Engine:
     addresses: Annotated[tuple[str, ...], NOT_EMPTY] = ("http://127.0.0.1:8000",)
     requests: PositiveInt = 64  # at one time, to each server
     staleness: NonNegativeInt = 0  # rollout batches sampled while the learner updates, with older parameters; 0: none
+    partial: PartialRollouts | None = None  # `staleness` then bounds the age of a group's first tokens
     timeout: Positive = 600.0  # seconds for one answer, and for a server that is gone to come back
     probes: PositiveInt = 8  # sequences that servers and learner score after every step, to compare their log-probs
     # The largest difference of these log-probs, a sequence's mean, that is no error; 0: by the model's dtype

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from gspax.config import (
     LOGIT_BUDGET,
+    Engine,
     Experiment,
     Lora,
     Mesh,
@@ -311,9 +312,9 @@ def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: int 
     return sizes
 
 
-def with_carried(sampling: Sampling, placement: Placement | None) -> Sampling:
+def with_carried(sampling: Sampling, sampler: Placement | Engine | None) -> Sampling:
     """The settings with as many prompts as the sampler holds at once: with partial rollouts, more than a batch's."""
-    carried = placement.partial.carried if placement is not None and placement.partial is not None else 0
+    carried = sampler.partial.carried if sampler is not None and sampler.partial is not None else 0
     return replace(sampling, prompts=sampling.prompts + carried)
 
 

@@ -3,7 +3,7 @@
 The others stay, and newer parameters continue them in the next rollout: a few long completions delay nothing. Their
 tokens and log-probs are kept, each token with the version of the parameters that sampled it, and so is their cache.
 Recomputing it with the new parameters would cost a prefill of every carried completion; without that, a token's
-log-prob is still the one that it was sampled with, as corrections need (`losses.correction`).
+log-prob is still the one that it was sampled with, as corrections need (`losses.correction`). Servers do recompute it.
 
 When a rollout is taken depends on lengths alone, never on time, so that a run can be repeated. Every process has what
 decides on its host.
@@ -15,21 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gspax.parallel import multihost
-from gspax.parallel.sharding import named_sharding
-from gspax.rollout.engines.contract import Weights
-from gspax.rollout.episodes import Interaction, Ready, RowsOnHost, answer
+from gspax.rollout.engines.contract import Held, Weights
+from gspax.rollout.episodes import Ready, RowsOnHost
 from gspax.rollout.grading import Started
-from gspax.sampler import engine
-from gspax.sampler.engine import Prompts, SampleOptions
-from gspax.sampler.sampler import Progress, advance_chunk, describe_progress, place_prompts, resume
-from gspax.types import Array, Params, Rollout
+from gspax.types import Rollout
 
 FREE = -1  # the problem of a place without a group
 
@@ -38,28 +30,25 @@ FREE = -1  # the problem of a place without a group
 class Pool:
     """The groups that are being sampled, and those that have finished and wait for a rollout."""
 
-    key: Array  # on the host
     problem_R: np.ndarray  # int64    index of each place's problem, or FREE
     policy_R: np.ndarray  # int64    version of the parameters that sampled the group's first tokens
     next_problem: int  # the first one that has not been in the pool
     rows: RowsOnHost
-    tokens_RS: Array | None = None  # int32    prompts; None, as the two below: nothing has been sampled
-    state: engine.State | None = None
-    progress: Progress | None = None
+    held: Held  # changes in place
 
     def count(self) -> int:
         """The number of its groups."""
         return int((self.problem_R != FREE).sum())
 
 
-def new_pool(places: int, group: int, first: int, key: Array) -> Pool:
-    """A pool without groups, whose first problem will be `first`, and whose samples get this key."""
+def new_pool(places: int, group: int, first: int, held: Held) -> Pool:
+    """A pool without groups, whose first problem will be `first`."""
     return Pool(
-        key=key,
         problem_R=np.full(places, FREE, np.int64),
         policy_R=np.zeros(places, np.int64),
         next_problem=first,
         rows=RowsOnHost([None] * places, np.ones(places * group, bool)),
+        held=held,
     )
 
 
@@ -69,10 +58,8 @@ def next_problems(pool: Pool, groups: int) -> dict[int, int]:
     return {int(place): pool.next_problem + number for number, place in enumerate(places)}
 
 
-def admit(
-    pool: Pool, ids: Mapping[int, int], ready: Sequence[Ready | None], weights: Weights, options: SampleOptions
-) -> Pool:
-    """The pool with new groups, and the first token of each of their samples.
+def admit(pool: Pool, ids: Mapping[int, int], ready: Sequence[Ready | None], weights: Weights) -> Pool:
+    """The pool with new groups.
 
     Args:
       ids: from `next_problems`, or later ones where some of these cannot be used.
@@ -82,19 +69,7 @@ def admit(
     problem_R[list(ids)] = list(ids.values())
     fresh_R[list(ids)] = True
     fresh_B = np.repeat(fresh_R, len(rows.ended_B) // len(fresh_R))
-    prompts = [new and new.prompt if fresh else [0] for new, fresh in zip(ready, fresh_R, strict=True)]  # any will do
-    earlier = [new.earlier if new else () for new in ready]
-    placed = place_prompts(prompts, np.maximum(problem_R, 0).tolist(), options, earlier, widest=True)
-    fresh_P = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
-    tokens_RS, state, progress = _admit(
-        weights.params,
-        (pool.tokens_RS, pool.state),
-        placed,
-        pool.key,
-        fresh_P=multihost.to_devices(fresh_P, named_sharding(options.mesh, "batch")),
-        version=np.int32(weights.version),
-        options=options,
-    )
+    pool.held.admit(ready, np.maximum(problem_R, 0).tolist(), fresh_R, weights)
     all_ready = [new if fresh else old for fresh, new, old in zip(fresh_R, ready, rows.ready, strict=True)]
     return replace(
         pool,
@@ -102,25 +77,7 @@ def admit(
         policy_R=np.where(fresh_R, weights.version, pool.policy_R),
         next_problem=max(ids.values()) + 1,
         rows=replace(rows, ready=all_ready, ended_B=rows.ended_B & ~fresh_B),
-        tokens_RS=tokens_RS,
-        state=state,
-        progress=progress,
     )
-
-
-def sample_chunk(pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
-    """The pool after `sampling.chunk` more tokens of each slot. Does not wait."""
-    state, progress = advance_chunk(weights.params, pool.state, pool.key, np.int32(weights.version), options=options)
-    return replace(pool, state=state, progress=progress)
-
-
-def reply(interaction: Interaction, pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
-    """The pool after the environment's replies to the turns that have ended. Waits for the last chunk. Collective."""
-    assert pool.progress is not None
-    if (replies := answer(interaction, pool.rows, pool.progress, options)) is None:
-        return pool
-    state, progress = resume(weights.params, pool.state, replies, pool.key, np.int32(weights.version), options=options)
-    return replace(pool, state=state, progress=progress)
 
 
 def find_ended(pool: Pool) -> np.ndarray:
@@ -143,36 +100,11 @@ def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> 
     return by_problem[ended_R[by_problem]][:groups]
 
 
-def take(pool: Pool, places: np.ndarray, options: SampleOptions) -> tuple[Pool, Rollout, Started]:
+def take(pool: Pool, places: np.ndarray) -> tuple[Pool, Rollout, Started]:
     """The pool without these groups, their rows in the order of `places`, and their rewards by these rows."""
     rows, group = pool.rows, len(pool.rows.ended_B) // len(pool.problem_R)
     row_B = (places[:, None] * group + np.arange(group)).reshape(-1)
     started = {new: rows.started.pop(old) for new, old in enumerate(row_B.tolist()) if old in rows.started}
-    on_devices = multihost.to_devices(row_B, named_sharding(options.mesh))
-    rollout = _take(pool.tokens_RS, pool.state, on_devices, options=options)
-    problem_R = pool.problem_R.copy()
+    rollout, problem_R = pool.held.take(row_B), pool.problem_R.copy()
     problem_R[places] = FREE
     return replace(pool, problem_R=problem_R), rollout, started
-
-
-@partial(jax.jit, static_argnames="options", donate_argnames="held")
-def _admit(
-    params: Params,
-    held: tuple[Array | None, engine.State | None],
-    prompts: Prompts,
-    key: Array,
-    *,
-    fresh_P: Array,
-    version: Array,
-    options: SampleOptions,
-) -> tuple[Array, engine.State, Progress]:
-    tokens_RS, state = held
-    state = engine.admit(params, state, prompts, key, options, fresh_P=fresh_P, version=version)
-    tokens_RS = prompts.tokens_PS if tokens_RS is None else jnp.where(fresh_P[:, None], prompts.tokens_PS, tokens_RS)
-    return tokens_RS, state, describe_progress(state, options)
-
-
-@partial(jax.jit, static_argnames="options")
-def _take(tokens_RS: Array, state: engine.State, row_B: Array, *, options: SampleOptions) -> Rollout:
-    rollout = jax.tree.map(lambda leaf: leaf[row_B], engine.assemble(tokens_RS, state, options))
-    return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))

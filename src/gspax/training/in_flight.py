@@ -18,32 +18,22 @@ from functools import partial
 import jax
 import numpy as np
 
-from gspax.config import sampling_mask_size
+from gspax.config import Engine, Placement, sampling_mask_size
 from gspax.data.problem import Problem
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.engines.contract import Request, Weights
-from gspax.rollout.episodes import Ready, set_finished
+from gspax.rollout.episodes import Ready, answer, set_finished
 from gspax.rollout.grading import Started, start_rewards
-from gspax.rollout.pool import (
-    Pool,
-    admit,
-    choose_groups,
-    find_ended,
-    new_pool,
-    next_problems,
-    reply,
-    sample_chunk,
-    take,
-)
+from gspax.rollout.pool import Pool, admit, choose_groups, find_ended, new_pool, next_problems, take
 from gspax.rollout.problems import Skipped, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
-from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, split_groups
+from gspax.sampler.sampler import Finished, hand_over, lengths_to_host
 from gspax.types import Array, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
@@ -78,15 +68,15 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
 
     The order matters: between processes, fetching a rollout waits for all that the sampler was told to do before.
     """
-    placement, done, ahead = runtime.experiment.placement, count_rollouts(runtime, state), in_flight.batches
-    if placement is not None and placement.partial is not None:
+    other, done, ahead = other_devices(runtime), count_rollouts(runtime, state), in_flight.batches
+    if other is not None and other.partial is not None:
         return next_partial(runtime, state, in_flight)
     first = int(multihost.to_host(state.position))
     if not ahead:
         ahead.append(start_rollout(runtime, runtime.engine.push(state.params, done), state, first, in_flight))
     batch = receive(runtime, ahead.popleft())
     first += batch.taken + sum(pending.taken for pending in ahead)
-    last = find_last_ahead(staleness_of(runtime), done, partial(is_saved, runtime))
+    last = find_last_ahead(other.staleness if other else 0, done, partial(is_saved, runtime))
     missing = range(last - done - len(ahead))
     weights = runtime.engine.push(state.params, done) if missing else None
     for _ in missing:
@@ -96,10 +86,9 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     return batch
 
 
-def staleness_of(runtime: Runtime) -> int:
-    """Rollout batches that may be sampled ahead."""
-    placement, engine = runtime.experiment.placement, runtime.experiment.engine
-    return placement.staleness if placement else engine.staleness if engine else 0
+def other_devices(runtime: Runtime) -> Placement | Engine | None:
+    """What samples while the learner updates: other devices of the run, or servers; None: the learner's devices."""
+    return runtime.experiment.placement or runtime.experiment.engine
 
 
 def is_saved(runtime: Runtime, done: int) -> bool:
@@ -159,12 +148,12 @@ def sample_options(runtime: Runtime) -> SampleOptions:
         keep_experts=experiment.routing_replay == "sampler",
         mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )
-    placement = experiment.placement
-    if placement is None or placement.partial is None:
+    other = other_devices(runtime)
+    if other is None or other.partial is None:
         return options
     return replace(
         options,
-        sampling=split_groups(with_carried(experiment.sampling, placement), mesh),
+        sampling=with_carried(experiment.sampling, other),
         keep_versions=True,
         admits=True,
         turns=runtime.interaction is not None,
@@ -219,69 +208,66 @@ def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:
 
 def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
     """Take the next rollout out of the pool, and leave the pool that the sampler works on during the updates."""
-    sampling, placement = runtime.experiment.sampling, runtime.experiment.placement
-    assert placement is not None and placement.partial is not None
-    done, options = count_rollouts(runtime, state), sample_options(runtime)
+    sampling, other, done = runtime.experiment.sampling, other_devices(runtime), count_rollouts(runtime, state)
+    assert other is not None and other.partial is not None
     weights, pool = runtime.engine.push(state.params, done), in_flight.pool
     if pool is None:
-        places, first = with_carried(sampling, placement).prompts, int(multihost.to_host(state.position))
-        pool = new_pool(places, sampling.group, first, sampling_key(state))
-    pool = fill(runtime, pool, done, weights, options, in_flight)
+        options, first = sample_options(runtime), int(multihost.to_host(state.position))
+        held = runtime.engine.hold(sampling_key(state), options)
+        pool = new_pool(options.sampling.prompts, sampling.group, first, held)
+    pool = fill(runtime, pool, done, weights, in_flight)
     while True:
-        pool = end_samples(runtime, pool, weights, options)
-        chosen = choose_groups(pool, find_ended(pool), sampling.prompts, done - placement.staleness)
+        end_samples(runtime, pool, weights)
+        chosen = choose_groups(pool, find_ended(pool), sampling.prompts, done - other.staleness)
         if chosen is not None:
             break
         interrupt.stop_point()
-        pool = sample_chunk(pool, weights, options)
-    batch, pool = take_batch(runtime, state, pool, chosen, options)
+        pool.held.advance(weights)
+    batch, pool = take_batch(runtime, state, pool, chosen, weights)
     batch = receive(runtime, batch)
     if not is_saved(runtime, done + 1):
-        if placement.partial.ahead:
-            pool = fill(runtime, pool, done + 1, weights, options, in_flight)
-        for _ in range(placement.partial.ahead):
-            pool = sample_chunk(pool, weights, options)
+        if other.partial.ahead:
+            pool = fill(runtime, pool, done + 1, weights, in_flight)
+        for _ in range(other.partial.ahead):
+            pool.held.advance(weights)
     in_flight.pool = pool
     return batch
 
 
-def fill(
-    runtime: Runtime, pool: Pool, done: int, weights: Weights, options: SampleOptions, in_flight: InFlight
-) -> Pool:
+def fill(runtime: Runtime, pool: Pool, done: int, weights: Weights, in_flight: InFlight) -> Pool:
     """Add groups to the pool, up to the number that it may have once `done` rollouts have been taken out of it."""
     rollouts = 1 + find_last_ahead(1, done, partial(is_saved, runtime)) - done
     groups = min(len(pool.problem_R), rollouts * runtime.experiment.sampling.prompts) - pool.count()
     if groups <= 0:
         return pool
     ids, ready = read_prompts(runtime, next_problems(pool, groups), len(pool.problem_R), in_flight)
-    return admit(pool, ids, ready, weights, options)
+    return admit(pool, ids, ready, weights)
 
 
-def end_samples(runtime: Runtime, pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
-    """Start the rewards of finished samples; with an environment, reply to the turns that have ended."""
-    if runtime.interaction is not None:
-        return reply(runtime.interaction, pool, weights, options)
-    assert pool.progress is not None
-    problems = [ready and ready.problem for ready in pool.rows.ready]
-    hand_over(pool.progress, pool.rows.ended_B, rewarder(runtime, problems, pool.rows.started))
-    return pool
+def end_samples(runtime: Runtime, pool: Pool, weights: Weights) -> None:
+    """Start the rewards of finished samples; with an environment, reply to the turns that have ended. Waits."""
+    reached, problems = pool.held.progress(), [ready and ready.problem for ready in pool.rows.ready]
+    if runtime.interaction is None:
+        hand_over(reached, pool.rows.ended_B, rewarder(runtime, problems, pool.rows.started))
+    elif (replies := answer(runtime.interaction, pool.rows, reached, sample_options(runtime))) is not None:
+        pool.held.reply(replies, weights)
 
 
 def take_batch(
-    runtime: Runtime, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
+    runtime: Runtime, state: TrainState, pool: Pool, places: np.ndarray, weights: Weights
 ) -> tuple[SampledBatch, Pool]:
     """Take the groups in these places out of the pool.
 
     Problems count as taken once they are in a rollout, together with those that were skipped until then.
     """
     ready = [pool.rows.ready[place] for place in places]
-    pool, sampled, started = take(pool, places, options)
+    pool, sampled, started = take(pool, places)
     batch = SampledBatch(
         policy=int(pool.policy_R[places].min()),
         taken=pool.next_problem - pool.count() - int(multihost.to_host(state.position)),
         problems=[one and one.problem for one in ready],
         sampled=sampled if runtime.interaction is None else set_finished(sampled, started),
         started=started,
-        metrics={"rollout/carried": float(pool.count())},
+        metrics=weights.metrics | {"rollout/carried": float(pool.count())},
     )
     return batch, pool

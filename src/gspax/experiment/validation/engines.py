@@ -29,8 +29,6 @@ def engine_problems(
             f"sampling.{name}: wanted {'1' if name == 'top_p' else '0'} with an engine, whose log-probs are over "
             f"the tokens that a filter leaves, which servers do not tell, got {getattr(sampling, name):g}"
         )
-    if engine.staleness and sampling.max_refills:
-        yield f"sampling.max_refills: wanted 0 with engine.staleness={engine.staleness}, got {sampling.max_refills}"
     if placement is not None:
         yield "placement: wanted null with an engine, which has its own devices, got a Placement"
     if sampler_mesh is not None:
@@ -48,9 +46,12 @@ def is_address(address: str) -> bool:
 
 def engine_warnings(engine: Engine | None, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
     """Settings of the sampler in this process, which servers do not read, and a model that vLLM has no kernel for."""
-    if engine is not None and engine.server == "vllm" and model.head_dim not in HEAD_DIMS:
+    if engine is None:
+        return
+    if engine.server == "vllm" and model.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         yield f"model.head_dim={model.head_dim}: vLLM on a CPU wants one of {known}, and ends at the first prompt"
-    for name in IN_PROCESS if engine is not None else ():
-        if (value := getattr(sampling, name)) != getattr(Sampling(), name):
+    for name in IN_PROCESS:
+        is_read = name == "chunk" and engine.partial is not None
+        if not is_read and (value := getattr(sampling, name)) != getattr(Sampling(), name):
             yield f"sampling.{name}={value}: without effect, because servers sample (engine)"

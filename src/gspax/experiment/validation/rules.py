@@ -110,7 +110,7 @@ def validate(
         lambda: _tasks(e.evaluation, e.sampling, e.model),
         lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
         lambda: chain(_delta_nets(e.model, e.sampling, e.engine), _shared_prompts(e.schedule, e.model)),
-        lambda: _sampled_ahead(e.sampling, e.placement),
+        lambda: _sampled_ahead(e.sampling, e.placement or e.engine),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: chain(_tokens(e.sampling), _filters(e.sampling, e.teacher)),
         lambda: _updates(e.schedule),
@@ -349,34 +349,35 @@ def _delta_nets(model: ModelConfig, sampling: Sampling, engine: Engine | None) -
         yield "engine: wanted null for a model with gated delta nets, got an Engine"
 
 
-def _sampled_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
+def _sampled_ahead(sampling: Sampling, sampler: Placement | Engine | None) -> Iterator[str]:
     """A rollout that is sampled ahead has fixed problems, and the host does not wait for it."""
-    if placement is None:
+    if sampler is None:
         return
-    if placement.partial is not None:
-        yield from _partial_rollouts(sampling, placement.staleness, placement.partial)
-    names = ("max_refills", "chunk") if placement.partial is None else ("max_refills",)
-    for name in names if placement.staleness else ():
+    key = "engine" if isinstance(sampler, Engine) else "placement"
+    if sampler.partial is not None:
+        yield from _partial_rollouts(key, sampling, sampler.staleness, sampler.partial)
+    names = ("max_refills", "chunk") if key == "placement" and sampler.partial is None else ("max_refills",)
+    for name in names if sampler.staleness else ():
         if value := getattr(sampling, name):
-            yield f"sampling.{name}: wanted 0 with placement.staleness={placement.staleness}, got {value}"
+            yield f"sampling.{name}: wanted 0 with {key}.staleness={sampler.staleness}, got {value}"
 
 
-def _partial_rollouts(sampling: Sampling, staleness: int, partial: PartialRollouts) -> Iterator[str]:
+def _partial_rollouts(key: str, sampling: Sampling, staleness: int, partial: PartialRollouts) -> Iterator[str]:
     """Groups that are carried over or sampled ahead are trained on within the staleness bound."""
     carried, ahead, P = partial.carried, partial.ahead, sampling.prompts
     needed = (carried > 0) + (ahead > 0)
     if not needed:
-        yield "placement.partial: wanted carried or ahead above 0, got 0 and 0"
+        yield f"{key}.partial: wanted carried or ahead above 0, got 0 and 0"
     if carried > P:
-        yield f"placement.partial.carried: wanted at most the {P} groups of a rollout batch, got {carried}"
+        yield f"{key}.partial.carried: wanted at most the {P} groups of a rollout batch, got {carried}"
     if staleness < needed:
         each = " and ".join(["carried"] * (carried > 0) + ["ahead"] * (ahead > 0))
         yield (
-            f"placement.staleness: wanted at least {needed}, one rollout batch for each of placement.partial's {each}, "
+            f"{key}.staleness: wanted at least {needed}, one rollout batch for each of {key}.partial's {each}, "
             f"got {staleness}"
         )
     if not sampling.chunk:
-        yield "sampling.chunk: wanted the tokens between two renewals of the parameters, with placement.partial, got 0"
+        yield f"sampling.chunk: wanted the tokens between two renewals of the parameters, with {key}.partial, got 0"
 
 
 def _packing(schedule: Schedule, loss: Loss, terms: Terms) -> Iterator[str]:
@@ -449,7 +450,9 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         yield str(problem)
         return
     shards = sharding.batch_shards(sizes)
-    yield from _undivided_rows(sampling, shards, "that rows are sharded over")
+    undivided = list(_undivided_rows(sampling, shards, "that rows are sharded over"))
+    held = with_carried(sampling, experiment.engine)
+    yield from undivided or _undivided_rows(held, shards, "that rows are sharded over", key="engine.partial.carried")
     if shards > 1:
         yield from _packed_rows(sampling, schedule, shards)
     divided = {

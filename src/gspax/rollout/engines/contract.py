@@ -16,8 +16,8 @@ import numpy as np
 
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import Started
-from gspax.sampler.engine import SampleOptions
-from gspax.sampler.sampler import Finished
+from gspax.sampler.engine import Replies, SampleOptions
+from gspax.sampler.sampler import Finished, Progress
 from gspax.types import Array, Params, Rollout
 
 
@@ -64,6 +64,25 @@ class Served:
     instance: str = ""  # another one after each load: what has been answered before was not of these weights
 
 
+class Held(Protocol):
+    """The samples of a pool's groups (`rollout.pool`): newer weights continue what older ones began. Collective."""
+
+    def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+        """Put new groups into the places `fresh_R`, bool; elsewhere any ids count, and no problem is ready."""
+
+    def advance(self, weights: Weights) -> None:
+        """Sample `sampling.chunk` more tokens of each unfinished sample. Does not wait."""
+
+    def progress(self) -> Progress:
+        """How far all samples are, after what was begun."""
+
+    def reply(self, replies: Replies, weights: Weights) -> None:
+        """Append the replies to conversations that wait; those without one have ended."""
+
+    def take(self, row_B: np.ndarray) -> Rollout:
+        """The rollout of these rows, whose places are free now."""
+
+
 class Engine(Protocol):
     """The engine of a run. Every method is collective: all processes of the run call it in the same order."""
 
@@ -90,6 +109,9 @@ class Engine(Protocol):
         Raises:
           FailureError: no engine answers in time, or its answer is not what was asked for.
         """
+
+    def hold(self, key: Array, options: SampleOptions) -> Held:
+        """An empty pool of samples for partial rollouts; `sampling.prompts` are its places."""
 
     def score(self, weights: Weights, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The log-probs, float32, of the tokens of each given row after its first, at temperature 1."""

@@ -1,21 +1,39 @@
-"""The contract of engines, by the sampler on the run's own devices (`sampler.placement`)."""
+"""The contract of engines, by the sampler on the run's own devices (`sampler.placement`).
+
+Axes: R places of groups, S positions of a prompt, B rows, P prompts of devices (`sampler.split_groups`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import ModelConfig
-from gspax.rollout.engines.contract import Request, Served, Weights
-from gspax.rollout.episodes import sample_conversations
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.engines.contract import Held, Request, Served, Weights
+from gspax.rollout.episodes import Ready, sample_conversations
 from gspax.rollout.grading import Started
+from gspax.sampler import engine
+from gspax.sampler.engine import Prompts, Replies, SampleOptions
 from gspax.sampler.placement import Sampler
-from gspax.sampler.sampler import sample, score_rows
-from gspax.types import Params, Rollout
+from gspax.sampler.sampler import (
+    Progress,
+    advance_chunk,
+    describe_progress,
+    place_prompts,
+    resume,
+    sample,
+    score_rows,
+    split_groups,
+)
+from gspax.types import Array, Params, Rollout
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,10 @@ class InProcess:
             sampled.set_result((rollout, Started()))
         return sampled
 
+    def hold(self, key: Array, options: SampleOptions) -> Held:
+        """Slots of the sampler."""
+        return OnDevices(key, replace(options, sampling=split_groups(options.sampling, options.mesh)))
+
     def score(self, weights: Weights, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """One pass over the rows, without a cache."""
         return score_rows(weights.params, given, self.model, self.mesh)
@@ -65,3 +87,76 @@ class InProcess:
         """Its limits."""
         limits = {"max_tokens": self.model.max_position_embeddings, "vocab_size": self.model.vocab_size}
         return [Served("", None, limits=limits)]
+
+
+@dataclass
+class OnDevices:
+    """The samples of partial rollouts in the sampler's slots; nothing waits for the devices."""
+
+    key: Array  # on the host
+    options: SampleOptions
+    tokens_RS: Array | None = None  # int32    prompts; None, as the two below: nothing has been sampled
+    state: engine.State | None = None
+    current: Progress | None = None
+
+    def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+        """Prefill new prompts, and sample the first token of each of their samples."""
+        prompts = [new and new.prompt if fresh else [0] for new, fresh in zip(ready, fresh_R, strict=True)]  # any
+        earlier = [new.earlier if new else () for new in ready]
+        placed = place_prompts(prompts, ids, self.options, earlier, widest=True)
+        fresh_P = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
+        self.tokens_RS, self.state, self.current = _admit(
+            weights.params,
+            (self.tokens_RS, self.state),
+            placed,
+            self.key,
+            fresh_P=multihost.to_devices(fresh_P, named_sharding(self.options.mesh, "batch")),
+            version=np.int32(weights.version),
+            options=self.options,
+        )
+
+    def advance(self, weights: Weights) -> None:
+        """Advance all slots by a chunk."""
+        self._run(advance_chunk, weights)
+
+    def progress(self) -> Progress:
+        """Arrays to come."""
+        assert self.current is not None
+        return self.current
+
+    def reply(self, replies: Replies, weights: Weights) -> None:
+        """Add the replies to the cache."""
+        self._run(resume, weights, replies)
+
+    def _run(self, program: Callable[..., tuple[engine.State, Progress]], weights: Weights, *given: Replies) -> None:
+        key, version = self.key, np.int32(weights.version)
+        self.state, self.current = program(weights.params, self.state, *given, key, version, options=self.options)
+
+    def take(self, row_B: np.ndarray) -> Rollout:
+        """Gather the rows on the sampler's devices."""
+        assert self.tokens_RS is not None and self.state is not None
+        on_devices = multihost.to_devices(row_B, named_sharding(self.options.mesh))
+        return _take(self.tokens_RS, self.state, on_devices, options=self.options)
+
+
+@partial(jax.jit, static_argnames="options", donate_argnames="held")
+def _admit(
+    params: Params,
+    held: tuple[Array | None, engine.State | None],
+    prompts: Prompts,
+    key: Array,
+    *,
+    fresh_P: Array,
+    version: Array,
+    options: SampleOptions,
+) -> tuple[Array, engine.State, Progress]:
+    tokens_RS, state = held
+    state = engine.admit(params, state, prompts, key, options, fresh_P=fresh_P, version=version)
+    tokens_RS = prompts.tokens_PS if tokens_RS is None else jnp.where(fresh_P[:, None], prompts.tokens_PS, tokens_RS)
+    return tokens_RS, state, describe_progress(state, options)
+
+
+@partial(jax.jit, static_argnames="options")
+def _take(tokens_RS: Array, state: engine.State, row_B: Array, *, options: SampleOptions) -> Rollout:
+    rollout = jax.tree.map(lambda leaf: leaf[row_B], engine.assemble(tokens_RS, state, options))
+    return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,17 +22,21 @@ from gspax.errors import FailureError
 from gspax.parallel import multihost
 from gspax.rollout.engines import rows
 from gspax.rollout.engines.client import RefusedError, UnreachableError
-from gspax.rollout.engines.contract import Request, Served, Weights
+from gspax.rollout.engines.contract import Held, Request, Served, Weights
 from gspax.rollout.engines.push import LOOK, Pushed, Pusher, on_primary, wait
 from gspax.rollout.engines.rows import Row
 from gspax.rollout.engines.server import Ask, Server
 from gspax.rollout.engines.servers import Given, Servers
 from gspax.rollout.engines.sglang import SGLang
 from gspax.rollout.engines.vllm import VLLM
-from gspax.rollout.episodes import RowsOnHost, answer, set_finished
+from gspax.rollout.episodes import Ready, RowsOnHost, answer, set_finished
 from gspax.rollout.grading import Started
 from gspax.run import interrupt
-from gspax.types import Params, Rollout
+from gspax.sampler.engine import Replies, SampleOptions
+from gspax.sampler.sampler import Progress
+from gspax.types import Array, Params, Rollout
+
+T = TypeVar("T")
 
 
 class Remote:
@@ -39,7 +45,7 @@ class Remote:
     def __init__(self, pusher: Pusher) -> None:
         self._pusher = pusher
         self._line = ThreadPoolExecutor(1, thread_name_prefix="gspax_rollout")  # one rollout after the other
-        self._asked: list[Future[tuple[Rollout, Started]]] = []
+        self._asked: list[Future[Any]] = []
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -56,40 +62,51 @@ class Remote:
         return rollout
 
     def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
-        """Sample each completion by a request of its own, with an environment each turn, in another thread.
+        """Sample each completion by a request of its own, with an environment each turn, in another thread."""
+        return self.begin(partial(self._sample, weights, request))
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Work in another thread, which a push waits for.
 
         With several processes it is done when this returns, because a thread of its own cannot exchange values.
         """
         if jax.process_count() > 1:
-            sampled = Future[tuple[Rollout, Started]]()
-            sampled.set_result(self._sample(weights, request))
+            begun = Future[T]()
+            begun.set_result(work())
         else:
-            sampled = self._line.submit(self._sample, weights, request)
-        self._asked = [asked for asked in [*self._asked, sampled] if not asked.done()]
-        return sampled
+            begun = self._line.submit(work)
+        self._asked = [asked for asked in [*self._asked, begun] if not asked.done()]
+        return begun
 
     def _sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
-        pushed, servers = self._pusher.pushed, self._pusher.servers
-        assert pushed is not None and weights.version == pushed.weights.version, "wanted the newest weights"
         request = replace(request, options=replace(request.options, mesh=self.mesh, turns=bool(request.interaction)))
-        key = np.asarray(multihost.to_host(jax.random.key_data(request.key))).tobytes()
-        own = rows.begin(request)
-        servers.forget_groups()
-        multihost.all_or_raise(lambda: bool(find_restarted(servers, pushed)))
+        options, count = request.options, len(request.ready) * request.options.sampling.group
+        own = self.place(request)
         if request.interaction is None:
-            self._complete(own, request, key, pushed)
-            return rows.assemble(own, request), Started()
-        count = len(request.ready) * request.options.sampling.group
+            self.complete(own, weights, request)
+            return rows.assemble(own, count, options), Started()
         on_host = RowsOnHost(list(request.ready), np.zeros(count, bool))
         while not on_host.ended_B.all():
-            self._complete(own, request, key, pushed)
-            progress = rows.describe_progress(own, count, request.options)
-            rows.add_replies(own, answer(request.interaction, on_host, progress, request.options))
-        return set_finished(rows.assemble(own, request), on_host.started), on_host.started
+            self.complete(own, weights, request)
+            progress = rows.describe_progress(own, count, options)
+            rows.add_replies(own, answer(request.interaction, on_host, progress, options))
+        return set_finished(rows.assemble(own, count, options), on_host.started), on_host.started
 
-    def _complete(self, own: Mapping[int, Row], request: Request, key: bytes, pushed: Pushed) -> None:
-        """Sample the rows that are not finished up to a stop token or the limit. Collective."""
-        options, servers = request.options, self._pusher.servers
+    def hold(self, key: Array, options: SampleOptions) -> Held:
+        """Rows on the host."""
+        return OnServers(self, key, options)
+
+    def place(self, request: Request) -> dict[int, Row]:
+        """This process's rows of new groups, for which servers are chosen anew. Collective."""
+        self._pusher.servers.forget_groups()
+        return multihost.all_or_raise(lambda: rows.begin(request))
+
+    def complete(self, own: Mapping[int, Row], weights: Weights, request: Request) -> None:
+        """Sample the rows that are not finished up to a stop token, the limit, or the end of a chunk. Collective."""
+        options, servers, pushed = request.options, self._pusher.servers, self._pusher.pushed
+        assert pushed is not None and weights.version == pushed.weights.version, "wanted the newest weights"
+        key = np.asarray(multihost.to_host(jax.random.key_data(request.key))).tobytes()
+        multihost.all_or_raise(lambda: bool(find_restarted(servers, pushed)))
         asks = {
             number: (row.group, rows.to_ask(row, key, options))
             for number, row in own.items()
@@ -163,6 +180,48 @@ class Remote:
     def state(self) -> list[Served]:
         """The servers that are there."""
         return [server.state(LOOK) for server in self._pusher.servers.present()]
+
+
+class OnServers:
+    """The samples of partial rollouts, as rows on the host. A chunk of a sample is a request of its own.
+
+    Its first token needs the keys and values of those before it: the server's prefix cache has them, or, after a push,
+    it computes them with the new weights.
+    """
+
+    def __init__(self, remote: Remote, key: Array, options: SampleOptions) -> None:
+        self._remote, self._options = remote, options
+        self._request = Request(ready=(), prompt_ids=(), key=key, options=options)
+        self._count = options.sampling.prompts * options.sampling.group
+        self._own = dict[int, Row]()
+        self._chunks: list[Future[None]] = []  # that have begun
+
+    def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+        """Nothing is sampled before the next chunk."""
+        self._own |= self._remote.place(replace(self._request, ready=ready, prompt_ids=ids))
+
+    def advance(self, weights: Weights) -> None:
+        """Ask for a chunk of each unfinished row, after those that were asked for before."""
+        self._chunks.append(self._remote.begin(partial(self._remote.complete, self._own, weights, self._request)))
+
+    def progress(self) -> Progress:
+        """Wait for the servers."""
+        interrupt.wait(self._chunks)
+        for chunk in self._chunks:
+            chunk.result()
+        self._chunks = []
+        return rows.describe_progress(self._own, self._count, self._options)
+
+    def reply(self, replies: Replies, weights: Weights) -> None:
+        """Append them to the rows."""
+        rows.add_replies(self._own, replies)
+
+    def take(self, row_B: np.ndarray) -> Rollout:
+        """Give each process the rows of its devices."""
+        taken = [self._own.pop(row, None) for row in row_B.tolist()]
+        everywhere = multihost.gather_rows([vars(row) if row else None for row in taken])
+        own = {number: Row(**values) for number, values in enumerate(everywhere)}
+        return rows.assemble(own, len(own), self._options)
 
 
 def connect(

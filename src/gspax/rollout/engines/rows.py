@@ -1,6 +1,6 @@
 """Completions that servers sample, as lists on the host: what is asked for next, and the rollout in the end.
 
-Axes: B = P·G rows, C positions after the prompt, T positions in all, L sparse layers, A active experts.
+Axes: B rows, C positions after the prompt, T positions in all, L sparse layers, A active experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.rollout.engines.contract import Request
 from gspax.rollout.engines.server import Answer, Ask
 from gspax.sampler.engine import Replies, SampleOptions
-from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, bucket, longest_prompt
+from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, bucket, check_length
 from gspax.types import Rollout
 
 
@@ -39,12 +39,13 @@ class Row:
 
 
 def begin(request: Request) -> dict[int, Row]:
-    """This process's rows by number."""
+    """This process's rows by number. UserError for a prompt that is empty or too long."""
     options, group = request.options, request.options.sampling.group
     rows = dict[int, Row]()
     for place, ready in enumerate(request.ready):
         if ready is None:
             continue
+        check_length(ready.prompt, options.sampling.max_prompt_tokens, f"problem {request.prompt_ids[place]}: ")
         first = int(request.prompt_ids[place]) * (group - options.greedy)
         for number in range(group):
             greedy = number >= group - options.greedy or options.sampling.temperature == 0
@@ -54,12 +55,15 @@ def begin(request: Request) -> dict[int, Row]:
 
 
 def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
-    """The request for the next tokens of a row. Its seed is a function of (key, sample id, position) alone."""
-    position = len(row.prompt) + len(row.tokens)
+    """The request for the next tokens of a row, at most a chunk of partial rollouts.
+
+    Its seed is a function of (key, sample id, position) alone.
+    """
+    position, left = len(row.prompt) + len(row.tokens), options.sampling.max_tokens - len(row.tokens)
     digest = hashlib.blake2b(key + row.id.to_bytes(4, "big") + position.to_bytes(4, "big"), digest_size=8).digest()
     return Ask(
         tokens=row.prompt + row.tokens,
-        most=options.sampling.max_tokens - len(row.tokens),
+        most=min(left, options.sampling.chunk) if options.admits else left,
         seed=int.from_bytes(digest, "big") >> 11,
         sampling=options.sampling,
         greedy=row.greedy,
@@ -117,14 +121,10 @@ def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
         row.versions += [0] * count
 
 
-def assemble(rows: Mapping[int, Row], request: Request) -> Rollout:
-    """The rollout, each process's rows on its devices. Collective."""
-    options, sampling = request.options, request.options.sampling
-    prompts = [one and one.prompt for one in request.ready]
-    limit = sampling.max_prompt_tokens
-    longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, request.prompt_ids, limit))))
-    B = len(prompts) * sampling.group
-    T = min(limit, bucket(longest, SMALLEST_BUCKET)) + sampling.max_tokens
+def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout:
+    """The rollout of B rows, each process's on its devices. Collective."""
+    longest = max(multihost.gather(max((len(row.prompt) for row in rows.values()), default=0)))
+    T = min(options.sampling.max_prompt_tokens, bucket(longest, SMALLEST_BUCKET)) + options.sampling.max_tokens
     arrays = {
         "tokens_BT": np.zeros((B, T), np.int32),
         "mask_BT": np.zeros((B, T), bool),
