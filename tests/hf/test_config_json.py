@@ -8,7 +8,8 @@ import families as families_of_tests
 import pytest
 import tiny
 
-from gspax.config import ModelConfig, Yarn, layers_of
+from gspax.config import LongRope, ModelConfig, Yarn, layers_of
+from gspax.config.model import architecture_problems
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.hf import config_json, families
@@ -178,6 +179,7 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
 
 
 PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
+LONGROPE = {"type": "longrope", "short_factor": [1, 1.5], "long_factor": [2, 4.0]}
 OLMO3 = {name: DENSE[name] for name in DENSE if name in SIZES} | {"model_type": "olmo3"}
 GEMMA3 = OLMO3 | {"model_type": "gemma3_text"}
 GPT_OSS = OLMO3 | {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2}
@@ -186,6 +188,22 @@ LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
+
+
+def test_longrope_is_of_the_original_length_unless_a_run_says_otherwise(tmp_path):
+    config = read_config(write(tmp_path, PHI3 | {"rope_scaling": LONGROPE}))
+    scaling = LongRope(
+        short_factor=(1, 1.5), long_factor=(2, 4), original_max_position_embeddings=4096, max_position_embeddings=40960
+    )
+    assert (config.rope_scaling, config.max_position_embeddings) == (scaling, 4096)
+    written = to_json(replace(config, max_position_embeddings=8192))
+    assert (written["max_position_embeddings"], written["original_max_position_embeddings"]) == (40960, 4096)
+    assert read_config(write(tmp_path, written)) == config
+    other = read_config(write(tmp_path, PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64}))
+    assert (other.rope_scaling.original_max_position_embeddings, other.max_position_embeddings) == (64, 64)
+    assert read_config(write(tmp_path, to_json(other))) == other
+    (problem,) = architecture_problems(replace(config, max_position_embeddings=40961))
+    assert problem == "model.max_position_embeddings: wanted at most 40960, got 40961"
 
 
 def test_gpt_oss_has_yarn_unless_its_file_says_otherwise(tmp_path):
@@ -262,12 +280,30 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         ),
         (
             DENSE | {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}},
-            "rope_scaling: longrope, whose frequencies depend on a row's length, is not implemented",
+            'rope_type: wanted "default" or "yarn" or "llama3" or "linear", got "longrope"',
         ),
-        (PHI3 | {"rope_scaling": YARN}, 'rope_type: wanted "default", got "yarn"'),
+        (PHI3 | {"rope_scaling": YARN}, 'rope_type: wanted "default" or "longrope", got "yarn"'),
+        (
+            PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1]}},
+            "rope_scaling.long_factor: wanted 2 numbers, one for each pair, got 1",
+        ),
+        (
+            PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1, 0]}},
+            "long_factor: wanted numbers above 0, got [1, 0]",
+        ),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": None}}, "short_factor: wanted a value, there is none"),
+        (
+            PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 8}},
+            "original_max_position_embeddings: wanted 4096, got 8",
+        ),
+        (
+            PHI3 | {"rope_scaling": LONGROPE | {"max_position_embeddings": 8}},
+            "max_position_embeddings: wanted 40960, got 8",
+        ),
         (
             PHI3 | {"auto_map": {"AutoConfig": "own.Phi3Config"}},
-            f"auto_map: wanted null or {json.dumps(families.PHI3_CODE)}, got " + '{"AutoConfig": "own.Phi3Config"}',
+            f"auto_map: wanted null or {json.dumps(families.PHI3_CODE)} or {json.dumps(families.PHI4_CODE)}, got "
+            '{"AutoConfig": "own.Phi3Config"}',
         ),
         (OLMO3 | {"rope_parameters": {"sliding_attention": YARN}}, 'rope_type: wanted "default", got "yarn"'),
         (OLMO3 | {"rope_parameters": {"full_attention": 1}}, "full_attention: wanted an object or null, got 1"),

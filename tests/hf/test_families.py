@@ -1,5 +1,7 @@
 """Each family against transformers: logits, gradients, greedy tokens, the bytes of an export, and adapters."""
 
+from dataclasses import replace
+
 import families
 import pytest
 
@@ -40,6 +42,22 @@ def test_greedy_tokens_are_those_of_transformers(pair):
     ours, theirs = families.greedy_tokens(params, config, model)
     assert ours == theirs
     assert len({token for row in ours for token in row[9:]}) > 3  # not one repeated token
+
+
+def test_longrope_is_that_of_transformers_at_both_lengths(tmp_path):
+    """transformers chooses by each sequence, gspax by the longest one of a run, so that a cache has one embedding."""
+    factors = {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 6.0]}}
+    lengths = {"original_max_position_embeddings": 16, "max_position_embeddings": 64, "partial_rotary_factor": 1.0}
+    model = families.make_model("phi3", **factors, **lengths)
+    model.save_pretrained(tmp_path)
+    config, params = families.read(tmp_path)
+    long_config = replace(config, max_position_embeddings=64)
+    tokens_BT = families.random_tokens(config, 4, 24)
+    for each, length in ((config, 16), (long_config, 24)):
+        ours = families.our_logits(params, each, tokens_BT[:, :length])
+        assert families.relative(ours, families.their_logits(model, tokens_BT[:, :length])) < 1e-5
+    ours, theirs = families.greedy_tokens(params, config, model, steps=7)
+    assert ours == theirs
 
 
 def test_samples_do_not_depend_on_their_slots(pair):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference_model
 
-from gspax.config import Yarn, layers_of
+from gspax.config import LongRope, Yarn, layers_of
 from gspax.model.layers import attention_factor, rotary_frequencies
 from gspax.model.presets import qwen3_0_6b
 
@@ -77,3 +77,24 @@ def test_frequencies_by_hand():
     np.testing.assert_array_equal(frequency[:24], plain[:24])
     np.testing.assert_allclose(frequency[40:], plain[40:] / 4, rtol=1e-6)
     assert frequency[30] / plain[30] == pytest.approx(1 - 7 / 17 * 3 / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 3.0}, {"attention_factor": 1.25}, {"max_position_embeddings": 64}])
+@pytest.mark.parametrize("longest", [64, 65])
+def test_longrope_equals_transformers(longest, changes):
+    """With sequences of at most 64 tokens, and with longer ones."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    from transformers import Phi3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from gspax.hf.config_json import to_json
+
+    short, long = ([each + n / 8 for n in range(64)] for each in (1.0, 3.0))
+    sizes = {"original_max_position_embeddings": 64, "max_position_embeddings": 256} | changes
+    scaling = LongRope(short_factor=tuple(short), long_factor=tuple(long), **sizes)
+    config = replace(QWEN3, qk_norm=False, num_attention_heads=8, rope_scaling=scaling, max_position_embeddings=64)
+    theirs = Phi3Config(**to_json(config) | {"pad_token_id": None})
+    expected, their_factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=longest)
+    frequency, factor = rotary_frequencies(rope(config), longest)
+    np.testing.assert_allclose(frequency, expected.numpy(), rtol=1e-6)
+    assert factor == pytest.approx(their_factor, rel=1e-9)

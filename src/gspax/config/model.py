@@ -79,6 +79,23 @@ class LinearRope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """RoPE of Phi-3-128k and Phi-4-mini (LongRoPE, arXiv 2402.13753): each pair's frequency is divided by its factor.
+
+    All sequences of a run have the short factors, or the long ones if `ModelConfig.max_position_embeddings` is more
+    than `original_max_position_embeddings`. transformers chooses by the length of each sequence, so that the keys in
+    a cache would be of another embedding once a sequence has grown beyond the original length.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: AtLeast2
+    max_position_embeddings: PositiveInt  # of the published model; that of `ModelConfig` is the run's
+    factor: float | None = None  # None: the quotient of these two
+    attention_factor: float | None = None  # scale of queries and keys; None: sqrt(1 + ln(factor) / ln(original))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Router:
     """How a layer's router scores and chooses experts; `norm_topk_prob` says whether their gates sum to one.
 
@@ -137,7 +154,7 @@ class ModelConfig:
     norm_plus_one: bool = False  # norms scale by 1 + their weight
     scale_embedding: bool = False  # by the square root of hidden_size
     rope_theta: Positive = 1e6
-    rope_scaling: Yarn | Llama3Rope | AlphaRope | LinearRope | None = None
+    rope_scaling: Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope | None = None
     rope_fraction: Share = 1.0  # of a head's dimensions, the first of which are rotated
     sliding_rope_theta: NonNegative = 0.0  # RoPE of the layers with a window, without scaling; 0: as in the others
     rope_interleaved: bool = False  # dimensions 2h and 2h + 1 are a pair, rather than h and h + R/2
@@ -337,6 +354,12 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
             f"model.rope_scaling.high_freq_factor: wanted more than low_freq_factor "
             f"({m.rope_scaling.low_freq_factor:g}), got {m.rope_scaling.high_freq_factor:g}"
         )
+    if isinstance(m.rope_scaling, LongRope):
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(m.rope_scaling, name))) != rotary_dim(m) // 2:
+                yield f"model.rope_scaling.{name}: wanted {rotary_dim(m) // 2} numbers, one for each pair, got {count}"
+        if m.max_position_embeddings > (most := m.rope_scaling.max_position_embeddings):
+            yield f"model.max_position_embeddings: wanted at most {most}, got {m.max_position_embeddings}"
     if m.head_dim % 2:
         yield f"model.head_dim: wanted an even number (RoPE rotates pairs), got {m.head_dim}"
     elif rotary_dim(m) % 2 or not rotary_dim(m):

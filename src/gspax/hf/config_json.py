@@ -10,6 +10,7 @@ This module imports no accelerator code: a dry run needs only the configuration.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import operator
@@ -27,6 +28,7 @@ from gspax.config import (
     Latent,
     LinearRope,
     Llama3Rope,
+    LongRope,
     ModelConfig,
     Router,
     Yarn,
@@ -87,8 +89,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
-ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear"}
-LONGROPE = ("longrope", "su")  # its names, the second in older files
+ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear", LongRope: "longrope"}
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
 OBJECTS = {"router": Router, "latent": Latent, "delta": GatedDelta}
@@ -209,6 +210,9 @@ def _content(config: ModelConfig, name: str) -> dict[str, Json]:
     content |= ACTIVATIONS[config.activation] | {"attention_dropout": 0.0, "torch_dtype": config.dtype}
     default: Json = {"rope_type": "default"} if family.rope else None
     content |= {"rope_theta": config.rope_theta, "rope_scaling": _scaling_json(config) or default}
+    if isinstance(scaling := config.rope_scaling, LongRope):
+        content |= {ORIGINAL: scaling.original_max_position_embeddings}
+        content |= {"max_position_embeddings": scaling.max_position_embeddings}
     if family.sliding_theta:  # only the newer key can express any two
         full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
         own: dict[str, Json] = full | {"rope_theta": config.sliding_rope_theta or config.rope_theta}
@@ -226,6 +230,9 @@ def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
     content: dict[str, Json] = {"rope_type": ROPE_TYPES[type(scaling)]}
     content |= {"factor": 1.0} if isinstance(scaling, AlphaRope) else {}
     changed: dict[str, Any] = described_fields(scaling, [*vars(scaling)])
+    if isinstance(scaling, LongRope):
+        del changed["max_position_embeddings"]  # a key beside the object
+        changed |= {"short_factor": [*scaling.short_factor], "long_factor": [*scaling.long_factor]}
     return content | changed
 
 
@@ -376,7 +383,11 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
     theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
-    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(rope, family, context)}
+    original = _read(HINTS["vocab_size"], raw, ORIGINAL, family.original or context)
+    scaling = _scaling(rope, family, context, original)
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    if isinstance(scaling, LongRope):  # longer sequences only in a run that says so
+        fields["max_position_embeddings"] = original
     if own is not None:
         expect("rope_type", _first(own, ("rope_type", "type"), "default"), ("default",))
         sliding = _read(
@@ -406,13 +417,11 @@ def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
 
 
 def _scaling(
-    rope: Mapping[str, Json], family: Family, context: int
-) -> Yarn | Llama3Rope | AlphaRope | LinearRope | None:
+    rope: Mapping[str, Json], family: Family, context: int, original: int
+) -> Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope | None:
     """`rope_scaling` of `ModelConfig`."""
     kind = _first(rope, ("rope_type", "type"), "default")
-    if kind in LONGROPE:
-        raise ValueError("rope_scaling: longrope, whose frequencies depend on a row's length, is not implemented")
-    kind = expect("rope_type", kind, ("default", *family.ropes))
+    kind = expect("rope_type", "longrope" if kind == "su" else kind, ("default", *family.ropes))
     scaling = next((each for each, name in ROPE_TYPES.items() if name == kind), None)
     hints = {} if scaling is None else typing.get_type_hints(scaling, include_extras=True)
     known = ("rope_theta", "rope_type", "type", FRACTION, *hints, *HARMLESS_ROPE, *(MROPE if family.delta else ()))
@@ -422,9 +431,16 @@ def _scaling(
     if scaling is None:
         return None
     values: dict[str, Json] = {ORIGINAL: context} | {key: value for key, value in rope.items() if value is not None}
+    if kind == "longrope":  # the keys beside the object hold for it too
+        for key, beside in ((ORIGINAL, original), ("max_position_embeddings", context)):
+            values[key] = expect(key, rope.get(key) or beside, (beside,))
     if kind == "yarn":
         values = {"factor": context / _read(hints[ORIGINAL], values, ORIGINAL, REQUIRED)} | values
-    needed = [name for name in hints if name in values or kind != "yarn"]
+    needed = [
+        field.name
+        for field in dataclasses.fields(scaling)
+        if field.name in values or field.default is dataclasses.MISSING
+    ]
     return scaling(**{name: _read(hints[name], values, name, REQUIRED) for name in needed})
 
 
@@ -488,6 +504,10 @@ def _read(hint: type[T], raw: Mapping[str, Json], key: str, default: object) -> 
         value = float(value)
     elif kind == tuple[int, ...] and isinstance(value, list | tuple) and all(type(item) is int for item in value):
         value = tuple(value)
+    elif kind == tuple[float, ...] and isinstance(value, list | tuple):
+        if not all(type(item) in (int, float) and 0 < item < math.inf for item in value):
+            raise ValueError(f"{key}: wanted numbers above 0, got {show([*value])}")
+        value = tuple(map(float, value))
     elif type(value) not in kinds:
         words = {int: "an integer", float: "a number", bool: "true or false"}.get(kinds[0], "a list of integers")
         raise ValueError(f"{key}: wanted {words}, got {show(value)}")

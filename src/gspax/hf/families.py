@@ -114,10 +114,11 @@ OF_MTP = (  # the keys of layers that predict several tokens ahead, which are no
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
 )
 # Of the first files of Phi-3: what became transformers' own class.
-PHI3_CODE: Json = {
+PHI3_CODE: dict[str, Json] = {
     "AutoConfig": "configuration_phi3.Phi3Config",
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
 }
+PHI4_CODE: Json = PHI3_CODE | {"AutoTokenizer": "Xenova/gpt-4o"}  # of Phi-4-mini
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class Family:
     ungrouped: Json = None  # the value of `topk_method` with which its router ignores groups; None: there is none
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
+    original: int = 0  # `original_max_position_embeddings` of a file without the key; 0: `max_position_embeddings`
     quantized: str = ""  # the `quant_method` of its files, which are read
     ahead: bool = False  # its files may have layers that predict several tokens ahead (MTP), which are copied
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
@@ -221,11 +223,14 @@ FAMILIES = {
     "phi3": Family(  # and Phi-4
         "Phi3ForCausalLM",
         _sizes(eps=1e-5, context=4096) | {"rope_fraction": Key("partial_rotary_factor", 1.0)},
-        permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE)},
-        harmless=("original_max_position_embeddings",),  # of "longrope"
+        permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE, PHI4_CODE)}
+        | {"mlp_bias": (None, False), "lm_head_bias": (None, False)}
+        | {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
+        harmless=("original_max_position_embeddings",),  # of "longrope", whose
+        original=4096,
         has_head_dim=False,
         window="all",
-        ropes=(),
+        ropes=("longrope",),
         written={"pad_token_id": None},  # whose default a small vocabulary does not have
         layer=rows.PHI3_LAYER,
         dense=rows.PHI3_DENSE,

@@ -28,6 +28,7 @@ from gspax.config import (
     GatedDelta,
     LinearRope,
     Llama3Rope,
+    LongRope,
     ModelConfig,
     Rope,
     SelfAttention,
@@ -134,10 +135,11 @@ def _gated(gate: Array, up: Array, activation: str) -> Array:
     return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
-def rotary_frequencies(rope: Rope) -> tuple[np.ndarray, float]:
+def rotary_frequencies(rope: Rope, longest: int = 0) -> tuple[np.ndarray, float]:
     """Radians per position for each pair of rotated dimensions, float32 `[R/2]`, and the factor on cos and sin.
 
-    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or another scaling.
+    RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or another scaling. `longest` is the length of
+    the run's longest sequences, by which a `LongRope` chooses.
     """
     R, base, scaling = rope.dim, rope.theta, rope.scaling
     if isinstance(scaling, AlphaRope):
@@ -145,11 +147,24 @@ def rotary_frequencies(rope: Rope) -> tuple[np.ndarray, float]:
     frequency = base ** -(np.arange(0, R, 2) / R)
     if isinstance(scaling, LinearRope):
         frequency /= scaling.factor
+    if isinstance(scaling, LongRope):
+        is_long = longest > scaling.original_max_position_embeddings
+        frequency /= np.array(scaling.long_factor if is_long else scaling.short_factor)
+        return frequency.astype(np.float32), _long_attention_factor(scaling)
     if isinstance(scaling, Llama3Rope):
         return (frequency * _llama3_share(frequency, scaling)).astype(np.float32), 1.0
     if isinstance(scaling, Yarn):
         return (frequency * _yarn_share(R, base, scaling)).astype(np.float32), attention_factor(scaling)
     return frequency.astype(np.float32), 1.0
+
+
+def _long_attention_factor(scaling: LongRope) -> float:
+    """LongRoPE's factor on queries and keys, whichever factors the frequencies have."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    original = scaling.original_max_position_embeddings
+    factor = scaling.factor or scaling.max_position_embeddings / original
+    return math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
 
 
 def _llama3_share(frequency: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
@@ -192,11 +207,11 @@ def rotary_angles(position_BT: Array, config: ModelConfig) -> Angles:
     """The angles of rotary positions in each of the model's embeddings."""
     mixers = (layer.mixer for layer in layers_of(config))
     ropes = dict.fromkeys(mixer.rope for mixer in mixers if not isinstance(mixer, GatedDelta))
-    return {rope: _angles(position_BT, rope) for rope in ropes}
+    return {rope: _angles(position_BT, rope, config.max_position_embeddings) for rope in ropes}
 
 
-def _angles(position_BT: Array, rope: Rope) -> tuple[Array, Array]:
-    frequency, factor = rotary_frequencies(rope)
+def _angles(position_BT: Array, rope: Rope, longest: int) -> tuple[Array, Array]:
+    frequency, factor = rotary_frequencies(rope, longest)
     position_BT11 = position_BT[..., None, None].astype(jnp.float32)
     angle = position_BT11 * expand_dims_like(jnp.asarray(frequency), position_BT11)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
