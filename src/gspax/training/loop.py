@@ -61,7 +61,6 @@ def train(experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("te
     """
     runtime, keep, description = make_runtime(experiment), experiment.schedule.keep_checkpoints, describe(experiment)
     check_calls(experiment, multihost.warn_from_primary)
-    progress.show_table(plan.overview(plan.plan(experiment, jax.device_count())))
     with Trackers(report_to) as trackers:
         with (
             enter_run(workdir, description) as run,
@@ -71,6 +70,7 @@ def train(experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("te
             interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
             Checkpoints(run.checkpoints, keep=keep, mesh=runtime.mesh, note=run.newest) as checkpoints,
         ):
+            progress.show_table(plan.overview(plan.plan(experiment, jax.device_count())))
             if jax.process_index() == 0:
                 trackers.start(run, description)
             while True:
