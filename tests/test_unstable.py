@@ -47,6 +47,12 @@ def test_create_device_mesh():
         assert grid.shape == (2, 4) and set(grid.flat) == set(jax.devices())
 
 
+def test_row_major():
+    with advice(unstable.row_major):
+        lowered = jax.jit(unstable.row_major).lower(jax.ShapeDtypeStruct((2, 3, 4), np.float32))
+        assert "LayoutConstraint" in lowered.as_text() and "dense<[2, 1, 0]>" in lowered.as_text()
+
+
 @contextlib.contextmanager
 def optimized():
     """XLA's optimizations, which the tests leave out."""

@@ -74,6 +74,16 @@ def pallas() -> tuple[ModuleType, ModuleType]:
     return pallas, tpu
 
 
+def row_major(x: jax.Array) -> jax.Array:
+    """The array in the layout whose last axis is contiguous, also where the compiler would choose another one.
+
+    When it goes: drop it; for each block of drafted tokens XLA:TPU then copies the cache into another layout and back.
+    """
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
 def coordination_service(address: str, count: int) -> object:
     """jax's coordination service for `count` processes, listening at `address` until the object is deleted.
 

@@ -49,6 +49,7 @@ from gspax.parallel import sharding
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens, sample_axis, spec
 from gspax.types import Array, Params, PyTree
 
+MOST_QUERIES = 2**18  # numbers in a row's queries: for 4096 heads of 128, the kernel has too little memory on chip
 BLOCK = 32  # tokens of `extend`; the scores of a block of 32 query heads and 512 positions take 2 MiB of float32
 
 
@@ -252,7 +253,7 @@ def decode(
     # Computed once, not in every product's fusion.
     angles = {rope: jax.lax.optimization_barrier(each) for rope, each in rotary_angles(position_W1, config).items()}
     live_W1 = slots.count_W[:, None] > 0
-    shared = LayerInputs(angles, live_W1, attend, _advance_over_cache(live_W1, slots, mesh), mesh)
+    shared = LayerInputs(angles, live_W1, attend, _advance_over_cache(live_W1, slots, mesh), mesh, decoding=True)
     hidden_W1D, cache, expert_W1LA = _run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
@@ -284,7 +285,7 @@ def extend(
         count_W = jnp.clip(slots.count_W - block * M, 0, M)
         part = slots._replace(first=slots.first + block * M, count_W=count_W)
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
-        hidden_WMD, cache, expert_WMLA = decode_block(params, config, tokens_WM, cache, part, mesh=mesh)
+        hidden_WMD, cache, expert_WMLA = decode_block(params, config, tokens_WM, cache, part, mesh=mesh, decoding=False)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
         here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]
         expert_WXLA = jax.lax.dynamic_update_slice_in_dim(expert_WXLA, expert_WMLA, block * M, axis=1)
@@ -304,6 +305,7 @@ def decode_block(
     slots: Slots,
     *,
     mesh: jax.sharding.Mesh,
+    decoding: bool = True,
 ) -> tuple[Array, Cache, Array]:
     """`extend` by at most `BLOCK` tokens, with the final hidden states of all of them `[W, M, D]`.
 
@@ -314,7 +316,7 @@ def decode_block(
     position_WM = (slots.prompt_length_W + slots.first)[:, None] + index_1M
     attend = _attend_over_cache(_attend_to_block, slots, config, mesh)
     angles, live_WM = rotary_angles(position_WM, config), index_1M < slots.count_W[:, None]
-    shared = LayerInputs(angles, live_WM, attend, _advance_over_cache(live_WM, slots, mesh), mesh)
+    shared = LayerInputs(angles, live_WM, attend, _advance_over_cache(live_WM, slots, mesh), mesh, decoding)
     return _run_layers(params, config, tokens_WM, shared, cache)
 
 
@@ -456,18 +458,22 @@ def _attend_to_prompts(
 ) -> tuple[Array, Array]:
     """Attention of the active slots to their prompts.
 
-    Without `prompt_W` each prompt is read once for all its slots, which are adjacent and see the same positions of it.
+    Without `prompt_W` each prompt is read once for all its slots, which are adjacent and see the same positions of it,
+    or for as many of them as the kernel can hold the queries of.
     """
     end_W = jnp.where(slots.count_W > 0, slots.prompt_length_W, 0)
     if prompt_W is not None:
         return segments.attend(q_WNH, prompt, oldest_W, end_W, prompt_W, kernel=kernel)
     (W, N, H), (P, K) = q_WNH.shape, prompt[0].v_XKSH.shape[:2]
-    G, R = W // P, N // K
-    q_PNH = q_WNH.reshape(P, G, K, R, H).swapaxes(1, 2).reshape(P, K * G * R, H)
-    bounds = oldest_W.reshape(P, G).max(axis=1), end_W.reshape(P, G).max(axis=1)  # one for all that are active
-    context_PNH, logsumexp_PN = segments.attend(q_PNH, prompt, *bounds, kernel=kernel)
-    context_WNH = context_PNH.reshape(P, K, G, R, H).swapaxes(1, 2).reshape(W, N, H)
-    return context_WNH, logsumexp_PN.reshape(P, K, G, R).swapaxes(1, 2).reshape(W, N)
+    parts = [n for n in range(1, W // P + 1) if W // P % n == 0]
+    X = P * next(n for n in parts if not kernel or W // P // n * N * H <= MOST_QUERIES or n == parts[-1])
+    G, R = W // X, N // K
+    q_XNH = q_WNH.reshape(X, G, K, R, H).swapaxes(1, 2).reshape(X, K * G * R, H)
+    bounds = oldest_W.reshape(X, G).max(axis=1), end_W.reshape(X, G).max(axis=1)  # one for all that are active
+    prompt_X = None if X == P else jnp.arange(X) // (X // P)
+    context_XNH, logsumexp_XN = segments.attend(q_XNH, prompt, *bounds, prompt_X, kernel=kernel)
+    context_WNH = context_XNH.reshape(X, K, G, R, H).swapaxes(1, 2).reshape(W, N, H)
+    return context_WNH, logsumexp_XN.reshape(X, K, G, R).swapaxes(1, 2).reshape(W, N)
 
 
 def _attend_to_block(
@@ -487,32 +493,21 @@ def _attend_to_block(
     one softmax. With a window the tokens attend one after the other: each of them sees other positions. So they do to
     latents in the kernel, which would not hold all their heads at once.
     """
-    (W, N, M, H), prompt_W = q_WNMH.shape, slots.prompt_W
-    numbers_W = _prompt_numbers(slots, cache.prompt[0].v_XKSH.shape[0])
+    W, N, M, H = q_WNMH.shape
     if window < NO_WINDOW or (kernel and k_WKMH is None):
-        slots = slots._replace(prompt_W=numbers_W)
+        slots = slots._replace(prompt_W=_prompt_numbers(slots, cache.prompt[0].v_XKSH.shape[0]))
         return _attend_one_by_one(q_WNMH, k_WKMH, v_WKMH, cache, slots, sinks_N, window=window, kernel=kernel)
-    if kernel:  # which reads rows by number, and holds the queries of few rows at a time
-        prompt_W = numbers_W
     first_W, count_W = slots.first, slots.count_W
+    completion = segments.write_block(cache.completion, k_WKMH, v_WKMH, first_W, count_W, kernel=kernel)
     zeros_W = jnp.zeros_like(count_W)
     # The tokens of a query head become heads of their own: they see the same positions of prompt and cache.
     q_WLH = q_WNMH.reshape(W, N * M, H)
-    so_far = segments.attend(q_WLH, cache.completion, zeros_W, jnp.where(count_W > 0, first_W, 0), kernel=kernel)
-    of_prompt = _attend_to_prompts(q_WLH, cache.prompt, zeros_W, slots, prompt_W, kernel=kernel)
+    so_far = segments.attend(q_WLH, completion, zeros_W, jnp.where(count_W > 0, first_W, 0), kernel=kernel)
+    of_prompt = _attend_to_prompts(q_WLH, cache.prompt, zeros_W, slots, slots.prompt_W, kernel=kernel)
     keys_WKMH = v_WKMH if k_WKMH is None else k_WKMH
     merged = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, keys_WKMH, v_WKMH, count_W))
     context_WLH = _beside_sinks(merged, None if sinks_N is None else jnp.repeat(sinks_N, M))
 
-    def write_one(m: Array, completion: Segments) -> Segments:
-        """The positions beyond the new tokens get the last of them again, where it belongs."""
-        m_W = jnp.clip(m, 0, jnp.maximum(count_W - 1, 0))
-        at_W111 = m_W[:, None, None, None]
-        k_WKH, v_WKH = jax.tree.map(lambda x: jnp.take_along_axis(x, at_W111, axis=2)[:, :, 0], (k_WKMH, v_WKMH))
-        return segments.write(completion, k_WKH, v_WKH, first_W + m_W, kernel=kernel)
-
-    # A slot without new tokens gets a key at its next position, which decoding replaces before it is read.
-    completion = jax.lax.fori_loop(0, jnp.maximum(count_W.max(), 1), write_one, cache.completion)
     return context_WLH.reshape(W, N, M, H), LayerCache(cache.prompt, completion)
 
 

@@ -66,6 +66,7 @@ class LayerInputs(NamedTuple):
     attend: Attend
     advance: Advance
     mesh: jax.sharding.Mesh
+    decoding: bool = False  # there are few tokens and no gradient (`expert_parallel.expert_decoding`)
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:

@@ -24,7 +24,7 @@ from gspax.model.kernels.expert_parallel import (
     ring,
 )
 from gspax.model.kernels.quantization import Quantized, Weight, cast, contract, is_quantized
-from gspax.model.layers import DenseMlp, add_bias, expand_dims_like, init_bias, init_weight
+from gspax.model.layers import DenseMlp, LayerInputs, add_bias, expand_dims_like, init_bias, init_weight
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array, PyTree
 
@@ -92,20 +92,18 @@ class SparseMlp(nnx.Module):
         self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if kind.shared_gate else None
         self.kind = kind
 
-    def __call__(
-        self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None, mesh: jax.sharding.Mesh
-    ) -> tuple[Array, Routing]:
+    def __call__(self, x_BTD: Array, shared: LayerInputs, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """The layer's output and its routing.
 
         `forced_BTA` replaces the choice (Routing Replay): the gates are then the router's current scores of those
         experts, in the given order.
         """
         with jax.named_scope("router"):
-            gate_BTA, routing = self.route(x_BTD, valid_BT, forced_BTA)
+            gate_BTA, routing = self.route(x_BTD, shared.valid_BT, forced_BTA)
         with jax.named_scope("experts"):
             weights = self.gate, self.up, self.down, self.gate_bias, self.up_bias
             experts = Experts._make(None if w is None else cast(w.get_value(), x_BTD.dtype) for w in weights)
-            y_BTD, fell_back = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, experts)
+            y_BTD, fell_back = _run_experts(shared.mesh, x_BTD, routing.expert, gate_BTA, experts, shared.decoding)
             if self.down_bias is not None:
                 y_BTD += _weigh_biases(routing.expert, gate_BTA, self.down_bias[...].astype(x_BTD.dtype))
             routing = routing._replace(fell_back=fell_back)
@@ -113,9 +111,9 @@ class SparseMlp(nnx.Module):
             return y_BTD, routing
         with jax.named_scope("shared_expert"):
             if self.shared_gate is None:
-                return y_BTD + self.shared(x_BTD, mesh), routing
+                return y_BTD + self.shared(x_BTD, shared.mesh), routing
             scale_BT1 = jax.nn.sigmoid(x_BTD @ self.shared_gate.astype(x_BTD.dtype))
-            return y_BTD + scale_BT1 * self.shared(x_BTD, mesh), routing
+            return y_BTD + scale_BT1 * self.shared(x_BTD, shared.mesh), routing
 
     def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """Gates of the chosen experts, float32 `[B, T, A]`, and the routing."""
@@ -149,7 +147,12 @@ def exchanges_rows(mesh: jax.sharding.Mesh) -> bool:
 
 
 def _run_experts(
-    mesh: jax.sharding.Mesh, x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts
+    mesh: jax.sharding.Mesh,
+    x_BTD: Array,
+    expert_BTA: Array,
+    gate_BTA: Array,
+    experts: Experts,
+    decoding: bool = False,
 ) -> tuple[Array, Array]:
     """Each device's tokens through their experts, whose matrices are gathered over `fsdp` for this layer only.
 
@@ -162,7 +165,7 @@ def _run_experts(
     if exchanges_rows(mesh):
         slice_devices = mesh.size // mesh.shape["slice"]
         direct = has_ragged_all_to_all(mesh.devices.flat[0].device_kind, slice_devices)
-        if x_BTD.shape[1] == 1:  # a decoding step
+        if decoding:
             ffn = partial(expert_decoding, axis=axis, ragged=direct)
         else:
             ffn = partial(expert_parallel, exchange=by_platform(axis) if direct else ring(axis))

@@ -87,7 +87,7 @@ class DecoderLayer(nnx.Module):
         x_BTD += mixed_BTD
         normed_BTD = x_BTD if self.norm_after else self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
-            y_BTD, routing = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
+            y_BTD, routing = self.mlp(normed_BTD, shared, forced_BTA)
             return x_BTD + self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm), cache, routing
         with jax.named_scope("mlp"):
             y_BTD = self.mlp(normed_BTD, shared.mesh)

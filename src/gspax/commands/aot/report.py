@@ -236,7 +236,7 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
         part: hlo.traffic(compiled.module, unknown_trips=1, fetched=fetched) - prefill.moved
         for part, fetched in fetched_at.items()
     }
-    both = phase(DECODE, token)
+    both = phase(DECODE, token, token * (1 + sampling.drafts))
     sent = dict(Counter(both.sent) - Counter(prefill.sent))
     decode = replace(both, moved=moved_at["mean"], sent=sent, moved_at=moved_at)
     return [decode] if compiled.name == TURNS else [prefill, replace(decode, runs=C - 1)]

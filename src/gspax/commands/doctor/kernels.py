@@ -7,6 +7,7 @@ holds everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -234,10 +235,10 @@ def expert_exchange(mesh: Mesh, dtype: str) -> Iterator[Result]:
         return
     expert, (x, gate, *weights), dy = expert_case(dtype, 4 * mesh.size)
     want, _ = references.experts(x, expert, gate, weights, dy)
-    experts = jax.jit(lambda x, expert, gate, *weights: moe._run_experts(mesh, x, expert, gate, Experts(*weights))[0])
     matrices = multihost.to_devices(weights, sharding.named_sharding(mesh))
-    for tokens, what in ((4, "update"), (1, "decoding")):
-        rows = [each.reshape(mesh.size * 4 // tokens, tokens, -1) for each in (x, expert, gate)]
-        placed = multihost.to_devices(rows, sharding.named_sharding(mesh, "batch"))
-        got = multihost.to_host(experts(*placed, *matrices)).reshape(want.shape)
+    rows = [each.reshape(mesh.size, 4, -1) for each in (x, expert, gate)]
+    placed = multihost.to_devices(rows, sharding.named_sharding(mesh, "batch"))
+    for what in ("update", "decoding"):
+        run = jax.jit(partial(moe._run_experts, mesh, decoding=what == "decoding"))
+        got = multihost.to_host(run(*placed, Experts(*matrices))[0]).reshape(want.shape)
         yield compare(f"expert exchange, {what}, {dtype}", got, want, TOLERANCE[dtype])

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gspax import unstable
 from gspax.model.kernels.decode_attention import decode_attention, merge, write_positions
 from gspax.model.kernels.online_softmax import MASKED
 from gspax.model.kernels.quantization import Quantized, Weight, quantize, unpack
@@ -92,6 +93,43 @@ def _write_segment(segment: Segment, new: Segment, position: Array) -> Segment:
         jax.tree.map(lambda cache, x: put(cache, x, axis=x.ndim), segment.k_XKHS, new.k_XKHS),
         jax.tree.map(lambda cache, x: put(cache, x, axis=2), segment.v_XKSH, new.v_XKSH),
     )
+
+
+def write_block(
+    segments: Segments, k_BKMH: Array | None, v_BKMH: Array, first_B: Array, count_B: Array, *, kernel: bool
+) -> Segments:
+    """The segments with the first `count_B` of each row's M new keys and values from its position `first_B` on.
+
+    Both are int32 `[B]`. Row after row, M positions are updated in place: those that get none keep what they hold.
+    """
+    new = make_segment(k_BKMH, v_BKMH, int8=isinstance(segments[0].v_XKSH, Quantized), kernel=kernel)
+
+    def put_row(b: Array, segments: Segments) -> Segments:
+        begin, written = 0, []
+        for segment in segments:
+            put = partial(_put_block, row=b, first=first_B[b] - begin, count=count_B[b])
+            keys = jax.tree.map(partial(put, transposed=not kernel), segment.k_XKHS, new.k_XKHS)
+            written.append(Segment(keys, jax.tree.map(put, segment.v_XKSH, new.v_XKSH)))
+            begin += segment.v_XKSH.shape[2]
+        return jax.tree.map(unstable.row_major, tuple(written)) if kernel else tuple(written)
+
+    return lax.fori_loop(0, len(first_B), put_row, segments)
+
+
+def _put_block(
+    cache_B: Array, new_B: Array, *, row: Array, first: Array, count: Array, transposed: bool = False
+) -> Array:
+    """One array of `write_block`: [B, K, S, H], [B, K, H, S] if transposed, or [B, K, S]."""
+    axis = new_B.ndim - 1 if transposed else 2  # of positions
+    M = min(cache_B.shape[axis], new_B.shape[axis])
+    start = jnp.clip(first, 0, cache_B.shape[axis] - M)
+    number_M = start - first + jnp.arange(M)  # of the new ones
+    is_new_M = jnp.expand_dims((number_M >= 0) & (number_M < count), range(1, new_B.ndim - axis))
+    place: list[Array | int] = [row, *[0] * (new_B.ndim - 1)]
+    place[axis] = start
+    moved = jnp.take(lax.dynamic_slice_in_dim(new_B, row, 1), number_M, axis=axis, mode="clip")
+    old = lax.dynamic_slice(cache_B, place, moved.shape)
+    return lax.dynamic_update_slice(cache_B, jnp.where(is_new_M, moved, old), place)
 
 
 def _write_array(cache: Array, new: Array, place: Array, within: Array, axis: int) -> Array:

@@ -1,0 +1,70 @@
+"""Attention of a block of each slot's new tokens, against the reference in float64, on TPU in Pallas' interpreter."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspax.commands.doctor import references
+from gspax.config import NO_WINDOW
+from gspax.model import decoding
+from gspax.model.decoding import LayerCache, Slots
+from gspax.model.kernels import decode_attention, segments
+
+P, G, N, K, M, H, S, C = 2, 4, 4, 2, 3, 8, 10, 9
+PROMPT_LENGTH = np.repeat([10, 3], G)
+FIRST, COUNT = np.array([0, 3, 6, 7, 8, 2, 5, 1]), np.array([3, 0, 3, 2, 1, 1, 3, 2])  # up to the cache's end
+
+
+@pytest.mark.parametrize(
+    ("kernel", "queries", "reads"), [(True, G * N * M * H, P), (True, 2 * N * M * H, 2 * P), (False, 0, P)]
+)
+def test_a_block_attends_to_prompt_completion_and_itself(kernel, queries, reads, monkeypatch):
+    """And it reads each prompt once, or once for as many slots as the kernel holds."""
+    rows, attend = [], segments.attend
+
+    def count(q, cache, *args, **settings):
+        rows.append(len(q))
+        return attend(q, cache, *args, **settings)
+
+    monkeypatch.setattr(segments, "decode_attention", partial(decode_attention.decode_attention, interpret=True))
+    monkeypatch.setattr(segments, "attend", count)
+    monkeypatch.setattr(segments, "SEGMENT", 4)
+    monkeypatch.setattr(decoding, "MOST_QUERIES", queries)
+    rng, W = np.random.default_rng(0), P * G
+    shapes = (W, N, M, H), (W, K, M, H), (W, K, M, H), (P, K, S, H), (P, K, S, H), (W, K, C, H), (W, K, C, H)
+    q, k, v, *cached, sinks = (rng.normal(size=shape).astype(np.float32) for shape in (*shapes, (N,)))
+    slots = Slots(jnp.asarray(PROMPT_LENGTH), None, jnp.asarray(FIRST), jnp.asarray(COUNT))
+    (k_prompt, v_prompt), (k_own, v_own) = cached[:2], cached[2:]
+    cache = LayerCache(*(make_segments(*each, kernel) for each in ((k_prompt, v_prompt), (k_own, v_own))))
+    got, after = decoding._attend_to_block(
+        *map(jnp.asarray, (q, k, v)), cache, slots, jnp.asarray(sinks), window=NO_WINDOW, kernel=kernel
+    )
+    assert sorted(rows) == sorted([reads, W]), "a call for the prompts, and one for the completions"
+    new = np.arange(M) < COUNT[:, None]
+    place = np.nonzero(new)[0], (FIRST[:, None] + np.arange(M))[new]
+    for own, block in ((k_own, k), (v_own, v)):
+        own[place[0], :, place[1]] = block.swapaxes(1, 2)[new]
+    wanted = make_segments(k_own, v_own, kernel)
+    for one, other in zip(after.completion, wanted, strict=True):
+        np.testing.assert_array_equal(one.k_XKHS, other.k_XKHS)
+        np.testing.assert_array_equal(one.v_XKSH, other.v_XKSH)
+    prompt = np.arange(S) < PROMPT_LENGTH[:, None, None]
+    own = np.arange(C) <= (FIRST[:, None] + np.arange(M))[:, :, None]
+    visible = np.concatenate([np.broadcast_to(prompt, (W, M, S)), own], axis=2)
+    keys, values = (
+        np.concatenate([np.repeat(x, G, axis=0), y], axis=2).swapaxes(1, 2)
+        for x, y in ((k_prompt, k_own), (v_prompt, v_own))
+    )
+    context, *_ = references.attention(q.swapaxes(1, 2), keys, values, visible, sinks_N=sinks)
+    np.testing.assert_allclose(np.asarray(got).swapaxes(1, 2)[new], context[new], atol=2e-6)
+
+
+def make_segments(k, v, kernel):
+    sizes = segments.segment_sizes(k.shape[2], kernel=kernel)
+    ends = np.cumsum(sizes)
+    return tuple(
+        segments.make_segment(*(jnp.asarray(x[:, :, end - size : end]) for x in (k, v)), int8=False, kernel=kernel)
+        for size, end in zip(sizes, ends, strict=True)
+    )
