@@ -45,7 +45,6 @@ study = Study(
         Measure("mean training reward of the run", "reward/mean", over=1),
         Measure("entropy", "policy/entropy"),
         Measure("groups of equal rewards", "reward/zero_std_groups", percent=True),
-        Measure("CPU seconds", "run/cpu_seconds", over=0),
     ),
     panels=partial(draw_all, (HELDOUT, REWARD, Measure("entropy", "policy/entropy"))),
 )
