@@ -1,5 +1,7 @@
 """The contract of what a run samples with, in five calls: push, sample, score, pause and resume, state.
 
+Partial rollouts sample chunk by chunk (`Engine.hold`).
+
 `in_process.InProcess` is the sampler on the run's devices, `remote.Remote` one or more servers. A run chooses with one
 field, `Experiment.engine`; nothing above this package knows which it has.
 """
