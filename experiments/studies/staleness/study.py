@@ -60,6 +60,11 @@ study = Study(
         Measure("tokens of weight 0", "policy/correction_rejected", over=1, percent=True),
         Measure("entropy", "policy/entropy"),
     ),
+    rows=(
+        ("GRPO, fresh", "GRPO", *(f"GRPO, {name}" for name in TREATMENTS)),
+        ("GRPO, fresh", "GRPO", "GRPO, truncated", "GRPO, A-3PO, truncated", "DIS", "IPO", "DRO"),
+        ("GSPO, fresh", "GSPO", "GSPO, truncated"),
+    ),
     panels=partial(draw_all, (REWARD, Measure("entropy", "policy/entropy"))),
     devices=2,  # the sampler has one
 )
