@@ -179,6 +179,7 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
 
 
 PHI3 = to_json(replace(of_its_family(tiny.CONFIGS["dense"]), qk_norm=False, rope_fraction=0.5, model_type="phi3"))
+PHI3 |= {"original_max_position_embeddings": 4096}
 LONGROPE = {"type": "longrope", "short_factor": [1, 1.5], "long_factor": [2, 4.0]}
 OLMO3 = {name: DENSE[name] for name in DENSE if name in SIZES} | {"model_type": "olmo3"}
 GEMMA3 = OLMO3 | {"model_type": "gemma3_text"}
@@ -295,6 +296,10 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         (
             PHI3 | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 8}},
             "original_max_position_embeddings: wanted 4096, got 8",
+        ),
+        (
+            {**PHI3, "original_max_position_embeddings": None, "rope_scaling": LONGROPE},
+            "original_max_position_embeddings: wanted a value, there is none",
         ),
         (
             PHI3 | {"rope_scaling": LONGROPE | {"max_position_embeddings": 8}},

@@ -21,7 +21,7 @@ YARNS = {
     "one mscale is none": Yarn(factor=4.0, original_max_position_embeddings=4096, mscale=2.0),
     "an empty ramp": Yarn(factor=4.0, original_max_position_embeddings=4),
     "a reversed ramp": Yarn(factor=4.0, original_max_position_embeddings=2),
-    "the whole ramp": Yarn(factor=2.0, original_max_position_embeddings=2**40),
+    "the whole ramp": Yarn(factor=2.0, original_max_position_embeddings=2**31 - 1),
 }
 
 

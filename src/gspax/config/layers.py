@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from gspax.config.ranges import Size, at_least, at_most
 
 if TYPE_CHECKING:
-    from gspax.config.model import AlphaRope, LinearRope, Llama3Rope, LongRope, Router, Yarn
+    from gspax.config.model import RopeScaling, Router
 
 
 class Dimension(NamedTuple):
@@ -39,7 +39,7 @@ class Rope:
 
     dim: int  # of a head's dimensions, the first ones, which are rotated
     theta: float
-    scaling: Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope | None = None
+    scaling: RopeScaling | None = None
     interleaved: bool = False
 
 

@@ -95,6 +95,9 @@ class LongRope:
     attention_factor: float | None = None  # scale of queries and keys; None: sqrt(1 + ln(factor) / ln(original))
 
 
+RopeScaling = Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope
+
+
 @dataclass(frozen=True, kw_only=True)
 class Router:
     """How a layer's router scores and chooses experts; `norm_topk_prob` says whether their gates sum to one.
@@ -154,7 +157,7 @@ class ModelConfig:
     norm_plus_one: bool = False  # norms scale by 1 + their weight
     scale_embedding: bool = False  # by the square root of hidden_size
     rope_theta: Positive = 1e6
-    rope_scaling: Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope | None = None
+    rope_scaling: RopeScaling | None = None
     rope_fraction: Share = 1.0  # of a head's dimensions, the first of which are rotated
     sliding_rope_theta: NonNegative = 0.0  # RoPE of the layers with a window, without scaling; 0: as in the others
     rope_interleaved: bool = False  # dimensions 2h and 2h + 1 are a pair, rather than h and h + R/2

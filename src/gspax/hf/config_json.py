@@ -10,7 +10,6 @@ This module imports no accelerator code: a dry run needs only the configuration.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import operator
@@ -35,7 +34,7 @@ from gspax.config import (
     layers_of,
     rotary_dim,
 )
-from gspax.config.model import architecture_problems, described_fields
+from gspax.config.model import RopeScaling, architecture_problems, described_fields
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
 from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
@@ -383,19 +382,14 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
     theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
-    original = _read(HINTS["vocab_size"], raw, ORIGINAL, family.original or context)
-    scaling = _scaling(rope, family, context, original)
+    scaling = _scaling(rope, raw, family, context)
     fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if isinstance(scaling, LongRope):  # longer sequences only in a run that says so
-        fields["max_position_embeddings"] = original
+        fields["max_position_embeddings"] = scaling.original_max_position_embeddings
     if own is not None:
         expect("rope_type", _first(own, ("rope_type", "type"), "default"), ("default",))
-        sliding = _read(
-            HINTS["rope_theta"],
-            own,
-            "rope_theta",
-            _read(HINTS["rope_theta"], raw, "rope_local_base_freq", family.sliding_theta),
-        )
+        base = _read(HINTS["rope_theta"], raw, "rope_local_base_freq", family.sliding_theta)
+        sliding = _read(HINTS["rope_theta"], own, "rope_theta", base)
         fields["sliding_rope_theta"] = 0.0 if (sliding, None) == (theta, fields["rope_scaling"]) else sliding
     if (key := family.copied.get("rope_fraction")) is not None:
         default = key.default
@@ -416,9 +410,7 @@ def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
     return value
 
 
-def _scaling(
-    rope: Mapping[str, Json], family: Family, context: int, original: int
-) -> Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope | None:
+def _scaling(rope: Mapping[str, Json], raw: Mapping[str, Json], family: Family, context: int) -> RopeScaling | None:
     """`rope_scaling` of `ModelConfig`."""
     kind = _first(rope, ("rope_type", "type"), "default")
     kind = expect("rope_type", "longrope" if kind == "su" else kind, ("default", *family.ropes))
@@ -431,17 +423,13 @@ def _scaling(
     if scaling is None:
         return None
     values: dict[str, Json] = {ORIGINAL: context} | {key: value for key, value in rope.items() if value is not None}
-    if kind == "longrope":  # the keys beside the object hold for it too
+    if kind == "longrope":  # whose lengths stand beside the object, which may repeat them
+        original = _read(hints[ORIGINAL], raw, ORIGINAL, REQUIRED)
         for key, beside in ((ORIGINAL, original), ("max_position_embeddings", context)):
             values[key] = expect(key, rope.get(key) or beside, (beside,))
     if kind == "yarn":
         values = {"factor": context / _read(hints[ORIGINAL], values, ORIGINAL, REQUIRED)} | values
-    needed = [
-        field.name
-        for field in dataclasses.fields(scaling)
-        if field.name in values or field.default is dataclasses.MISSING
-    ]
-    return scaling(**{name: _read(hints[name], values, name, REQUIRED) for name in needed})
+    return scaling(**{name: _read(hints[name], values, name, getattr(scaling, name, REQUIRED)) for name in hints})
 
 
 def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:

@@ -149,7 +149,6 @@ class Family:
     ungrouped: Json = None  # the value of `topk_method` with which its router ignores groups; None: there is none
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
-    original: int = 0  # `original_max_position_embeddings` of a file without the key; 0: `max_position_embeddings`
     quantized: str = ""  # the `quant_method` of its files, which are read
     ahead: bool = False  # its files may have layers that predict several tokens ahead (MTP), which are copied
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
@@ -226,8 +225,7 @@ FAMILIES = {
         permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE, PHI4_CODE)}
         | {"mlp_bias": (None, False), "lm_head_bias": (None, False)}
         | {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
-        harmless=("original_max_position_embeddings",),  # of "longrope", whose
-        original=4096,
+        harmless=("original_max_position_embeddings",),  # of "longrope"
         has_head_dim=False,
         window="all",
         ropes=("longrope",),
