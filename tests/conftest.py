@@ -58,12 +58,12 @@ BUDGET_BETWEEN_TESTS = 3 * 10**9
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test with its tier, and those of over half a CPU-second with `release` besides."""
+    """Mark each test with its tier, and those of over half a CPU-second that are not `kept` with `release` besides."""
     costly = set() if COSTS else {*COSTLY.read_text(encoding="utf-8").splitlines()}
     for item in items:
         name = item.path.relative_to(TESTS).as_posix()
         item.add_marker(next((tier for tier, places in TIERS.items() if name.startswith(places)), "device"))
-        if item.nodeid in costly:
+        if item.nodeid in costly and item.get_closest_marker("kept") is None:
             item.add_marker("release")
 
 

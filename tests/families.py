@@ -107,6 +107,13 @@ SMALL = {  # keys of config.json, by model_type
     | {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
 }
 
+KINDS = {  # of layers: a family that has them, and a model of one of each
+    "attention": ("llama", {"num_hidden_layers": 1}),
+    "experts": ("qwen3_moe", {"num_hidden_layers": 1, "mlp_only_layers": []}),
+    "latent attention": ("deepseek_v3", {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
+    "delta nets": ("qwen3_5_text", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
+}
+
 PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without keys that have their default
     "qwen3": (
         "Qwen/Qwen3-0.6B",
@@ -422,10 +429,10 @@ def greedy_tokens(params, config, model, steps=24):
     return ours, theirs
 
 
-def gradient_difference(params, config, model, folder):
-    """The largest relative difference of a tensor between the gradients of the mean log-prob of random tokens.
+def differences(params, config, model, folder):
+    """The relative differences of the logits, and of a tensor's gradient of the mean log-prob of random tokens.
 
-    Both are written as checkpoints, so that tensors of the same names are compared.
+    Gradients are written as checkpoints, so that tensors of the same names are compared.
     """
     import torch
 
@@ -433,12 +440,15 @@ def gradient_difference(params, config, model, folder):
 
     def loss(params):
         hidden_BTD, _ = transformer.apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
-        log_prob_BTV = jax.nn.log_softmax(transformer.logits(params, hidden_BTD)[:, :-1])
-        return jnp.take_along_axis(log_prob_BTV, tokens_BT[:, 1:, None], axis=-1).mean()
+        logits_BTV = transformer.logits(params, hidden_BTD)
+        log_prob_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
+        return jnp.take_along_axis(log_prob_BTV, tokens_BT[:, 1:, None], axis=-1).mean(), logits_BTV
 
-    write(folder / "ours", config, jax.jit(jax.grad(loss))(params))
+    gradient, logits_BTV = jax.jit(jax.grad(loss, has_aux=True))(params)
+    write(folder / "ours", config, gradient)
     model.zero_grad()
-    log_prob = torch.log_softmax(model(torch.tensor(tokens_BT)).logits[:, :-1], dim=-1)
+    their_logits_BTV = model(torch.tensor(tokens_BT)).logits
+    log_prob = torch.log_softmax(their_logits_BTV[:, :-1], dim=-1)
     log_prob.gather(-1, torch.tensor(tokens_BT[:, 1:, None]).long()).mean().backward()
     tensors = [*model.parameters(), *model.buffers()]  # a state_dict lacks the frequencies of RoPE
     kept = [tensor.detach().clone() for tensor in tensors]
@@ -452,7 +462,8 @@ def gradient_difference(params, config, model, folder):
     assert ours.keys() == theirs.keys()
     largest = max(np.abs(each).max() for each in theirs.values())
     scales = {name: max(np.abs(each).max(), 1e-3 * largest) for name, each in theirs.items()}
-    return max(float(np.abs(ours[name] - each).max() / scales[name]) for name, each in theirs.items())
+    largest = max(float(np.abs(ours[name] - each).max() / scales[name]) for name, each in theirs.items())
+    return relative(logits_BTV, their_logits_BTV.detach().numpy()), largest
 
 
 def write(folder, config, params, dtype="float32"):
