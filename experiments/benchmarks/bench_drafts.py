@@ -24,6 +24,7 @@ from unittest import mock
 
 import jax
 
+from gspax.commands.environment import prepare, skip_absent_tpu
 from gspax.config import Experiment
 from gspax.experiment import load
 from gspax.learner.state import init_state
@@ -128,6 +129,8 @@ def tabulate(found: dict[tuple[str, str], list[dict[str, float]]]) -> Iterator[s
 
 
 def main(folder: Path, names: list[str]) -> None:
+    skip_absent_tpu()
+    prepare()
     found = {}
     for name in names:
         for noise in NOISES:
