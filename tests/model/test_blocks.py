@@ -1,16 +1,23 @@
 """Attention of a block of each slot's new tokens, against the reference in float64, on TPU in Pallas' interpreter."""
 
+import importlib.util
+import re
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
+from small_experiment import experiment
 
+from gspax.commands.aot import chips, programs
 from gspax.commands.doctor import references
-from gspax.config import NO_WINDOW
+from gspax.config import NO_WINDOW, Mesh, Sampling
 from gspax.model import decoding
 from gspax.model.decoding import LayerCache, Slots
 from gspax.model.kernels import decode_attention, segments
+from gspax.parallel.sharding import make_mesh
 
 P, G, N, K, M, H, S, C = 2, 4, 4, 2, 3, 8, 10, 9
 PROMPT_LENGTH = np.repeat([10, 3], G)
@@ -68,3 +75,21 @@ def make_segments(k, v, kernel):
         segments.make_segment(*(jnp.asarray(x[:, :, end - size : end]) for x in (k, v)), int8=False, kernel=kernel)
         for size, end in zip(sizes, ends, strict=True)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
+def test_a_pass_with_drafts_on_tpu_copies_no_cache():
+    """Compiled for v5p with sharded experts. The queries of 4 slots, with 4 positions each, are heads of one row."""
+    model = replace(
+        tiny.MOE, num_hidden_layers=1, num_experts=8, hidden_size=256, moe_intermediate_size=128, head_dim=128
+    )
+    sampling = Sampling(prompts=8, group=4, max_prompt_tokens=256, max_tokens=512, drafts=3)
+    devices = chips.describe_devices(chips.parse_topology("v5p:2x2x1"))
+    mesh = make_mesh(Mesh(expert=4), devices)
+    small = replace(experiment, model=replace(model, dtype="bfloat16"), sampling=sampling)
+    (rollout,) = (each for each in programs.make_programs(small, mesh, mesh) if each.name == programs.ROLLOUT)
+    text = rollout.lower().compile().as_text()
+    rows_and_heads = re.findall(r"%decode_attention\S* = \(f32\[(\d+),2,(\d+),128\]", text)
+    assert sorted(rows_and_heads) == [("2", "32"), ("8", "8")], "on each of 4 devices"
+    assert "bf16[8,2,512,128]" in text and not re.search(r"bf16\[8,2,512,128\]\S* copy\(", text)
