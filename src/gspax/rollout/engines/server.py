@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,9 @@ from gspax.config import ModelConfig, Sampling, sparse_numbers
 from gspax.rollout.engines.client import Client, RefusedError
 from gspax.rollout.engines.contract import Served
 from gspax.rollout.engines.weights import Written
+
+# numpy parses a header with `ast`, which in CPython 3.11 fails now and then while another thread does the same
+ONE_HEADER = threading.Lock()
 
 
 class Ask(NamedTuple):
@@ -118,7 +122,9 @@ def read_experts(text: object, model: ModelConfig, where: str) -> np.ndarray | N
     if text is None:
         return None
     try:
-        array = np.load(io.BytesIO(base64.b64decode(str(text), validate=True)), allow_pickle=False)
+        file = io.BytesIO(base64.b64decode(str(text), validate=True))
+        with ONE_HEADER:
+            array = np.load(file, allow_pickle=False)
     except (ValueError, EOFError, OSError, binascii.Error):
         raise RefusedError(f"{where}: wanted experts as base64 of an .npy file, got something else") from None
     return select_layers(array, model, where)

@@ -1,0 +1,28 @@
+"""Experts as servers send them, read by the threads of many requests at once."""
+
+import base64
+import gc
+import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from gspax.model.presets import tiny_moe
+from gspax.rollout.engines.server import read_experts
+
+
+def test_many_threads_read_experts_at_once():
+    """CPython 3.11 raises a SystemError if a thread parses a header while another one does."""
+    file = io.BytesIO()
+    np.save(file, np.ones((9, tiny_moe.num_hidden_layers, tiny_moe.num_experts_per_tok), np.uint8))
+    text, interval, threshold = base64.b64encode(file.getvalue()).decode(), sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(5)
+    try:
+        with ThreadPoolExecutor(64) as pool:
+            found = list(pool.map(lambda _: read_experts(text, tiny_moe, "here"), range(1000)))
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+    assert len(found) == 1000 and all((one == 1).all() for one in found)
