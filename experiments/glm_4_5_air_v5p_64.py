@@ -1,7 +1,7 @@
 """GLM-4.5-Air (106B) by GSPO on 64 chips of v5p (v5p:4x4x4, Google's v5p-128): responses of up to 7,168 tokens.
 
 A token's cache is twice that of Qwen3-30B-A3B: half as many prompts fit.
-Everything else as in qwen3_30b_a3b_v5p_64.py. Neither compiled for this topology nor trained.
+Everything else as in qwen3_30b_a3b_v5p_64.py. Compiled for this topology (README.md), never trained.
 
 Run: gspax train experiments/glm_4_5_air_v5p_64.py --workdir runs/glm_4_5_air (on every host)
 """

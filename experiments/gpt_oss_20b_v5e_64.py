@@ -1,7 +1,7 @@
 """gpt-oss-20b by GSPO on 64 chips of v5e (v5e:8x8): responses of up to 1,536 tokens.
 
 Every other layer attends to the last 128 tokens. A checkpoint in mxfp4 is read, and exported, as bfloat16.
-Everything else as in qwen3_30b_a3b_v5e_64.py. Neither compiled for this topology nor trained.
+Everything else as in qwen3_30b_a3b_v5e_64.py. Compiled for this topology (README.md), never trained.
 
 Run: gspax train experiments/gpt_oss_20b_v5e_64.py --workdir runs/gpt_oss_20b (on every host)
 """

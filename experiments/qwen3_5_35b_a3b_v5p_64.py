@@ -2,8 +2,7 @@
 
 Three of four layers are gated delta nets, whose state of 2 MB for each row and layer takes the place of keys and
 values. The text model alone is trained; a checkpoint's tower and multi-token prediction stay as they are.
-Everything else as in qwen3_30b_a3b_v5p_64.py. The sampler is compiled for this topology (README.md), the updates are
-not; never trained.
+Everything else as in qwen3_30b_a3b_v5p_64.py. Compiled for this topology (README.md), never trained.
 
 Run: gspax train experiments/qwen3_5_35b_a3b_v5p_64.py --workdir runs/qwen3_5_35b_a3b (on every host)
 """
