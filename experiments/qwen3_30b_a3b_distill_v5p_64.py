@@ -4,8 +4,8 @@ One response for each prompt, of up to 7,168 tokens, and no reward: every update
 next-token distributions, exactly for the teacher's 32 most probable tokens and estimated from the sampled token for the
 others (docs/distillation.md). The teacher stays on the same mesh, in bfloat16, 6.8 of the 17 to 22 GiB that the dry run
 counts on each device: one pass before each update gives its last hidden states. The prompts are those of
-qwen3_30b_a3b_v5p_64.py; replace `data` with your own, whose answers are not needed. The learner's programs are compiled
-for these chips (benchmarks/pods_families.md); never trained.
+qwen3_30b_a3b_v5p_64.py; replace `data` with your own, whose answers are not needed. Compiled for these chips
+(README.md), never trained.
 
 Run: gspax train experiments/qwen3_30b_a3b_distill_v5p_64.py --workdir runs/distill (on every host)
 """

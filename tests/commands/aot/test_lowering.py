@@ -50,7 +50,9 @@ KERNELS = {  # on TPU; of the programs that are not here: none
     programs.REPLIES: {"decode_attention"},
 }
 CALLS = "ragged_all_to_all", "__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"
-UNSTABLE = [export.DisabledSafetyCheck.custom_call(name) for name in CALLS]  # such a file may not outlive this jax
+UNSTABLE = [  # such a file may not outlive this jax
+    export.DisabledSafetyCheck.custom_call(name) for name in (*CALLS, "LayoutConstraint")
+]
 
 
 @pytest.fixture
