@@ -13,6 +13,7 @@ from small_experiment import experiment, objective_of
 
 from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
+from gspax.config.functions import takes_score_norms
 from gspax.experiment import validate
 from gspax.learner.diagnostics import make_route
 from gspax.learner.minibatches import make_select, selections
@@ -60,8 +61,8 @@ OPTIMIZER = make_optimizer(BASE.optimizer)
 
 
 @functools.cache
-def score(model, keep, shift):
-    return make_score(tiny.settings(model, MESH), keep_experts=keep, keep_router_logp=shift)
+def score(model, keep, shift, norms):
+    return make_score(tiny.settings(model, MESH), keep_experts=keep, keep_router_logp=shift, norms=norms)
 
 
 @functools.cache
@@ -97,11 +98,11 @@ def train(changes, rollouts=2, seed=0):
     update = step(*read.values())
     read = reads_experts(variant.regularizers, variant.routing_replay, variant.router_shift)
     keep = read and variant.routing_replay != "sampler"
-    shift = variant.router_shift is not None
+    shift, norms = variant.router_shift is not None, takes_score_norms(variant.advantage)
     scored = make_steps(variant, OPTIMIZER, MESH).scored
     selected = selections(variant.selection, variant.regularizers)
     select = make_select(selected, MESH) if selected else None
-    steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored, select=select)
+    steps = Steps(update, score(variant.model, keep, shift, norms), route(variant.model), None, scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = make_sampler(variant.model, MESH, MESH)
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
@@ -283,6 +284,11 @@ def test_router_shift_weights_train():
 )
 def test_every_advantage_trains(function):
     train({"advantage": function}, rollouts=1)
+
+
+def test_an_advantage_of_tokens_trains():
+    _, _, samples = train({"advantage": advantages.otb, "loss": losses.gspo_token}, rollouts=1)
+    assert samples.advantage_B.shape == (len(samples.completions),) and samples.advantage_B.any()
 
 
 def share_and_length(problem, completion):

@@ -197,6 +197,45 @@ def opo(reward_PG: Array, mask_PG: Array | None = None, *, length_PG: Array | No
     return jnp.where(mask_PG, above_PG - baseline_P1, 0)
 
 
+def otb(
+    reward_PG: Array,
+    mask_PG: Array | None = None,
+    *,
+    length_PG: Array | None = None,
+    score_norm_PGN: Array | None = None,
+) -> Array:
+    """A_t = R - Σ W_t R / Σ W_t in each group, float32 [P, G, N] (optimal token baseline, OTB, arXiv 2602.07078).
+
+    W_t sums ‖∇ log π‖² over the tokens up to t: a sample's weight in the baseline is the part of the squared gradient
+    that it has realized by then, so the baseline of least variance is one for each token. The sums are over the
+    samples with a t-th token. Where a sample is alone, its own reward is the baseline and its advantage is 0; verl
+    can take 0 as the baseline there.
+
+    >>> norm_PGN = jnp.array([[[1.0, 1.0], [3.0, 0.0], [1.0, 2.0]]])
+    >>> otb(jnp.array([[1.0, 0.0, 0.0]]), length_PG=jnp.array([[2, 1, 2]]), score_norm_PGN=norm_PGN).round(3).tolist()
+    [[[0.8, 0.6], [-0.2, 0.0], [-0.2, -0.4]]]
+
+    Args:
+      reward_PG: [P, G].
+      mask_PG: bool [P, G], the samples that there are; None for all.
+      length_PG: [P, G], response tokens of each sample.
+      score_norm_PGN: [P, G, N], `losses.score_norm` of each response token, from the first; any after the last.
+
+    Raises:
+      TypeError, ValueError: see the module; also without lengths or norms.
+    """
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    length_PG, norm_PGN = _real("length_PG", length_PG, "PG"), _real("score_norm_PGN", score_norm_PGN, "PGN")
+    checks.same_shape("length_PG", length_PG, "reward_PG", reward_PG.shape)
+    checks.same_shape("score_norm_PGN[..., 0]", norm_PGN[..., 0], "reward_PG", reward_PG.shape)
+    there_PGN = mask_PG[..., None] & (jnp.arange(norm_PGN.shape[2])[None, None] < length_PG[..., None])
+    weight_PGN = jnp.cumsum(jnp.where(there_PGN, norm_PGN, 0), axis=-1) + 1e-8  # alike where nothing was uncertain
+    above_PG1 = (reward_PG - masked.min(reward_PG, mask_PG, axis=-1)[:, None])[..., None]  # zeros for equal rewards
+    total_PN = masked.sum(weight_PGN, there_PGN, axis=1)
+    baseline_PN = masked.sum(weight_PGN * above_PG1, there_PGN, axis=1) / jnp.where(total_PN > 0, total_PN, 1)
+    return jnp.where(there_PGN, above_PG1 - baseline_PN[:, None], 0)
+
+
 def best_of_group(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """A = max R - max of the others' R, which is 0 for all but the best sample (arXiv 2503.19595; verl's `grpo_passk`).
 

@@ -125,6 +125,18 @@ WRONG = [
         {"old_logp": "interpolated", "placement": STALE} | TOP,
         "selection: wanted old_logp=learner, got interpolated, with which no log-probs are computed",
     ),
+    (
+        {"advantage": advantages.otb},
+        "advantage: wanted a loss with an advantage for each token (losses.gspo_token, losses.grpo), got gspax.losses.",
+    ),
+    (
+        UNSCORED | {"advantage": advantages.otb, "loss": losses.grpo},
+        "advantage: wanted old_logp=learner, got sampler, with which no log-probs are computed",
+    ),
+    (
+        {"advantage": lambda reward, *, score_norm_PGN: reward, "loss": losses.gspo_token},
+        "advantage: wanted test_loss_validation.<lambda> to return advantages of tokens [P, G, N], here [8, 4, 3], got",
+    ),
     (UNSCORED | {"calibration": Calibration()}, "calibration: wanted old_logp=learner, got sampler"),
     (UNSCORED | {"router_shift": RouterShift()}, "router_shift: wanted old_logp=learner, got sampler"),
     (UNSCORED | {"routing_replay": "old"}, "routing_replay: wanted old_logp=learner, got sampler"),
@@ -158,6 +170,8 @@ RIGHT = [
     {"loss": losses.cispo},  # a lower width of 1 means no lower bound
     {"loss": losses.dr_grpo, "reference": Reference(loss=kl.sequence_kl)},
     {"loss": own_loss, "reference": Reference(reward=kl.k1)},
+    {"advantage": advantages.otb, "loss": losses.gspo_token, "filter_overlong": True},
+    {"advantage": lambda reward, *, length_PG: reward - length_PG},
     {"filter_overlong": True, "advantage": partial(advantages.standardize, eps=0.1)},
     {"model": DENSE, "regularizers": Regularizers(entropy=-0.1)},
 ]

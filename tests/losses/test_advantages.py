@@ -516,6 +516,73 @@ def test_opo_with_equal_lengths_is_center_and_without_any_is_an_error():
             advantages.opo(reward, length_PG=length)
 
 
+def loop_otb(groups, norms):
+    """For each group and sample, the advantages of its tokens."""
+    wanted = []
+    for group, of_tokens in zip(groups, norms, strict=True):
+        weights = [list(itertools.accumulate(norm)) for norm in of_tokens]
+        alive = [[i for i, norm in enumerate(of_tokens) if len(norm) > t] for t in range(max(map(len, of_tokens)))]
+        baselines = [
+            math.fsum(weights[i][t] * group[i] for i in rows) / math.fsum(weights[i][t] for i in rows)
+            for t, rows in enumerate(alive)
+        ]
+        wanted.append([[r - baselines[t] for t in range(len(of_tokens[i]))] for i, r in enumerate(group)])
+    return wanted
+
+
+@pytest.mark.parametrize("offset", (0.0, 100.0))
+def test_otb_equals_the_loop(offset):
+    rng = np.random.default_rng(1)
+    groups = as_floats([[x + offset for x in group] for group in RAGGED])
+    norms = [[rng.uniform(0, 2, 1 + (3 * i + p) % 7).tolist() for i in range(len(g))] for p, g in enumerate(groups)]
+    (reward, mask), (length, _) = padded(groups, 9, np.nan), padded([[*map(len, of)] for of in norms], 9, np.nan)
+    norm = np.full((*mask.shape, 8), np.nan)
+    norm[mask] = [np.pad(tokens, (0, 8 - len(tokens)), constant_values=np.nan) for of in norms for tokens in of]
+    there = mask[..., None] & (np.arange(8) < np.nan_to_num(length)[..., None])
+    for compiled in (advantages.otb, jax.jit(advantages.otb)):
+        got = np.asarray(compiled(reward, mask, length_PG=length, score_norm_PGN=norm))
+        assert got.dtype == np.float32 and not got[~there].any()
+        assert_close(got[there], flat([of_token for of in loop_otb(groups, norms) for of_token in of]))
+    constant = [p for p, group in enumerate(groups) if len(set(group)) == 1]
+    assert len(constant) == 3 and not got[constant].any(), "exact zeros"
+
+
+def test_otb_minimizes_the_variance_of_each_tokens_part():
+    """In float64: among baselines b of a token, E[W (R - b)²] is least at OTB's, if W is the squared gradient."""
+    reward, norm = np.array([1.0, 0.0, 0.5]), np.array([[0.5, 1.0], [1.5, 0.1], [0.2, 0.9]])
+    given = {"length_PG": np.full((1, 3), 2), "score_norm_PGN": norm[None]}
+    baselines = reward[0] - np.asarray(advantages.otb(reward[None], **given), np.float64)[0, 0]
+    for weight, baseline in zip(norm.cumsum(1).T, baselines, strict=True):
+        at = [float((weight * (reward - b) ** 2).sum()) for b in (baseline - 0.01, baseline, baseline + 0.01)]
+        assert at[1] < min(at[0], at[2])
+
+
+def test_otb_with_equal_norms_and_lengths_is_center_and_where_nothing_is_uncertain_too():
+    reward = np.random.default_rng(0).random((3, 4)).astype(np.float32)
+    for norm in (0.7, 0.0):
+        given = {"length_PG": np.full((3, 4), 5), "score_norm_PGN": np.full((3, 4, 5), norm)}
+        wanted = np.broadcast_to(np.asarray(advantages.center(reward))[..., None], (3, 4, 5))
+        np.testing.assert_allclose(advantages.otb(reward, **given), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        (
+            {"score_norm_PGN": None},
+            TypeError,
+            r"^score_norm_PGN must be an array \[P, G, N\] of real numbers; got None",
+        ),
+        ({"length_PG": None}, TypeError, r"^length_PG must be an array \[P, G\] of real numbers; got NoneType"),
+        ({"score_norm_PGN": np.ones((3, 2, 5))}, ValueError, r"^score_norm_PGN\[\.\.\., 0\] must have shape \[3, 4\]"),
+    ],
+)
+def test_otb_without_norms_of_its_tokens_is_an_error(changed, error, message):
+    given = {"length_PG": np.full((3, 4), 5), "score_norm_PGN": np.ones((3, 4, 5))}
+    with pytest.raises(error, match=message):
+        advantages.otb(np.ones((3, 4)), **given | changed)
+
+
 def test_maxrl_rejects_negative_rewards():
     """A length penalty would give such rewards. Samples outside the mask may have any."""
     reward = np.array([[1.0, -1.0], [1.0, 0.0]], np.float32)

@@ -194,6 +194,17 @@ def test_logits_of_minus_infinity_give_no_nan():
     assert np.isfinite(gradient(logits)).all()
 
 
+def test_score_norm_is_the_squared_gradient_of_the_log_prob():
+    hidden, matrix, tokens = inputs()
+    logits = 3 * hidden @ matrix
+    gradient = jax.grad(lambda logits: logprobs.logp_and_entropy(logits, tokens, 1.0)[0].sum())(logits)
+    np.testing.assert_allclose(losses.score_norm(logits, tokens), (np.asarray(gradient) ** 2).sum(-1), rtol=1e-5)
+    certain = losses.score_norm(jnp.array([[100.0, 0.0], [6.0, 0.0]]), jnp.zeros(2, jnp.int32))
+    np.testing.assert_allclose(
+        certain, [0, 2 * (1 / (1 + np.exp(6.0))) ** 2], rtol=1e-4, err_msg="without cancellation"
+    )
+
+
 def test_large_logits_do_not_overflow():
     hidden, matrix, tokens = inputs()
     logp, entropy = losses.chunked_token_logp(lambda h: 1e5 + h @ matrix, hidden, tokens, chunk=4)

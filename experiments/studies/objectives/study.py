@@ -1,7 +1,7 @@
 """Losses without an old policy, estimators, and terms: does any of them learn faster or slower than GRPO as it is?
 
 Question. Papers and other frameworks offer losses on the ratio to the sampler (DIS, IPO, DRO), other baselines of the
-group (OPO, pass@k), selections of tokens (M2PO, the fifth with the most entropy, Clip-Cov), and terms against a falling
+group (OPO, OTB, pass@k), selections of tokens (M2PO, the fifth with the most entropy, Clip-Cov), and terms against a falling
 entropy (an adaptive bonus, KL-Cov). Each is a field of an experiment. What does each change at this size?
 
 Rule, written before the runs. Five seeds; none is left out. All variants continue the same warm start of a seed, sort 3
@@ -11,6 +11,8 @@ each function, which are those of its source; the share of Clip-Cov and KL-Cov i
 has about 300 tokens and not 10^5. Primary measure: the training reward in the last tenth of the tokens. A variant helps
 if the 95 % interval of its difference is above 0 and hurts if it is below. Ten differences decide, so in two of five
 such studies one would exclude 0 by chance. None of these variants was run on this task before.
+
+Added before its runs, with the same rule: OTB, the baseline of each token. It is the eleventh difference.
 """
 
 from functools import partial
@@ -30,6 +32,7 @@ study = Study(
         Variant("IPO", SORT, ("loss=gspax.losses.ipo",)),
         Variant("DRO", SORT, ("loss=gspax.losses.dro",)),
         Variant("OPO", SORT, (*GRPO, "advantage=gspax.advantages.opo")),
+        Variant("OTB", SORT, (*GRPO, "advantage=gspax.advantages.otb")),
         Variant("pass@8", SORT, (*GRPO, "advantage=gspax.advantages.best_of_group")),
         Variant("M2PO", SORT, (*GRPO, "selection=gspax.losses.selection.second_moment")),
         Variant("most entropy", SORT, (*GRPO, "selection=gspax.losses.selection.top_entropy")),

@@ -81,9 +81,21 @@ def name_of(value: Function) -> str:
     return f"{next((each for each in packages if lookup(f'{each}.{name}') is value), module)}.{name}"
 
 
+GIVEN_KEYWORDS = {"length_PG", "score_norm_PGN"}  # that a run gives to an advantage that has them free
+
+
 def takes_lengths(advantage: Function) -> bool:
     """Whether an advantage takes the lengths of the responses: it has a keyword `length_PG` that is not bound."""
-    return keywords(advantage).get("length_PG", 0) in (None, inspect.Parameter.empty)
+    return _is_free(advantage, "length_PG")
+
+
+def takes_score_norms(advantage: Function) -> bool:
+    """Whether an advantage takes the norms of the scores, and so returns advantages of tokens (`score_norm_PGN`)."""
+    return _is_free(advantage, "score_norm_PGN")
+
+
+def _is_free(function: Function, keyword: str) -> bool:
+    return keywords(function).get(keyword, 0) in (None, inspect.Parameter.empty)
 
 
 def title_of(function: Function) -> str:

@@ -151,7 +151,9 @@ class Vote(Protocol):
 class Advantage(Protocol):
     """Rewards [P, G], or [P, G, R], to advantages [P, G]. With `filter_overlong` a mask, bool [P, G], comes second.
 
-    A function with a keyword `length_PG` gets the response tokens of each sample, int32 [P, G] (`advantages.opo`).
+    A function with a keyword `length_PG` gets the response tokens of each sample, int32 [P, G] (`advantages.opo`), and
+    one with a keyword `score_norm_PGN` what `losses.score_norm` is for each of them, float32 [P, G, N]; it returns
+    advantages of tokens, [P, G, N] (`advantages.otb`).
     """
 
     def __call__(self, rewards: Array, /) -> Array: ...

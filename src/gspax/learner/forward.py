@@ -68,7 +68,7 @@ class TeacherRows(NamedTuple):
 
     compare: Compare
     heads: tuple[Params, ...]  # of each teacher
-    hidden_BTE: Array
+    hidden_BTE: Array | None  # None: there is no teacher, and `compare` gets the policy's logits twice
     number_BT: Array | None  # float32, of the token's teacher; None: there is one
 
 
@@ -117,7 +117,7 @@ def forward(
       mask_BT: the tokens whose log-probs and entropies are computed; they are 0 elsewhere. None, or `worst_case`: all.
       expert_BLTA: the experts that the tokens go to; None: those that the routers choose.
       prefix_BT: as for `transformer.apply`.
-      teacher: for `settings.compare`, what `TeacherRows` has besides.
+      teacher: for `settings.compare`, what `TeacherRows` has besides. None: it is of the policy's logits alone.
       kept_BTK: as in `Batch`; log-probs and entropies are of the distribution over these tokens. None: over all.
     """
     config, mesh = settings.config, settings.mesh
@@ -134,8 +134,8 @@ def forward(
     )
     chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
     rows = None
-    if settings.compare is not None and teacher is not None:
-        heads, hidden_BTE, number_BT = teacher
+    if settings.compare is not None:
+        heads, hidden_BTE, number_BT = teacher or ((), None, None)
         rows = TeacherRows(settings.compare, heads, hidden_BTE, pad_rows(number_BT, mesh))
         chunk = math.ceil(chunk / (1 + len(heads)))  # the logits of as many models
     scored = head_logp(
@@ -210,7 +210,7 @@ def head_logp(
 
 def _heads(teacher: TeacherRows | None) -> tuple[Array, ...]:
     """The output projections of the teachers, in the dtype of their hidden states."""
-    if teacher is None:
+    if teacher is None or teacher.hidden_BTE is None:
         return ()
     return tuple(transformer.head(params).astype(teacher.hidden_BTE.dtype) for params in teacher.heads)
 
@@ -259,9 +259,11 @@ def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, target_C: Targ
     """Log-probs and entropies of one chunk, [C], and what the teacher's logits are compared for, [C, ...]."""
     logits_CV = _product(heads.policy_DV, heads.summed_DV, hidden_C.policy)
     logp_C, entropy_C = logp_and_entropy(logits_CV, target_C.token, scoring.temperature, target_C.kept)
-    if scoring.compare is None or hidden_C.teacher is None:
+    if scoring.compare is None:
         return logp_C, entropy_C, None
-    teacher_CV = jax.lax.stop_gradient(_teacher_logits(heads.teachers, hidden_C.teacher, hidden_C.number))
+    teacher_CV = logits_CV
+    if hidden_C.teacher is not None:
+        teacher_CV = jax.lax.stop_gradient(_teacher_logits(heads.teachers, hidden_C.teacher, hidden_C.number))
     both_CV = logits_CV / scoring.temperature, teacher_CV / scoring.temperature
     return logp_C, entropy_C, scoring.compare(*both_CV, target_C.token)
 

@@ -341,6 +341,21 @@ def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
     return np.bincount(number - number.min(), value_BT[there_BT])
 
 
+def gather_score_norms(
+    scores: Sequence[Scores | None], layouts: Sequence[Layout], shape: tuple[int, ...]
+) -> np.ndarray | None:
+    """The norms of the scores in the rows of the rollout, float32 of its `shape`, [N, T]; None if there are none."""
+    norms = [of_old.score_norm_BT for of_old in scores if of_old is not None]
+    if not norms or norms[0] is None:
+        return None
+    gathered_NT = np.zeros(shape, np.float32)
+    for norm_BT, layout in zip(multihost.to_host(norms), layouts, strict=True):
+        row_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
+        there_BT = row_BT >= 0
+        gathered_NT[row_BT[there_BT], column_BT[there_BT]] = norm_BT[there_BT]
+    return gathered_NT
+
+
 def set_advantages(
     batches: Sequence[Batch], layouts: Sequence[Layout], advantage: np.ndarray, mesh: jax.sharding.Mesh
 ) -> list[Batch]:

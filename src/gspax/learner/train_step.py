@@ -248,17 +248,20 @@ def _of_teacher(
     return constants.teacher_heads, known(part, "teacher_hidden_BTE"), part.teacher_BT
 
 
-def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:
+def make_score(
+    settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False, norms: bool = False
+) -> Score:
     """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
 
     With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs and entropies are over
     these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the experts that they went to, and the
-    router's log-probabilities of them.
+    router's log-probabilities of them, and `norms` the score's norm of each token, over the whole vocabulary.
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
     It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
+    settings = replace(settings, compare=_own_score_norm if norms else None)
 
     @partial(jax.jit, compiler_options=unstable.light_compilation(settings.mesh))
     def score(
@@ -273,13 +276,14 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
     ) -> Scores:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
-                logp_BT, entropy_BT, routing, _ = forward(params, settings, **part)
+                logp_BT, entropy_BT, routing, norm_BT = forward(params, settings, **part)
             expert_BLTA = routing.expert.swapaxes(0, 1)
             return (), Scores(
                 logp_BT,
                 entropy_BT,
                 expert_BLTA.astype(expert_id_dtype(settings.config)) if keep_experts else None,
                 router_logp(routing, expert_BLTA, settings.config.router) if keep_router_logp else None,
+                norm_BT,
             )
 
         arrays: dict[str, Array | None] = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}
@@ -287,6 +291,10 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
         return run_microbatches(of_microbatch, arrays, settings.microbatch_rows, count_held(settings, segment_BT))[1]
 
     return score
+
+
+def _own_score_norm(logits_CV: Array, _: Array, token_C: Array) -> Array:
+    return losses.score_norm(logits_CV, token_C)
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

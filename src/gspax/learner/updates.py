@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from gspax.config import Calibration, Experiment, Regularizers, has_experts, row_shape, updates_per_step
-from gspax.config.functions import keywords
+from gspax.config.functions import keywords, takes_score_norms
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
 from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import Select, make_select, selections
@@ -97,12 +97,13 @@ def make_steps(
     reference, replay, shift = experiment.reference, experiment.routing_replay, experiment.router_shift
     keep = replay != "sampler" and reads_experts(experiment.regularizers, replay, shift)
     # The first minibatch's update computes its own old log-probs, unless they are read before it: by a KL in the
-    # reward, for the routing that updates read, by a selection of tokens, or for a calibrated clip range, which needs
-    # to know how differently the two passes round.
+    # reward, for the routing that updates read, by a selection of tokens, by an advantage, or for a calibrated clip
+    # range, which needs to know how differently the two passes round.
     rewarded = reference is not None and reference.reward is not None
     before = rewarded or keep or shift is not None or experiment.calibration is not None
     selected = selections(experiment.selection, experiment.regularizers)
-    first = 0 if before or selected else 1
+    norms = takes_score_norms(experiment.advantage)
+    first = 0 if before or selected or norms else 1
     scored = range(first, schedule.minibatches) if is_scored(experiment.loss, experiment.old_logp) else range(0)
     objective = make_objective(
         experiment.loss,
@@ -118,7 +119,7 @@ def make_steps(
     diagnostics = experiment.diagnostics
     return Steps(
         make_update(settings, objective, optimizer, experiment.guard, experiment.regularizers.adaptive_entropy),
-        make_score(settings, keep_experts=keep, keep_router_logp=shift is not None),
+        make_score(settings, keep_experts=keep, keep_router_logp=shift is not None, norms=norms),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(settings, objective),
         scored,

@@ -12,7 +12,7 @@ routers), `calibration` (a measured clip range), and `ratio_spread` (statistics 
 
 from gspax.losses.grpo_family import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, grpo, importance_sampling, sapo
 from gspax.losses.gspo_family import gmpo, gspo, gspo_loss, gspo_token, luspo, vespo
-from gspax.losses.logprobs import chunked_token_logp, token_logp
+from gspax.losses.logprobs import chunked_token_logp, score_norm, token_logp
 from gspax.losses.sampler_family import dis, dro, ipo
 from gspax.losses.terms import (
     Aggregate,
@@ -58,6 +58,7 @@ __all__ = [
     "luspo",
     "reduce",
     "sapo",
+    "score_norm",
     "token_logp",
     "traits_of",
     "vespo",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -289,7 +290,7 @@ def compute_advantages(
     group: int,
     finished_B: np.ndarray | Array | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Advantages float32 [B] of the rewards, and `reward/with_added` if something is added to them.
+    """Advantages float32 [B], or [B, ...], of the rewards, and `reward/with_added` if something is added to them.
 
     Args:
       advantage: a function of rewards float32 [P, G], or [P, G, R] if there are R > 1 of them; with a free keyword
@@ -314,12 +315,36 @@ def compute_advantages(
     if takes_lengths(advantage):
         lengths["length_PG"] = jnp.array([completion.length for completion in completions]).reshape(groups)
     try:
-        advantage_PG = np.asarray(
-            advantage(reward_PGR[..., 0] if single else reward_PGR, *masks, **lengths), np.float32
-        )
+        advantages = np.asarray(advantage(reward_PGR[..., 0] if single else reward_PGR, *masks, **lengths), np.float32)
     except (TypeError, ValueError) as error:
         raise UserError(f"advantage: {title_of(advantage)} refuses these rewards: {error}") from error
-    return advantage_PG.reshape(-1), metrics
+    return advantages.reshape(len(completions), *advantages.shape[2:]), metrics
+
+
+def compute_token_advantages(
+    advantage: Callable[..., Array],
+    completions: Sequence[Completion],
+    rollout: Rollout,
+    score_norm_BT: np.ndarray,
+    added_B: np.ndarray | None = None,
+    *,
+    group: int,
+    finished_B: np.ndarray | Array | None = None,
+) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+    """The advantages of an `advantage` with a keyword `score_norm_PGN`, and `compute_advantages`' metrics. Collective.
+
+    Returns:
+      The advantage of each token, float32 [B, T], 0 where the policy did not sample it; its mean over each completion,
+      [B]; the metrics.
+    """
+    mask_BT = multihost.to_host(rollout.mask_BT)
+    order_BT = np.argsort(~mask_BT, axis=1, kind="stable")  # the columns of a row's sampled tokens, and of the others
+    norm_BT = np.take_along_axis(score_norm_BT, order_BT, axis=1)
+    of_tokens = partial(advantage, score_norm_PGN=jnp.asarray(norm_BT.reshape(-1, group, norm_BT.shape[1])))
+    value_BT, metrics = compute_advantages(of_tokens, completions, added_B, group=group, finished_B=finished_B)
+    advantage_BT = np.zeros_like(value_BT)
+    np.put_along_axis(advantage_BT, order_BT, value_BT, axis=1)
+    return advantage_BT, advantage_BT.sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1), metrics
 
 
 def credit_turns(

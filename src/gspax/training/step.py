@@ -40,6 +40,7 @@ from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.grading import (
     check_batch,
     compute_advantages,
+    compute_token_advantages,
     count_sampled,
     credit_turns,
     reward_completions,
@@ -96,7 +97,7 @@ def run_step(
     clock.lap("old_logp")
 
     progress.phase("updating")  # advantages compare the completions of a prompt; then an update per minibatch
-    batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, layouts)
+    batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, scores, layouts)
     batches = select_tokens(runtime, state, batches, scores)
     steps = bind_teachers(runtime.steps, teachers)
     updated = run_updates(
@@ -213,13 +214,17 @@ def prepare_minibatches(
 
 
 def assign_advantages(
-    runtime: Runtime, graded: GradedBatch, batches: Sequence[Batch], layouts: Sequence[Layout]
+    runtime: Runtime,
+    graded: GradedBatch,
+    batches: Sequence[Batch],
+    scores: Sequence[Scores | None],
+    layouts: Sequence[Layout],
 ) -> tuple[list[Batch], Samples, dict[str, float]]:
     """Compute the advantages from the rewards, after the KL penalty and the length reward are added to them.
 
     Returns:
-      The minibatches with the advantages of their responses, or of tokens with credit for each turn; the completions
-      with theirs; and the metrics of the terms that were added.
+      The minibatches with the advantages of their responses, or of tokens, with credit for each turn or an advantage
+      function that gives them; the completions with theirs; and the metrics of the terms that were added.
     """
     experiment, rollout, completions = runtime.experiment, graded.rollout, graded.completions
     reference, group, turns = experiment.reference, experiment.sampling.group, None
@@ -230,8 +235,15 @@ def assign_advantages(
         coefficient=reference.coefficient if reference else 0.0,
     )
     finished_B = rollout.finished_B if experiment.filter_overlong else None
-    value_B, more = compute_advantages(experiment.advantage, completions, added_B, group=group, finished_B=finished_B)
-    trained = value_B
+    norm_BT = minibatches.gather_score_norms(scores, layouts, rollout.tokens_BT.shape)
+    advantage = experiment.advantage
+    if norm_BT is None:
+        value_B, more = compute_advantages(advantage, completions, added_B, group=group, finished_B=finished_B)
+        trained = value_B
+    else:
+        trained, value_B, more = compute_token_advantages(
+            advantage, completions, rollout, norm_BT, added_B, group=group, finished_B=finished_B
+        )
     if experiment.turns.credit == "turn":
         trained, turns = credit_turns(
             experiment.advantage,

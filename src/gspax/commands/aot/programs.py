@@ -45,6 +45,7 @@ from gspax.config import (
     trained_dtype,
     updates_per_step,
 )
+from gspax.config.functions import takes_score_norms
 from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import selections
 from gspax.learner.optimizer import make_optimizer
@@ -266,12 +267,13 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     experts = B, sparse_layers(config), T, config.num_experts_per_tok
     has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
     rows = partial(abstract_rows, mesh)
+    of_tokens = packed or experiment.turns.credit == "turn" or takes_score_norms(experiment.advantage)
     return Batch(
         tokens_BT=rows((B, T), jnp.int32),
         segment_BT=rows((B, T), jnp.int32),
         mask_BT=rows((B, T), jnp.bool_),
         old_logp_BT=rows((B, T), jnp.float32),
-        advantage=rows((B, T) if packed or experiment.turns.credit == "turn" else (B,), jnp.float32),
+        advantage=rows((B, T) if of_tokens else (B,), jnp.float32),
         prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
         sampler_logp_BT=rows((B, T), jnp.float32),
         ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),

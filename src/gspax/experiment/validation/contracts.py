@@ -20,7 +20,16 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gspax import losses
 from gspax.config import Experiment, Optimizer, protocols
-from gspax.config.functions import Function, Hint, is_gspax, keywords, name_of, takes_lengths, title_of
+from gspax.config.functions import (
+    Function,
+    Hint,
+    is_gspax,
+    keywords,
+    name_of,
+    takes_lengths,
+    takes_score_norms,
+    title_of,
+)
 from gspax.errors import UserError, place_of
 from gspax.experiment.validation.fields import Field, WrongFieldError, bare, fields
 from gspax.losses.selection import Minibatch
@@ -177,7 +186,8 @@ class _Context:
     def packed(self) -> bool:
         """Whether advantages are [B, T], and functions are given `segment_ids`."""
         mixed = self.of.teacher is not None and self.of.teacher.as_advantage
-        return bool(self.of.schedule.microbatch_tokens) or self.of.turns.credit == "turn" or mixed
+        of_tokens = self.of.turns.credit == "turn" or takes_score_norms(self.of.advantage)
+        return bool(self.of.schedule.microbatch_tokens) or of_tokens or mixed
 
     @property
     def segments(self) -> dict[str, np.ndarray]:
@@ -256,9 +266,12 @@ def _advantage(context: _Context, field: Field) -> _Call:
 def _advantage_call(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> _Call:
     groups = shape[:2]
     arguments = (_array(*shape), _array(*groups, dtype=bool))[: 1 + masked]
-    lengths = {"length_PG": np.ones(groups, np.int32)} if takes_lengths(advantage) else {}
-    wanted = f"advantages [P, G], here {[*groups]}"
-    return _Call(advantage, arguments, wanted, _has_shape(groups), lengths, on_host=True)
+    options: dict[str, object] = {"length_PG": np.ones(groups, np.int32)} if takes_lengths(advantage) else {}
+    wanted, result = "advantages [P, G]", groups
+    if takes_score_norms(advantage):
+        wanted, result = "advantages of tokens [P, G, N]", (*groups, T)
+        options["score_norm_PGN"] = np.ones(result, np.float32)
+    return _Call(advantage, arguments, f"{wanted}, here {[*result]}", _has_shape(result), options, on_host=True)
 
 
 def _length_reward(context: _Context, field: Field) -> _Call:

@@ -15,7 +15,17 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
-from gspax.config.functions import Function, Hint, hints_of, is_record, keywords, parameters, title_of, unwrap
+from gspax.config.functions import (
+    GIVEN_KEYWORDS,
+    Function,
+    Hint,
+    hints_of,
+    is_record,
+    keywords,
+    parameters,
+    title_of,
+    unwrap,
+)
 from gspax.config.protocols import argument_names, is_function_protocol
 from gspax.config.ranges import Range
 from gspax.experiment.description import show
@@ -202,7 +212,9 @@ def _misfit(function: Function, names: tuple[str, ...]) -> str:
             near = difflib.get_close_matches(keyword, known, n=1)
             return f"{title} has no parameter {keyword!r}{f' (did you mean {near[0]!r}?)' if near else ''}"
     try:
-        inspect.signature(function).bind(*names)
+        inspect.signature(function).bind(
+            *names, **dict.fromkeys(keywords(function).keys() & GIVEN_KEYWORDS - bound.keys())
+        )
     except TypeError as problem:
         reason = str(problem).replace("keyword-only argument", "argument")  # as Python 3.11 words it
         return f"{title} does not accept these arguments: {reason}"

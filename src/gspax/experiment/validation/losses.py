@@ -22,9 +22,10 @@ from gspax.config import (
     has_experts,
     updates_per_step,
 )
-from gspax.config.functions import keywords, title_of
-from gspax.config.protocols import Correction, Loss, Rejection, Selection
+from gspax.config.functions import Function, keywords, takes_score_norms, title_of
+from gspax.config.protocols import Advantage, Correction, Loss, Rejection, Selection
 from gspax.experiment.description import show
+from gspax.experiment.validation.fields import takes_segments
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, is_scored, level_of, takes_sampler_logp, traits_of
 
@@ -123,6 +124,28 @@ def old_policy_problems(
             f"schedule.epochs: wanted 1 with {title_of(loss)}, which has no old policy that would bound a second pass "
             f"over the same samples, got {schedule.epochs}"
         )
+
+
+def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]) -> Iterator[str]:
+    """Where the setting `key` gives each token an advantage, the loss has one for each, and nothing mixes responses."""
+    traits = traits_of(loss)
+    if not (traits.token_advantage or traits.ratio == traits.correction == "token"):
+        yield (
+            f"{key}: wanted a loss with an advantage for each token (losses.gspo_token, losses.grpo), "
+            f"got {title_of(loss)}"
+        )
+    for field, function in {"loss": loss, **terms}.items():
+        if not takes_segments(function):
+            yield f"{key}: wanted a {field} that takes `segment_ids`, {title_of(function)} does not"
+
+
+def score_norm_problems(
+    advantage: Advantage, loss: Loss, old_logp: OldLogp, terms: Mapping[str, Function]
+) -> Iterator[str]:
+    """The norms of scores come from the pass that computes old log-probs, and give each token an advantage."""
+    if takes_score_norms(advantage):
+        yield from _unscored(loss, old_logp, {"advantage": True})
+        yield from token_advantage_problems("advantage", loss, terms)
 
 
 def sampler_logp_problems(

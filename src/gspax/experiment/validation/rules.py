@@ -61,6 +61,7 @@ from gspax.experiment.validation.losses import (
     router_problems,
     sampler_logp_problems,
     sampler_routing_problems,
+    score_norm_problems,
     weight_problems,
 )
 from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
@@ -113,8 +114,7 @@ def validate(
         lambda: _sampled_ahead(e.sampling, e.placement or e.engine),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: chain(_tokens(e.sampling), _filters(e.sampling, e.teacher)),
-        lambda: _updates(e.schedule),
-        lambda: _adapters(e.lora, e.model),
+        lambda: chain(_updates(e.schedule), _adapters(e.lora, e.model)),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
@@ -127,6 +127,7 @@ def validate(
         lambda: chain(_groups(e.sampling, e.teacher), prompt_problems(e.teacher, e.environment, e.model, e.sampling)),
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
+        lambda: score_norm_problems(e.advantage, e.loss, e.old_logp, _terms(e.correction, e.rejection, e.reference)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
         lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
         lambda: _mesh(e, devices, slices),

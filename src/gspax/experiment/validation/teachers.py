@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from gspax.config import ModelConfig, Sampling, Teacher
-from gspax.config.functions import Function, title_of
+from gspax.config.functions import Function
 from gspax.config.model import architecture_problems
 from gspax.config.protocols import Environment, Loss, Tokenizer
 from gspax.data.files import read_object
 from gspax.data.tokenizer import has_other_ids
 from gspax.experiment.description import describe
-from gspax.experiment.validation.fields import takes_segments
-from gspax.losses.traits import traits_of
+from gspax.experiment.validation.losses import token_advantage_problems
 
 
 def teacher_problems(
@@ -103,15 +102,7 @@ def _advantage_problems(teacher: Teacher, loss: Loss, terms: Mapping[str, Functi
     """An advantage is an estimate from the sampled token, and the loss has an advantage for each token."""
     if teacher.divergence is not None or teacher.kept:
         yield "teacher.as_advantage: wanted False beside teacher.divergence or teacher.kept, got True"
-    traits = traits_of(loss)
-    if not (traits.token_advantage or traits.ratio == traits.correction == "token"):
-        yield (
-            "teacher.as_advantage: wanted a loss with an advantage for each token (losses.gspo_token, losses.grpo), "
-            f"got {title_of(loss)}"
-        )
-    for field, function in {"loss": loss, **terms}.items():
-        if not takes_segments(function):
-            yield f"teacher.as_advantage: wanted a {field} that takes `segment_ids`, {title_of(function)} does not"
+    yield from token_advantage_problems("teacher.as_advantage", loss, terms)
 
 
 def _tokenizer_problems(key: str, checkpoint: str, tokenizer: Tokenizer) -> Iterator[str]:
