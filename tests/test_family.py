@@ -287,7 +287,7 @@ def test_every_advantage_trains(function):
 
 
 def test_an_advantage_of_tokens_trains():
-    _, _, samples = train({"advantage": advantages.otb, "loss": losses.gspo_token}, rollouts=1)
+    _, _, samples = train({"advantage": advantages.otb, "loss": losses.gspo_token})
     assert samples.advantage_B.shape == (len(samples.completions),) and samples.advantage_B.any()
 
 
