@@ -22,6 +22,7 @@ DATASETS = (
     "code_gspo",
     "tools_gspo_token",
 )  # read files in the working directory
+ISOLATED = ("code_gspo", "tools_gspo_token")  # run programs in bubblewrap
 SHARED = ROOT.parent / "shared" / "data"
 
 
@@ -52,7 +53,13 @@ CODE = {"starter_code": "", "public_test_cases": CASES, "private_test_cases": CA
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_dry_run_of_an_experiment_on_a_data_set(name, datasets, capsys):
-    assert program.main(["train", str(FOLDER / f"{name}.py"), "--dry-run", "--devices", "64"]) == 0
+    code = program.main(["train", str(FOLDER / f"{name}.py"), "--dry-run", "--devices", "64"])
+    if name in ISOLATED and shutil.which("bwrap") is None:
+        assert (
+            code == 2 and "isolation: wanted the program bwrap (apt-get install bubblewrap)" in capsys.readouterr().err
+        )
+        return
+    assert code == 0
     assert re.search(r"together +[\d.]+ GiB", capsys.readouterr().out)
 
 

@@ -1,8 +1,8 @@
 """Losses without an old policy, estimators, and terms: does any of them learn faster or slower than GRPO as it is?
 
 Question. Papers and other frameworks offer losses on the ratio to the sampler (DIS, IPO, DRO), other baselines of the
-group (OPO, OTB, pass@k), selections of tokens (M2PO, the fifth with the most entropy, Clip-Cov), and terms against a falling
-entropy (an adaptive bonus, KL-Cov). Each is a field of an experiment. What does each change at this size?
+group (OPO, OTB, pass@k), selections of tokens (M2PO, the fifth with the most entropy, Clip-Cov), and terms against a
+falling entropy (an adaptive bonus, KL-Cov). Each is a field of an experiment. What does each change at this size?
 
 Rule, written before the runs. Five seeds; none is left out. All variants continue the same warm start of a seed, sort 3
 to 6 digits over 40 rollouts of 32 x 8 rows in 4 minibatches, and are compared at equal response tokens, paired by seed,
