@@ -114,7 +114,7 @@ def main(folder: Path, page: Path) -> None:
 def describe(values: list[float], key: str) -> str:
     if key.endswith("requests"):
         return f"{statistics.median(values):.0f}"
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 if __name__ == "__main__":
