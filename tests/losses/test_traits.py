@@ -82,19 +82,31 @@ EXPERIMENTS = (
 )
 
 
+def messages(loss, bounds):
+    """The errors and warnings of each of the experiments with this loss, without its name.
+
+    Args:
+      bounds: the names of the clip widths that it has.
+    """
+    found = []
+    for changes in EXPERIMENTS:
+        clip = {name: value for name, value in changes.items() if name in bounds}
+        rest = {name: value for name, value in changes.items() if not name.startswith("clip_")}
+        variant = replace(experiment, loss=functools.partial(loss, **clip), **rest)
+        sentences = *validate(variant), *warnings(variant)
+        found.append([sentence.replace(title_of(loss), "LOSS") for sentence in sentences])
+    return found
+
+
+unwrapped_messages = functools.cache(messages)
+
+
 @over_losses
 @over_wraps
 def test_a_wrapped_loss_is_validated_the_same(loss, wrap):
     """Apart from its name in the messages."""
-
-    def found(function, changes):
-        clip = {name: value for name, value in changes.items() if name in bounds(loss)}
-        rest = {name: value for name, value in changes.items() if not name.startswith("clip_")}
-        variant = replace(experiment, loss=functools.partial(function, **clip), **rest)
-        return [sentence.replace(title_of(function), "LOSS") for sentence in (*validate(variant), *warnings(variant))]
-
-    for changes in EXPERIMENTS:
-        assert found(wrap(loss), changes) == found(loss, changes)
+    names = tuple(bounds(loss))
+    assert messages(wrap(loss), names) == unwrapped_messages(loss, names)
     assert noise_warnings(wrap(loss), 0.01) == noise_warnings(loss, 0.01)
 
 
