@@ -25,7 +25,7 @@ from gspax.learner.train_step import make_train_step
 from gspax.model import decoding
 from gspax.parallel import sharding
 from gspax.sampler import sampler
-from gspax.sampler.inference_weights import abstract_inference_weights, make_inference_weights
+from gspax.sampler.inference_weights import abstract_inference_weights, copier, make_inference_weights
 from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
@@ -251,6 +251,19 @@ def test_inference_weights_are_replicated_but_for_experts():
         names = [part.key for part in path if hasattr(part, "key")]
         in_parts = len(leaf.shape) == 3 and names[-1] in ("gate", "up", "down")
         assert math.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size // (4 if in_parts else 1), path
+
+
+@pytest.mark.parametrize("weights_dtype", ["auto", "int8"])
+def test_no_device_gathers_all_experts_where_the_sampler_splits_them_among_more(weights_dtype):
+    """On 128 chips the gathered experts of GLM-4.5-Air were 199 GB on each."""
+    model, learner = replace(MODELS["experts"], moe_intermediate_size=16), make(MESHES["fsdp"])
+    mesh = sharding.reshape_mesh(learner, dict.fromkeys(sharding.AXES, 1) | {"expert": 4, "tensor": 2})
+    compiled = copier(model, mesh, weights_dtype).lower(abstract_params(model, learner)).compile()
+    shapes = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
+    gathered = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    assert gathered, "the other weights are replicated"
+    experts = model.num_experts * model.hidden_size * model.moe_intermediate_size
+    assert max(gathered) < experts / 2
 
 
 def test_the_cache_is_sharded_over_rows_and_heads():

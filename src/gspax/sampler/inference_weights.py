@@ -16,8 +16,12 @@ from gspax.config import ModelConfig, SamplerDtype, layer_places
 from gspax.model import transformer
 from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, quantize
 from gspax.model.low_rank import dense
-from gspax.parallel.sharding import INFERENCE_RULES, named_sharding
+from gspax.parallel.sharding import INFERENCE_RULES, Rules, named_sharding
 from gspax.types import Array, Params, PyTree
+
+# Experts on their way from the learner's mesh to one where `tensor` splits them: it splits the model dimension first, and
+# the width only then. In one step the compiler would gather all experts on every device.
+HALFWAY_RULES = INFERENCE_RULES | {"expert_embed": "tensor", "mlp": None}
 
 FULL = {"norm", "router", "rate", "tap"}  # axes of parameters that are read in float32 whatever the compute dtype
 
@@ -35,8 +39,14 @@ def make_inference_weights(
 @lru_cache
 def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> jax.stages.Wrapped:
     """The jitted `make_inference_weights` of a model and a mesh."""
-    shardings = inference_shardings(config, mesh, weights_dtype)
-    return jax.jit(partial(convert, config=config, weights_dtype=weights_dtype), out_shardings=shardings)
+    sizes = mesh.shape
+    has_halfway = sizes["data"] == sizes["fsdp"] == 1 < sizes["tensor"] and config.hidden_size % sizes["tensor"] == 0
+    halfway = inference_shardings(config, mesh, weights_dtype, HALFWAY_RULES if has_halfway else INFERENCE_RULES)
+
+    def copy(params: Params) -> Params:
+        return jax.lax.with_sharding_constraint(convert(params, config, weights_dtype), halfway)
+
+    return jax.jit(copy, out_shardings=inference_shardings(config, mesh, weights_dtype))
 
 
 def convert(params: Params, config: ModelConfig, weights_dtype: SamplerDtype = "auto") -> Params:
@@ -50,17 +60,26 @@ def convert(params: Params, config: ModelConfig, weights_dtype: SamplerDtype = "
     return _unstack(jax.tree.map(cast, dense(params), transformer.logical_axes(config)), config)
 
 
-def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> Params:
-    """The layout of the inference weights on a mesh: a `NamedSharding` for each array."""
+def inference_shardings(
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    weights_dtype: SamplerDtype = "auto",
+    expert_rules: Rules = INFERENCE_RULES,
+) -> Params:
+    """The layout of the inference weights on a mesh: a `NamedSharding` for each array.
+
+    `expert_rules` are those of the matrices of experts.
+    """
 
     def shardings(leaf: Weight, axes: tuple[str, ...]) -> PyTree:
         axes = axes[len(axes) - len(leaf.shape) :]
-        whole = named_sharding(mesh, *axes, rules=INFERENCE_RULES)
+        rules = expert_rules if "expert_embed" in axes else INFERENCE_RULES
+        whole = named_sharding(mesh, *axes, rules=rules)
         if not is_quantized(leaf):
             return whole
         summed = _summed_axes(axes, config)
         kept = [axis for number, axis in enumerate(axes) if number not in summed]
-        return Quantized._make((whole, named_sharding(mesh, *kept, rules=INFERENCE_RULES)))
+        return Quantized._make((whole, named_sharding(mesh, *kept, rules=rules)))
 
     axes = _unstack(transformer.logical_axes(config), config, axes=True)
     return jax.tree.map(shardings, _abstract(config, weights_dtype), axes, is_leaf=is_quantized)
