@@ -114,27 +114,40 @@ def table(columns: dict[str, dict[str, str]]) -> list[str]:
     return [*lines, *(f"| {t} | {' | '.join(figures.get(t, '-') for figures in columns.values())} |" for t in titles)]
 
 
+def read_columns(page: Path) -> dict[str, dict[str, str]]:
+    """The columns of a page that was written before, by name."""
+    rows = re.findall(r"^\| (.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE) if page.exists() else []
+    cells = [row.split(" | ") for row in rows]
+    (_, *names), *figures = [row for row in cells if row[0] != "---"] or [[""]]
+    return {
+        name: {title: values[place] for title, *values in figures if values[place] != "-"}
+        for place, name in enumerate(names)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="of the reports")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="such as tokenizer.checkpoint=FOLDER")
     parser.add_argument("--commit", required=True, help="what is compiled")
     parser.add_argument("--of", choices=TABLES, default="pods", help="which experiments")
-    parser.add_argument("--only", nargs="+", choices=[*PODS, *FAMILIES, *DATASETS])
+    parser.add_argument("--only", nargs="+", choices=[*PODS, *FAMILIES, *DATASETS], help="keep the other columns")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     experiments, page, title = TABLES[options.of]
-    columns = {}
+    columns = read_columns(HERE / page)
     for name in options.only or experiments:
         file, topology, *overrides = experiments[name]
         path = options.folder / f"{re.sub(r'[^a-zA-Z0-9]+', '_', name)}.txt"
-        columns[name] = read_figures(read_or_compile(path, file, topology, [*overrides, *options.overrides]))
+        report = read_or_compile(path, file, topology, [*overrides, *options.overrides])
+        columns[name] = {"compiled at": options.commit, **read_figures(report)}
+    columns = {name: columns[name] for name in experiments if name in columns}
     intro = [
         f"# {title}",
         "",
-        f"Written by `pods.py` at {options.commit}: `gspax compile` of each; [compile.md](../../docs/compile.md)",
-        "defines the figures. Nothing here has run on a TPU; times are rooflines. The sampler is extrapolated from two",
-        "models of few layers; the learner's programs are compiled whole. A dash: not compiled.",
+        "Written by `pods.py`: `gspax compile` of each; [compile.md](../../docs/compile.md) defines the figures.",
+        "Nothing here has run on a TPU; times are rooflines. The sampler is extrapolated from two models of few",
+        "layers; the learner's programs are compiled whole. A dash: not compiled.",
         "",
     ]
     (HERE / page).write_text("\n".join([*intro, *table(columns), ""]), encoding="utf-8")
