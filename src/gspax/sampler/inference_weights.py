@@ -19,8 +19,8 @@ from gspax.model.low_rank import dense
 from gspax.parallel.sharding import INFERENCE_RULES, Rules, named_sharding
 from gspax.types import Array, Params, PyTree
 
-# Experts on their way from the learner's mesh to one where `tensor` splits them: it splits the model dimension first, and
-# the width only then. In one step the compiler would gather all experts on every device.
+# Experts on their way from the learner's mesh to one where `tensor` splits them: it splits the model dimension, and
+# then their width instead. In one step the compiler would gather all experts on every device.
 HALFWAY_RULES = INFERENCE_RULES | {"expert_embed": "tensor", "mlp": None}
 
 FULL = {"norm", "router", "rate", "tap"}  # axes of parameters that are read in float32 whatever the compute dtype
