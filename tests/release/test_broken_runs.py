@@ -38,8 +38,8 @@ BROKEN = {
     },
     "The learning rate has no effect": {"optimizer": Optimizer(learning_rate=1e-8)},
     "The clip range clips nothing": {"loss": partial(losses.gspo, clip_low=0.9, clip_high=9.0)},
-    "The clip range clips all": {"loss": partial(losses.gspo, clip_low=1e-9, clip_high=1e-9)},
-    "All groups are equal": {"reward": lambda problem, completion: float(problem.answer[0] == "0")},
+    "The clip range clips nearly everything": {"loss": partial(losses.gspo, clip_low=1e-9, clip_high=1e-9)},
+    "Rewards within groups are equal": {"reward": lambda problem, completion: float(problem.answer[0] == "0")},
 }
 
 

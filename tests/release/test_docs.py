@@ -305,7 +305,7 @@ def tutorial_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tutorials")
     (folder / "experiments").symlink_to(ROOT / "experiments")
     write_gsm8k(folder / "gsm8k")
-    for checkpoint in ("qwen3_4b", "qwen3_06b"):
+    for checkpoint in ("qwen25_3b", "qwen3_06b"):
         (folder / "checkpoints" / checkpoint).mkdir(parents=True)
         write_chat_tokenizer(folder / "checkpoints" / checkpoint)
         (folder / "checkpoints" / checkpoint / "config.json").write_text(json.dumps(to_json(presets.qwen3_0_6b)))

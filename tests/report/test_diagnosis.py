@@ -65,7 +65,7 @@ STILL = {"policy/ratio_deviation": 2e-7, "policy/clip_fraction_sequences": 0.0}
 CASES = {
     "The reward's parser never matches": [(CONSTANT, [[RIGHT, WRONG]], {}, "1 of 2 recorded completions contain")],
     "The reward never varies": [(CONSTANT, [[WRONG]], {}, "none of 1 recorded completions"), (CONSTANT, [], {}, "")],
-    "All groups are equal": [
+    "Rewards within groups are equal": [
         (
             dict.fromkeys(("reward/mean", "eval/reward", "policy/clip_fraction_sequences"), 0.0)
             | {"reward/zero_std_groups": 0.96},
@@ -74,7 +74,7 @@ CASES = {
             "in 96% of the groups",
         )
     ],
-    "The problems are learned": [(LEARNED, [], {}, "it was 0.")],
+    "The problems are learned already": [(LEARNED, [], {}, "it was 0.")],
     "Responses are truncated at the limit": [
         (
             {"response/truncated": 0.7},
@@ -88,7 +88,7 @@ CASES = {
         ({"policy/clip_fraction_sequences": 0.0}, [], {"loss__clip_low": 0.2, "loss__clip_high": 0.2}, "of 5,120, by"),
         (TOKENS | {"policy/clip_fraction_tokens": 0.0}, [], {"loss__clip_low": 9.0}, "of 28,160, by"),
     ],
-    "The clip range clips all": [
+    "The clip range clips nearly everything": [
         (TOKENS | {"policy/clip_fraction_tokens": 0.4}, [], {"loss__clip_low": 1e-5}, "40.00% of the tokens"),
         ({"policy/noise_floor": 1e-3}, [], {}, "clip_low is 0.0003, below the noise floor 0.001"),
     ],
@@ -104,9 +104,9 @@ CASES = {
             "those of the start",
         ),
     ],
-    "The sampler is not the learner": [({"mismatch/abs_diff": 0.3}, [], {}, "by 0.3 nats")],
-    "Batches are stale": [({"mismatch/abs_diff": 0.3, "rollout/staleness": 6.0}, [], {}, "6 rollouts old")],
-    "The data are exhausted": [
+    "The sampler's log-probs differ from the learner's": [({"mismatch/abs_diff": 0.3}, [], {}, "by 0.3 nats")],
+    "Rollouts are stale": [({"mismatch/abs_diff": 0.3, "rollout/staleness": 6.0}, [], {}, "6 rollouts old")],
+    "The policy overfits its problems": [
         (MEMORIZED, [[WRONG, RIGHT]] * 3, {}, "reward/mean rose by 0.327, eval/reward by 0; by the prompts")
     ],
 }

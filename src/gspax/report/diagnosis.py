@@ -115,9 +115,9 @@ def find_equal_groups(record: Record) -> Finding | None:
     page = "docs/data.md#groups-without-a-signal"
     if now - before > spread:
         learned = f"{evidence}; it was {before:.3g} at first"
-        return Finding("The problems are learned", learned, "harder problems, such as by `data.PassRate`", page)
+        return Finding("The problems are learned already", learned, "harder problems, such as by `data.PassRate`", page)
     return Finding(
-        "All groups are equal",
+        "Rewards within groups are equal",
         evidence,
         "`sampling.max_refills=3`, a larger `sampling.group`, or problems solved sometimes (`data.PassRate`)",
         page,
@@ -171,7 +171,7 @@ def find_clipping(record: Record) -> Finding | None:
     noise = [line for line in noise if "noise floor" in line]
     if (of_tokens and share > TOKENS_CLIPPED) or noise:
         return Finding(
-            "The clip range clips all",
+            "The clip range clips nearly everything",
             "; ".join([clipped, *noise]),
             "the first range that the page lists for this loss, fewer `schedule.minibatches`, or `calibration`",
             page,
@@ -226,14 +226,14 @@ def find_mismatch(record: Record) -> Finding | None:
         evidence += ", and no `correction` is set"
     if age > 0:
         return Finding(
-            "Batches are stale",
+            "Rollouts are stale",
             f"{evidence}; tokens are {age:.2g} rollouts old on average (rollout/staleness)",
             "a smaller `staleness`, `correction=gspax.losses.correction.truncate_tokens`, or a smaller "
             "`optimizer.learning_rate`",
             "docs/howto/separate_sampler.md#staleness",
         )
     return Finding(
-        "The sampler is not the learner",
+        "The sampler's log-probs differ from the learner's",
         f"{evidence}, although both have the same parameters",
         "`sampling.weights_dtype=auto`, `sampling.kv_cache_dtype=auto`, `model.dtype=float32`, or a `correction`",
         "docs/corrections.md#a-sampler-that-differs-from-the-learner-lossescorrection",
@@ -241,7 +241,7 @@ def find_mismatch(record: Record) -> Finding | None:
 
 
 def find_memorized(record: Record) -> Finding | None:
-    """The training reward rises and the held-out one does not: the data are exhausted."""
+    """The training reward rises and the held-out one does not: the policy overfits its problems."""
     gain = record.recent("reward/mean") - record.first("reward/mean")
     held_out, low, high = (record.series[f"eval/reward{bound}"][1] for bound in ("", "_low", "_high"))
     if not (gain > 0 and high[-1] - low[0] < HELD_OUT * gain):  # the largest gain that their 95 % intervals allow
@@ -249,7 +249,7 @@ def find_memorized(record: Record) -> Finding | None:
     epochs = estimate_epochs(record.samples, record.number("sampling.prompts"), len(record.series["reward/mean"][1]))
     seen = f"; by the prompts that recur in samples/, each was used {epochs:.1f} times" if epochs else ""
     return Finding(
-        "The data are exhausted",
+        "The policy overfits its problems",
         f"reward/mean rose by {gain:.3g}, eval/reward by {held_out[-1] - held_out[0]:.3g}{seen}",
         "more problems, fewer `schedule.steps`, or a `reference` KL",
         "docs/data.md#order",
