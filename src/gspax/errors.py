@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import os
 import signal
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 
 
 def warn(sentence: str) -> None:
@@ -21,6 +23,12 @@ def warn(sentence: str) -> None:
 def warn_once(sentence: str) -> None:
     """Warn the user of something that recurs, at its first time in this process."""
     warn(sentence)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`did you mean 'gspo'?`, about the known name that is most like a wrong one; empty if none is like it."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def how_to_install(extra: str) -> str:

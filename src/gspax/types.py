@@ -18,6 +18,12 @@ Params = PyTree  # arrays in nested dicts
 JsonObject = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
 
 
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their path, such as `runs/0/attention/query`, in the order of the tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rollout:

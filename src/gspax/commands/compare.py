@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
-from gspax.errors import UserError, warn
+from gspax.errors import UserError, did_you_mean, warn
 from gspax.run.buckets import is_bucket, to_path
 
 METRICS = (  # compared unless --metrics names others; those that no run has are left out
@@ -60,8 +59,8 @@ def execute(options: argparse.Namespace) -> int:
     wanted = METRICS if options.metrics is None else tuple(options.metrics.split(","))
     unknown = [metric for metric in wanted if metric not in recorded]
     if options.metrics is not None and unknown:
-        near = difflib.get_close_matches(unknown[0], recorded, n=1)
-        raise UserError(f"--metrics: no run has {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        hint = did_you_mean(unknown[0], recorded)
+        raise UserError(f"--metrics: no run has {unknown[0]!r}{hint and f'; {hint}'}")
     metrics = [metric for metric in wanted if metric in recorded]
     page = comparison.write(variants, metrics, options.out)
     for metric in metrics[:3]:

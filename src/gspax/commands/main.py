@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import errno
 import importlib
 import os
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 import gspax
 from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
-from gspax.errors import Interrupted, UserError, how_to_install, shorten
+from gspax.errors import Interrupted, UserError, did_you_mean, how_to_install, shorten
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -118,8 +117,7 @@ def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name not in SUBCOMMANDS:
         _overview().parse_args([name])
-        near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(SUBCOMMANDS)}"
+        hint = did_you_mean(name, SUBCOMMANDS) or f"wanted one of {', '.join(SUBCOMMANDS)}"
         raise UserError(f"there is no subcommand {name!r}; {hint}")
     subcommand = importlib.import_module(f"gspax.commands.{name.replace('-', '_')}")
     options = subcommand.make_parser().parse_intermixed_args(arguments[1:])

@@ -89,12 +89,12 @@ def _list_rows(batch: Batch, value_B: np.ndarray) -> Iterator[str]:
 
 def _list_leaves(what: str, tree: Params) -> Iterator[str]:
     """The leaves with numbers that are not finite, and how many these are."""
-    import jax
     import jax.numpy as jnp
 
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    from gspax.types import named_leaves
+
+    for name, leaf in named_leaves(tree).items():
         if count := int(leaf.size - jnp.isfinite(leaf).sum()):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             yield f"{what} {name}: {count} of {leaf.size} numbers are not finite"
 
 

@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from gspax.config.functions import Hint, hints_of, is_function, is_record, keywords, name_of, unwrap
 from gspax.config.protocols import is_function_protocol
-from gspax.errors import UserError
+from gspax.errors import UserError, did_you_mean
 from gspax.experiment.description import SOURCE, describe, flatten
 
 T = TypeVar("T")
@@ -274,9 +274,8 @@ def lookup(text: str) -> Hint:
         if child is None and inspect.ismodule(value):
             child = _import(f"{owner}.{name}", text)
         if child is None:
-            near = difflib.get_close_matches(name, dir(value), n=1)
-            advice = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"a name that exists ({owner} has no {name!r}{advice})")
+            hint = did_you_mean(name, dir(value))
+            raise ValueError(f"a name that exists ({owner} has no {name!r}{hint and f'; {hint}'})")
         owner, value = f"{owner}.{name}", child
     return value
 

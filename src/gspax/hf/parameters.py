@@ -26,7 +26,7 @@ from gspax.hf.names import Chunk
 from gspax.hf.tensors import Part, Stored
 from gspax.model import transformer
 from gspax.parallel import multihost
-from gspax.types import Params
+from gspax.types import Params, named_leaves
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE = 2**22  # numbers that are read at a time into a buffer: touching new memory costs more than reading
@@ -43,12 +43,6 @@ class Readable(Protocol):
     """An array, or an object that reads a part of one when it is indexed."""
 
     def __getitem__(self, index: tuple[int, ...], /) -> np.ndarray: ...
-
-
-def named_leaves(tree: Params) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves of a parameter tree by their path, such as `runs/0/attention/query`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def named_shapes(tree: Params) -> dict[str, tuple[int, ...]]:

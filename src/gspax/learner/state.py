@@ -19,7 +19,7 @@ import optax
 from gspax import unstable
 from gspax.config import Lora, ModelConfig, Optimizer, Teacher, earlier_policy
 from gspax.errors import UserError
-from gspax.hf.parameters import named_leaves, named_shapes, read_params
+from gspax.hf.parameters import named_shapes, read_params
 from gspax.hf.peft import read_adapters
 from gspax.hf.source import RUN, locate
 from gspax.learner import adapters
@@ -32,7 +32,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.run.manifest import MANIFEST, find_damage, has_manifest
-from gspax.types import Adapted, Array, Params, PyTree, TrainState
+from gspax.types import Adapted, Array, Params, PyTree, TrainState, named_leaves
 
 CHECKPOINTS = "checkpoints"  # in a converted folder, next to config.json and the tokenizer's files
 MODEL, ADAPTERS = 0, 1  # the steps of `start/`

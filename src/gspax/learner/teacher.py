@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from gspax.config import ModelConfig, Sampling, Schedule, Teacher, teacher_model
 from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
-from gspax.hf.parameters import named_leaves
 from gspax.hf.source import locate
 from gspax.learner.forward import StepSettings, forward, pad_rows
 from gspax.learner.state import abstract_params, load_model
@@ -29,7 +28,7 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
 from gspax.run import interrupt
 from gspax.run.buckets import is_bucket
-from gspax.types import Array, Batch, Params, PyTree, TrainState
+from gspax.types import Array, Batch, Params, PyTree, TrainState, named_leaves
 
 # (the teacher's parameters, tokens_BT, segment_BT, mask_BT, prefix_BT) -> `teacher_logp_BT` or `teacher_hidden_BTE`
 Teach = Callable[[Params, Array, Array, Array, Array | None], Array]
@@ -107,7 +106,7 @@ def _weighted_sums(params: Params) -> dict[str, Array]:
             place += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
         return jnp.sum(bits * (2 * place * jnp.uint32(ODD) + 1), dtype=jnp.uint32)
 
-    return {name: weighted_sum(cast(Array, leaf)) for name, leaf in named_leaves(params).items()}
+    return {name: weighted_sum(leaf) for name, leaf in named_leaves(params).items()}
 
 
 def make_passes(

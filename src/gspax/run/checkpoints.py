@@ -31,7 +31,7 @@ from gspax.run import lock, manifest, objects
 from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import write_atomically
 from gspax.run.manifest import MANIFEST
-from gspax.types import Array, JsonObject, PyTree
+from gspax.types import Array, JsonObject, PyTree, named_leaves
 from gspax.unstable import key_impl_name
 
 CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # of what is compressed as one, and of a file: bounds on a save's own memory
@@ -434,9 +434,8 @@ def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
 
 def _table(tree: PyTree) -> dict[str, PyTree]:
     """The leaves of a tree by path, such as `params/layers/0/router`, in the order of the tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    table = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    if len(table) != len(leaves):
+    table = named_leaves(tree)
+    if len(table) != len(jax.tree.leaves(tree)):
         raise ValueError("two leaves of the state have the same path, such as the keys 0 and '0' of one dict")
     return table
 

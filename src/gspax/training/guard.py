@@ -37,7 +37,7 @@ from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import remove_folder, write_atomically
 from gspax.run.record import Recorder, read_rows
 from gspax.training.step import StepResult
-from gspax.types import Batch, JsonObject, Params, TrainState, known
+from gspax.types import Batch, JsonObject, Params, TrainState, known, named_leaves
 
 MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
 
@@ -209,11 +209,7 @@ def save_state(
 def check_finite(state: TrainState, step: int) -> None:
     """Raise DivergedError if a parameter is not finite, so that a checkpoint never holds such parameters."""
     finite = multihost.to_host(_are_finite(state.params))
-    bad = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, is_finite in jax.tree_util.tree_leaves_with_path(finite)
-        if not is_finite
-    ]
+    bad = [name for name, is_finite in named_leaves(finite).items() if not is_finite]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise DivergedError(

@@ -33,7 +33,7 @@ def test_slices_and_their_devices():
         ),
         ("v5p:4x4x", "wanted a TPU generation and the shape"),
         ("v5p-64", "wanted a TPU generation and the shape"),
-        ("v5b:4x4", "wanted one of v5e, v5p, v6e, tpu7x, got 'v5b' (did you mean v5"),
+        ("v5b:4x4", "wanted one of v5e, v5p, v6e, tpu7x, got 'v5b' (did you mean 'v5"),
         ("gpu:4x4", "wanted one of v5e, v5p, v6e, tpu7x, got 'gpu'"),
         ("v5p:8x8", "v5p has 3 dimensions, such as v5p:4x4x4"),
         ("v5e:4x4x4", "v5e has 2 dimensions, such as v5e:4x4"),

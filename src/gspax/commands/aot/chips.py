@@ -14,7 +14,6 @@ compiled for its slices as a topology of their own.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import math
 import os
@@ -28,7 +27,7 @@ import numpy as np
 from gspax import unstable
 from gspax.commands.aot.hlo import UNKNOWN
 from gspax.config import Experiment, Placement
-from gspax.errors import UserError, how_to_install
+from gspax.errors import UserError, did_you_mean, how_to_install
 from gspax.sampler.placement import make_meshes
 
 Rate = Callable[[tuple[str, ...]], float]  # mesh axes -> bytes/s
@@ -136,9 +135,8 @@ def parse_topology(text: str) -> Topology:
         )
     slices, kind, shape = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
     if kind not in CHIPS:
-        near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"--topology: wanted one of {', '.join(CHIPS)}, got {kind!r}{hint}")
+        hint = did_you_mean(kind, CHIPS, cutoff=0.5)
+        raise UserError(f"--topology: wanted one of {', '.join(CHIPS)}, got {kind!r}{hint and f' ({hint})'}")
     wanted = CHIPS[kind].dimensions
     if len(shape) != wanted or min(shape) < 1:
         example = "x".join("4" * wanted)

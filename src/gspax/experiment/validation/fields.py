@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import types
@@ -28,6 +27,7 @@ from gspax.config.functions import (
 )
 from gspax.config.protocols import argument_names, is_function_protocol
 from gspax.config.ranges import Range
+from gspax.errors import did_you_mean
 from gspax.experiment.description import show
 
 if TYPE_CHECKING:
@@ -209,8 +209,8 @@ def _misfit(function: Function, names: tuple[str, ...]) -> str:
     bound = function.keywords if isinstance(function, functools.partial) else {}
     for keyword in bound if not anything else ():
         if keyword not in known:
-            near = difflib.get_close_matches(keyword, known, n=1)
-            return f"{title} has no parameter {keyword!r}{f' (did you mean {near[0]!r}?)' if near else ''}"
+            hint = did_you_mean(keyword, known)
+            return f"{title} has no parameter {keyword!r}{hint and f' ({hint})'}"
     try:
         inspect.signature(function).bind(
             *names, **dict.fromkeys(keywords(function).keys() & GIVEN_KEYWORDS - bound.keys())

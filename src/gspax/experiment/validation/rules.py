@@ -7,12 +7,9 @@ part, rules between parts are here. Each message is one sentence: where, what wa
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-
-import jax
 
 from gspax.config import (
     Engine,
@@ -39,7 +36,7 @@ from gspax.config.protocols import Advantage, Correction, Environment, Loss, Rej
 from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
-from gspax.errors import UserError
+from gspax.errors import UserError, did_you_mean
 from gspax.experiment.validation.contracts import contract_problems
 from gspax.experiment.validation.engines import engine_problems, engine_warnings
 from gspax.experiment.validation.fields import (
@@ -69,6 +66,7 @@ from gspax.losses.traits import takes_sampler_logp, traits_of
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
+from gspax.types import named_leaves
 
 CHAT_METHODS = ("encode_chat", "encode_reply", "encode_completion")  # of a tokenizer, besides `turn_end`
 
@@ -199,17 +197,15 @@ def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> I
         return
     from gspax.model import transformer  # here, because other dry runs need no flax
 
-    leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(model))
-    paths = [[str(key.key) for key in path] for path, _ in leaves]
+    paths = [name.split("/") for name in named_leaves(transformer.abstract_params(model))]
     if lora is not None:
         adapted = {(part, name) for part, names in adapted_weights(lora).items() for name in names}
         paths = [[*path, "a", "b"] for path in paths if tuple(path[-2:]) in adapted]
     known = set(chain(*paths))
     for name in frozen:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {name!r}{hint}"
+            hint = did_you_mean(name, known, cutoff=0.7)
+            yield f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {name!r}{hint and f'; {hint}'}"
 
 
 def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:

@@ -39,7 +39,7 @@ from gspax.hf.tensors import Part
 from gspax.model.low_rank import dense
 from gspax.parallel import multihost
 from gspax.run.folders import atomic_folder, sync_folder, write_atomically
-from gspax.types import Params
+from gspax.types import Params, named_leaves
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -125,7 +125,7 @@ class Writer:
         Returns:
           The changes of each tensor of this process that has some: places and bits, or all bits if that is less.
         """
-        leaves = parameters.named_leaves(_merge(params))
+        leaves = named_leaves(_merge(params))
         changed, whole = dict[str, list[np.ndarray]](), set[str]()
 
         def update(name: str, numbers: np.ndarray, part: Part | None) -> None:
@@ -148,7 +148,7 @@ class Writer:
         several = jax.process_count() > 1
         parameters.publish(
             self._table,
-            lambda name: _Layers(leaves[name]) if several else multihost.to_host(leaves[name]),  # type: ignore[arg-type]
+            lambda name: _Layers(leaves[name]) if several else multihost.to_host(leaves[name]),
             {name: self._dtypes[name] for name in self._bits},
             update,
         )
