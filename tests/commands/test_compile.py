@@ -14,11 +14,12 @@ import pytest
 import small_experiment
 
 from gspax.commands import main
-from gspax.commands.aot import chips, programs, report
+from gspax.commands.aot import chips, programs
+from gspax.commands.aot import compile_report as report
 from gspax.commands.aot.chips import Target
+from gspax.commands.aot.compile_report import Phase, Times
 from gspax.commands.aot.hlo import Collective
 from gspax.commands.aot.programs import Compiled, Memory
-from gspax.commands.aot.report import Phase, Times
 from gspax.config import Mesh, PartialRollouts, Placement, Sampling
 from gspax.experiment import load
 from gspax.model.sizes import forward_flops, parameter_count

@@ -16,9 +16,9 @@ from gspax.rollout.completion import Samples
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
-from gspax.training import guard as guards
 from gspax.training import loop
-from gspax.training.guard import Watch
+from gspax.training import run_guard as guards
+from gspax.training.run_guard import Watch
 from gspax.training.step import StepResult
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")

@@ -46,7 +46,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.run.trackers import tensorboard
 from gspax.sampler import placement
-from gspax.training import guard, loop, warm_start
+from gspax.training import loop, run_guard, warm_start
 from gspax.training.in_flight import InFlight
 from gspax.training.step import StepResult, run_step
 from gspax.types import Rollout, TrainState
@@ -636,7 +636,7 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
 
     monkeypatch.setattr(loop, "run_step", run_step)
     monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
-    monkeypatch.setattr(guard, "save_checkpoint", save)
+    monkeypatch.setattr(run_guard, "save_checkpoint", save)
     loop.train(replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None), run.path)
     assert written == [True] * 3
 

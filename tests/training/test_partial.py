@@ -18,7 +18,7 @@ from gspax.learner.metrics import staleness_metrics
 from gspax.learner.state import init_state
 from gspax.losses import correction, selection
 from gspax.rewards.scores import reward_calls
-from gspax.rollout.pool import FREE, choose_groups, new_pool
+from gspax.rollout.group_pool import FREE, choose_groups, new_pool
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record

@@ -20,9 +20,9 @@ from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
-from gspax.training import guard as guards
 from gspax.training import loop
-from gspax.training.guard import Watch, check_finite, count_skipped, is_sound
+from gspax.training import run_guard as guards
+from gspax.training.run_guard import Watch, check_finite, count_skipped, is_sound
 from gspax.training.step import StepResult
 from gspax.types import Adapted, Batch, TrainState
 

@@ -1,4 +1,4 @@
-"""`gspax compile`: ahead-of-time compilation of an experiment for a TPU topology; see `gspax.commands.aot.report`."""
+"""`gspax compile`: ahead-of-time compilation of an experiment for a TPU topology; see `commands.aot.compile_report`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_parser() -> Parser:
 def execute(options: argparse.Namespace) -> int:
     """Print the report; 1 if the experiment does not fit the topology."""
     from gspax.commands.aot.chips import parse_topology
-    from gspax.commands.aot.report import run
+    from gspax.commands.aot.compile_report import run
 
     topology = parse_topology(options.topology)
     return 0 if run(load_experiment(options), topology, all_layers=options.all_layers) else 1

@@ -46,16 +46,16 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.rollout.runtime import make_runtime
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
-    from gspax.training import guard
+    from gspax.training import run_guard
 
-    about, batch = guard.read_about(options.dump), guard.read_minibatch(options.dump)
+    about, batch = run_guard.read_about(options.dump), run_guard.read_minibatch(options.dump)
     experiment = load_experiment(options, about["experiment"])
     described = describe(experiment)
     for line in difference(about["experiment"], described, ignore=resumable(described)):
         print(f"changed: {line}")
     runtime = make_runtime(experiment)
     mesh, run = runtime.mesh, RunDir(options.dump.parent.parent)
-    with Checkpoints(options.dump / guard.STATE, mesh=mesh) as checkpoints:
+    with Checkpoints(options.dump / run_guard.STATE, mesh=mesh) as checkpoints:
         lora, teacher = experiment.lora, experiment.teacher
         state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, teacher=teacher)
     rows, (teachers, _) = batch, load_teachers(teacher, mesh, experiment.tokenizer)

@@ -242,7 +242,7 @@ class Collapse:
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """How a run reacts to bad updates. Updates that are not finite are always skipped (`training.guard`)."""
+    """How a run reacts to bad updates. Updates that are not finite are always skipped (`training.run_guard`)."""
 
     rollbacks: NonNegativeInt = 2  # how often a run may return to the same checkpoint, each time with other problems
     max_grad_norm: NonNegative = 0.0  # skip updates whose gradient norm, before clipping, is larger; 0: off
@@ -422,7 +422,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRollouts:
-    """A rollout ends when `prompts` groups are finished; newer parameters continue the others (`rollout.pool`)."""
+    """A rollout ends when `prompts` groups are finished; newer weights continue the others (`rollout.group_pool`)."""
 
     carried: NonNegativeInt = 0  # additional groups in flight: the most that are carried over to the next rollout
     ahead: NonNegativeInt = 1  # chunks sampled while the learner updates; later ones use the new parameters

@@ -8,8 +8,8 @@ from gspax.data.chat import CharChat, ChatTokenizer, hf_chat, reward_answer, spl
 from gspax.data.problem import GeneratedProblems, Problem
 from gspax.data.sources import huggingface, jsonl, parquet, sequence, tfds
 from gspax.data.sources.mixture import Mixture, mixture
-from gspax.data.sources.rows import RowSource
-from gspax.data.sources.rules import AnswerMatches, PassRate, PromptTokens
+from gspax.data.sources.row_rules import AnswerMatches, PassRate, PromptTokens
+from gspax.data.sources.row_source import RowSource
 from gspax.data.sources.schema import Schema
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
 

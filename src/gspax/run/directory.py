@@ -49,7 +49,7 @@ class RunDir:
         self.newest = path / "newest_checkpoint.json"  # its step: a trace of it if `checkpoints/` is lost
         self.start = path / "start"  # a checkpoint before the first update, if a reference or adapters need it
         self.skipped = path / "skipped_problems.jsonl"  # training problems that could not be used, with reasons
-        self.rollbacks = path / "rollbacks.jsonl"  # where the run went back after it diverged (`training.guard`)
+        self.rollbacks = path / "rollbacks.jsonl"  # where the run went back after it diverged (`training.run_guard`)
         self.dumps = path / "dumps"  # minibatches and states of skipped updates, a folder for each
         self.evaluations = path / "evaluations.jsonl"  # held-out rewards by `gspax eval`
         self.tasks = path / "evaluations"  # a folder for each step, and in it TASK.json, TASK.jsonl and TASK.html

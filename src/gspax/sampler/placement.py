@@ -4,7 +4,7 @@ Before each rollout the inference weights (`sampler.inference_weights`) are made
 is fetched back. Colocated, that mesh has the learner's devices, with other axes. Disaggregated
 (`Experiment.placement`), it has the last devices, and while the learner updates, the sampler samples ahead: batch n is
 sampled with the parameters that the learner had after batch n - 1 - k, with k at most `placement.staleness`. Partial
-rollouts renew them while a batch is sampled (`rollout.pool`).
+rollouts renew them while a batch is sampled (`rollout.group_pool`).
 
 Whichever parameters sampled a batch, its old log-probs are the learner's, from before the batch's first update; they
 are the ratio's denominator. The sampler's log-probs belong to the older parameters; `correction` accounts for the

@@ -5,7 +5,7 @@ Log-probs are of the temperature-scaled distribution before any filter, in the s
 top-k, top-p, or min-p let through are from another one; with `Sampling.mask_replay` log-probs are of that one.
 
 With `sampling.chunk` the loop runs in chunks, and the host gets the samples that have finished while others continue.
-Tokens and log-probs are those of the whole loop, unless newer weights decode the next chunk (`rollout.pool`).
+Tokens and log-probs are those of the whole loop, unless newer weights decode the next chunk (`rollout.group_pool`).
 
 Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C completion positions, T = S + C.
 """

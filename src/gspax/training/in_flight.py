@@ -1,6 +1,6 @@
 """Rollouts in flight: sampled on the sampler's mesh while the learner updates, and fetched to the learner's mesh.
 
-Partial rollouts train on groups that have finished while the sampler goes on with others (`rollout.pool`).
+Partial rollouts train on groups that have finished while the sampler goes on with others (`rollout.group_pool`).
 
 No rollout and no group is carried over a checkpoint: before one, only the problems are sampled that the rollouts up to
 it need, and the last of these waits for all of them. A resumed run therefore starts with nothing in flight, as the
@@ -27,7 +27,7 @@ from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.engines.contract import Request, Weights
 from gspax.rollout.episodes import Ready, answer, set_finished
 from gspax.rollout.grading import Started, start_rewards
-from gspax.rollout.pool import Pool, admit, choose_groups, find_ended, new_pool, next_problems, take
+from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new_pool, next_problems, take
 from gspax.rollout.problems import Skipped, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress

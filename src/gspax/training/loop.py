@@ -41,8 +41,8 @@ from gspax.run.directory import RunDir, enter_run
 from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
 from gspax.run.trackers import Trackers
-from gspax.training.guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.in_flight import InFlight
+from gspax.training.run_guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
 from gspax.types import TrainState

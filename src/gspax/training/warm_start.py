@@ -37,7 +37,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.sampler.placement import make_meshes
-from gspax.training.guard import count_skipped, save_state, too_many_skipped
+from gspax.training.run_guard import count_skipped, save_state, too_many_skipped
 from gspax.types import Array, Batch, TrainState
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from gspax.commands.aot import hlo, programs, report
+from gspax.commands.aot import compile_report as report
+from gspax.commands.aot import hlo, programs
+from gspax.commands.aot.compile_report import Phase
 from gspax.commands.aot.hlo import Collective, fetched_at, traffic
-from gspax.commands.aot.report import Phase
 from gspax.config import GatedDelta, Sampling, layers_of
 from gspax.model import presets
 from gspax.model.sizes import inference_weights_bytes

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from gspax.data.sources.mixture import Mixture
-from gspax.data.sources.rows import RowSource, Rule
+from gspax.data.sources.row_source import RowSource, Rule
 from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import Indexed, JsonLines, Loaded, Parquet, Table, hugging_face, tensorflow_datasets
 from gspax.errors import UserError

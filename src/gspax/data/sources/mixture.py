@@ -16,7 +16,7 @@ from itertools import accumulate
 from gspax.config.protocols import DataSource
 from gspax.data.problem import Problem, at_least_0
 from gspax.data.sources.order import block_key, permute
-from gspax.data.sources.rows import RowSource
+from gspax.data.sources.row_source import RowSource
 
 
 @dataclass(frozen=True)

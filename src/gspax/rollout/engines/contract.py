@@ -67,7 +67,7 @@ class Served:
 
 
 class Held(Protocol):
-    """The samples of a pool's groups (`rollout.pool`): newer weights continue what older ones began. Collective."""
+    """The samples of the groups in `rollout.group_pool`: newer weights continue what older ones began. Collective."""
 
     def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
         """Put new groups into the places `fresh_R`, bool; elsewhere any ids count, and no problem is ready."""

@@ -20,12 +20,12 @@ import numpy as np
 from gspax.config import Engine, Evaluation, ModelConfig, Sampling
 from gspax.errors import FailureError
 from gspax.parallel import multihost
-from gspax.rollout.engines import rows
+from gspax.rollout.engines import server_rows as rows
 from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Held, Request, Served, Weights
 from gspax.rollout.engines.push import LOOK, Pushed, Pusher, on_primary, wait
-from gspax.rollout.engines.rows import Row
 from gspax.rollout.engines.server import Ask, Server
+from gspax.rollout.engines.server_rows import Row
 from gspax.rollout.engines.servers import Given, Servers
 from gspax.rollout.engines.sglang import SGLang
 from gspax.rollout.engines.vllm import VLLM
