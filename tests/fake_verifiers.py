@@ -1,4 +1,4 @@
-"""What gspax uses of verifiers 0.4 and of mcp 2, in the least code, for tests where they are not installed."""
+"""The parts of verifiers 0.4 and mcp 2 that gspax uses, in little code, for tests where they are not installed."""
 
 import copy
 import inspect

@@ -45,7 +45,7 @@ SIMPLE = {
 
 @dataclass
 class Faults:
-    """What goes wrong; a test sets these while the server runs."""
+    """The faults of a server; a test sets them while it runs."""
 
     keeps_old: bool = False  # says that it has loaded a version, and samples with the one before
     flips_byte: bool = False  # in the file, before it is loaded

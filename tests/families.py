@@ -519,12 +519,12 @@ def packed_difference(params, config):
 def slots_are_equal(params, config):
     """Whether samples that take one another's slots have the tokens of samples that have slots of their own."""
     prompts = [row.tolist() for row in random_tokens(config, 4, 5)]
-    weights, drawn = make_inference_weights(params, config, tiny.one_device()), []
+    weights, samples = make_inference_weights(params, config, tiny.one_device()), []
     for slots in (0, 2):
         sampling = Sampling(prompts=4, group=2, max_prompt_tokens=5, max_tokens=12, slots=slots)
         options = tiny.options(config, sampling, stop_ids=(0, 1, 2))
-        drawn.append(np.asarray(sample(weights, prompts, list(range(4)), jax.random.key(3), options).tokens_BT))
-    return bool((drawn[0] == drawn[1]).all())
+        samples.append(np.asarray(sample(weights, prompts, list(range(4)), jax.random.key(3), options).tokens_BT))
+    return bool((samples[0] == samples[1]).all())
 
 
 def conversation_difference(params, config):

@@ -34,7 +34,7 @@ PAGE = 1000  # names of a page of a listing, as Google has them
 
 
 class Request(NamedTuple):
-    """What a client asks for: GET (an object), LIST, PUT or DELETE, and the object's name or the listed prefix."""
+    """The request of a client: GET (an object), LIST, PUT or DELETE, and the object's name or the listed prefix."""
 
     method: str
     bucket: str

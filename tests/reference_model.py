@@ -104,7 +104,7 @@ def layer_params(params, config, layer):
 
 
 def attend_to_latents(a, h_T, config):
-    """What latent attention adds to each token, given its normalized input."""
+    """The output of latent attention for each token, from its normalized input."""
     latent, N, yarn, keys, values, added = config.latent, config.num_attention_heads, config.rope_scaling, [], [], []
     scale = 1 / np.sqrt(latent.nope_dim + config.head_dim)
     if yarn is not None and yarn.mscale_all_dim:

@@ -227,7 +227,7 @@ def test_the_sampler_log_probs_can_be_the_old_ones():
 
 
 def test_a_loss_without_an_old_policy_takes_the_sampler_log_probs():
-    """The same metrics, to the bit, as with the setting."""
+    """Metrics are bit-identical to those with the setting."""
     parts = {"regularizers": Regularizers(log_ratio_square=1e-3)}
     (_, plain), _, _ = train({"loss": losses.dis, **parts})
     (_, second), _, _ = train({"loss": losses.dis, "old_logp": "sampler", **parts})
@@ -250,7 +250,7 @@ def test_an_adaptive_entropy_bonus_trains():
 
 
 def test_a_penalty_on_covariant_tokens_trains():
-    """Of half of the tokens, far more than the default."""
+    """Half of the tokens are selected, far more than by default."""
     penalty = config.CovarianceKL(share=0.5, coefficient=2.0)
     (_, second), _, _ = train({"loss": losses.dapo, "regularizers": Regularizers(kl_cov=penalty)})
     assert second["policy/kl_cov"] > 0

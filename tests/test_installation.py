@@ -72,7 +72,7 @@ def instructions(image):
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
 def test_an_image_follows_the_rules(image):
-    """Those of hadolint that apply: DL3000, 3002, 3006, 3007, 3013, 3020, 3025, 3042."""
+    """The rules of hadolint that apply: DL3000, 3002, 3006, 3007, 3013, 3020, 3025, 3042."""
     found = instructions(image)
     named = {name: [rest for word, rest in found if word == name] for name, _ in found}
     assert {*named} <= {"FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "ENTRYPOINT", "CMD"} and found[0][0] == "FROM"

@@ -1,4 +1,4 @@
-"""What is read from /proc or asked of Linux's kernel and C library has another way on macOS. Nothing here ran there."""
+"""Whatever gspax reads from /proc or asks of Linux's kernel and C library has a substitute on macOS; none ran there."""
 
 import builtins
 import io

@@ -45,7 +45,7 @@ def label(path):
 
 
 def target(base, name):
-    """What `from base import name` imports: the module base.name if it exists, else base."""
+    """The module that `from base import name` imports: base.name if it exists, else base."""
     return f"{base}.{name}" if f"{base}.{name}" in FILES else base
 
 

@@ -156,12 +156,12 @@ def one_device():
 
 
 def options(model, sampling, stop_ids=(), mesh=None, **more):
-    """Of the sampler; without a mesh, on one device."""
+    """Options of the sampler; without a mesh, on one device."""
     return SampleOptions(model=model, sampling=sampling, stop_ids=stop_ids, mesh=mesh or one_device(), **more)
 
 
 def settings(model, mesh=None, **more):
-    """Of the learner's compiled functions; without a mesh, on one device."""
+    """Settings of the learner's compiled functions; without a mesh, on one device."""
     return StepSettings(config=model, mesh=mesh or one_device(), **more)
 
 

@@ -95,7 +95,7 @@ def in_process(*arguments: object) -> dict[str, float]:
 
 
 def peak() -> int:
-    """Of this process; `ru_maxrss` starts at that of the parent process."""
+    """The largest memory of this process; `ru_maxrss` starts at that of the parent process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 1024 * int(found[1])
 

@@ -1,4 +1,4 @@
-"""What a layer of each kind costs at a length, and what models of mixed layers cost to compile: two tables.
+"""The cost of a layer of each kind at a length, and of compiling models of mixed layers: two tables.
 
     python experiments/benchmarks/bench_layers.py --to layers.md
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest costs: saves of 512 MiB with and without it, alternating; results in saves.md.
+"""The cost of a checkpoint's manifest: saves of 512 MiB with and without it, alternating; results in saves.md.
 
     python experiments/benchmarks/bench_saves.py FOLDER > experiments/benchmarks/saves.md
 

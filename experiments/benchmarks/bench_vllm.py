@@ -78,7 +78,7 @@ def serve(environment: Path, folder: Path, settings: Experiment) -> Iterator[tup
 
 
 def cpu_seconds(group: int | None) -> float:
-    """Of this process, and of a process group."""
+    """The CPU-seconds of this process, and of a process group."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     total = used.ru_utime + used.ru_stime
     for stat in Path("/proc").glob("[0-9]*/stat") if group else ():
@@ -152,7 +152,7 @@ def measure_large(environment: Path, folder: Path) -> None:
 
 
 def measure_writes(folder: Path) -> None:
-    """What the pushes of the large model write, without a server."""
+    """The bytes that pushes of the large model write, without a server."""
     rng, wanted = np.random.default_rng(0), transformer.abstract_params(LARGE.model)
     params = jax.tree.map(lambda leaf: np.float32(0.02) * rng.standard_normal(leaf.shape, np.float32), wanted)
     writer = Writer(folder / "writes", LARGE.model, changes=True)

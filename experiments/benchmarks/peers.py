@@ -55,7 +55,7 @@ def compare(pythons: Mapping[str, str], ours: Sequence[str], shape: dict[str, in
 
 
 def shape(model: ModelConfig, sampling: Sampling) -> dict[str, int]:
-    """What all have in common: the model's sizes and the rollout batch's."""
+    """The sizes that all have in common: those of the model and of a rollout."""
     return {
         **{name: getattr(model, name) for name in MODEL_KEYS},
         **{name: getattr(sampling, name) for name in SAMPLING_KEYS},
@@ -63,7 +63,7 @@ def shape(model: ModelConfig, sampling: Sampling) -> dict[str, int]:
 
 
 def run(command: Sequence[str], environment: dict[str, str]) -> str:
-    """What a command prints. SystemExit with the end of it if it fails."""
+    """The output of a command. SystemExit with the end of it if it fails."""
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -96,7 +96,7 @@ def self_times(events: list[Event]) -> Iterator[tuple[Event, float]]:
 
 
 class Profile(NamedTuple):
-    """What `measure` returns."""
+    """The result of `measure`."""
 
     parts: dict[str, dict[str, float]]  # milliseconds of each part in a rollout and in an update, summed over threads
     compile_s: dict[str, float]  # seconds that XLA took for each program of the first step

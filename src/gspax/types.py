@@ -60,7 +60,6 @@ class Batch:
     prefix_BT: Array | None = None
     sampler_logp_BT: Array | None = None  # float32  log-prob under the sampler, for corrections
     ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
-    age_BT: Array | None = None  # int32    on request, rollouts trained on since the weights that sampled the token
     version_BT: Array | None = None  # int32    as in `Rollout`, where the update interpolates old log-probs
     penalized_BT: Array | None = None  # float32  weights of `Regularizers.kl_cov`
     selected_BT: Array | None = None  # float32  weights of `Experiment.selection`
@@ -95,7 +94,7 @@ def known(batch: Batch, name: str) -> Array:
 
 
 class Adapted(NamedTuple):
-    """What a run's updates adapt, float32 scalars; 0, which nothing reads, for what they do not."""
+    """The settings that a run's updates adapt, float32 scalars; 0, which nothing reads, for those that they do not."""
 
     clip_low: Array
     clip_high: Array

@@ -50,12 +50,12 @@ def test_figures_divide_work_by_median_seconds():
     limits = Limits(matmul_flops=1e9, copy_bytes=1e9)
     rows = {line.split()[0]: line.split()[1:] for line in table(found, limits).splitlines()[1:]}
     each = forward_flops(experiment.model, 8)
-    drawn, trained = 4000 * 3, 4000 * 8
+    sampled, trained = 4000 * 3, 4000 * 8
     expected = {
-        "rollout": (drawn, (1000 * 5 + drawn) * each),  # a prompt runs once for its four samples
+        "rollout": (sampled, (1000 * 5 + sampled) * each),  # a prompt runs once for its four samples
         "old_logp": (trained / 2, trained / 2 * each),
         "train": (2 * trained, 6 * trained * each),
-        "step": (drawn, (1000 * 5 + drawn + 6.5 * trained) * each),
+        "step": (sampled, (1000 * 5 + sampled + 6.5 * trained) * each),
     }
     assert list(rows) == list(expected)
     for phase, (tokens, flops) in expected.items():

@@ -123,7 +123,7 @@ def test_the_phases_of_the_rollout_are_prefill_and_decode():
     assert prefill.sent == {Collective("all-to-all", ("fsdp",), 16): 240}
     assert decode.sent == {Collective("all-gather", ("fsdp",), 16): 240}
     assert prefill.moved == decode.moved == 512
-    # prompts once, and each drawn token attends to the whole prompt and to half a completion
+    # prompts once, and each sampled token attends to the whole prompt and to half a completion
     assert prefill.flops == sampling.prompts * S / 16 * forward_flops(config, S)
     assert decode.flops == sampling.prompts * sampling.group / 16 * forward_flops(config, 2 * (S + C / 2))
 
@@ -194,7 +194,7 @@ def test_the_step_time_needs_every_phase():
             "7.00 s: weight push 1.00, rollout 6.00 and meanwhile old log-probs 1.00, updates 2.00",
         ),
         ({"staleness": 2}, 0, "7.00 s: weight push 1.00, rollout 6.00 and meanwhile"),
-        # no rollout batch is drawn ahead across a checkpoint
+        # no rollout is sampled ahead across a checkpoint
         ({"staleness": 1}, 1, "10.00 s: weight push 1.00, rollout 6.00, old"),
         ({"staleness": 2, "partial": PartialRollouts(carried=2)}, 2, "7.00 s: "),
         ({"staleness": 1, "partial": PartialRollouts(carried=2, ahead=0)}, 2, "10.00 s: "),

@@ -131,7 +131,7 @@ def test_stop_ids_come_from_the_generation_config(small):
 
 
 def test_a_reply_holds_no_token_that_is_not_of_text(small):
-    """Of all added tokens, special or not, and of the marks that templates write as text; white space is kept."""
+    """No reply holds an added token, special or not, or a mark that templates write as text; white space is kept."""
     tokenizer = hf_chat(small)
     marks = ["<end>", "<turn>", "<eot>", "<think>", "</think>", "<tool_response>", "</tool_response>", "<tool_call>"]
     reply = [{"role": "user", "content": "".join(marks) + "\n\n<turn<turn>>x"}]

@@ -98,8 +98,8 @@ def test_chunks_have_the_prompts_of_training_and_fewer_slots_than_samples():
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """The settings of the sampler's calls, which draw nothing."""
+def settings(monkeypatch):
+    """The settings of the sampler's calls, which generate nothing."""
     found = []
 
     def fake(params, prompts, ids, key, options, earlier, ended):
@@ -110,11 +110,11 @@ def drawn(monkeypatch):
     return found
 
 
-def test_a_task_is_sampled_with_its_own_settings(policy, drawn):
+def test_a_task_is_sampled_with_its_own_settings(policy, settings):
     own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "max_tokens": 3, "max_prompt_tokens": 4}
     with pytest.raises(InterruptedError):
         run(policy, replace(TASK, **own), temperature=0.5, top_k=3, top_p=0.5)
-    assert {name: getattr(drawn[0], name) for name in own} == own and drawn[0].group == SAMPLES
+    assert {name: getattr(settings[0], name) for name in own} == own and settings[0].group == SAMPLES
 
 
 def sample(problem, number, reward, vote=None, **fields):

@@ -1,4 +1,4 @@
-"""What an experiment with servers may not have is said before it starts, and what it costs is in the dry run."""
+"""An experiment with servers is validated before it starts, and the dry run gives its costs."""
 
 from dataclasses import replace
 

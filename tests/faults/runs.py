@@ -157,7 +157,7 @@ def copy(workdir: Path, target: Path) -> Path:
 
 
 def differences(workdir: Path, reference: Path, steps: int = STEPS) -> Sequence[str]:
-    """What a run that has ended differs in from an uninterrupted one: nothing if not a bit was lost."""
+    """The differences of a finished run from an uninterrupted one: none if no bit was lost."""
     found = []
     if metrics(workdir) != metrics(reference):
         found.append("metrics.jsonl")

@@ -43,7 +43,7 @@ WARM_UP = 0.25  # share of the time before memory is counted
 
 @dataclass
 class Tally:
-    """What happened; `problems` are faults that were not survived."""
+    """A record of what happened; `problems` are faults that the run did not survive."""
 
     injected: Counter[str] = field(default_factory=Counter)
     survived: Counter[str] = field(default_factory=Counter)

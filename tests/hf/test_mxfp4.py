@@ -20,7 +20,7 @@ E, D, F = 3, 64, 32
 
 @pytest.fixture
 def folders(tmp_path):
-    """The same model twice: its experts in bfloat16, as transformers converts them, and in 4 bits."""
+    """One model, saved twice: its experts in bfloat16, as transformers converts them, and in 4 bits."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     model = families.make_model(

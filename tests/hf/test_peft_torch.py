@@ -48,7 +48,7 @@ def scaled(tree, factor=0.3):
 
 
 def config_of(name, folder):
-    """Of one of MODELS, or the small model of a family."""
+    """The configuration of one of MODELS, or of the small model of a family."""
     if name in MODELS:
         return MODELS[name]
     made = transformers.AutoConfig.for_model(name, **families.SMALL[name])

@@ -104,7 +104,7 @@ def test_each_tensor_is_read_once_for_all_devices(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_large_tensors_are_read_in_pieces(devices, tmp_path, monkeypatch):
-    """Of a few rows, and of less than a row; a piece may be of several devices."""
+    """Pieces of a few rows, or of less than a row; several devices may share a piece."""
     params = random_params(MOE)
     save(tmp_path, MOE, published(MOE, params))
     for piece in (100, 7):

@@ -149,9 +149,9 @@ def test_model_and_sampler_with_adapters_equal_those_with_merged_weights():
     summed, _ = run(dense(policy()), CONFIG, tokens, jnp.ones_like(tokens))
     chex.assert_trees_all_close(with_adapters, summed, rtol=1e-5, atol=1e-5)
     sampling = config.Sampling(group=2, max_prompt_tokens=4, max_tokens=5)
-    draw = functools.partial(sampler.sample, prompts=[[1, 2], [3]], prompt_ids=[0, 1])
-    draw = functools.partial(draw, key=jax.random.key(0), options=tiny.options(CONFIG, sampling, (0,)))
-    chex.assert_trees_all_equal(draw(policy()), draw(dense(policy())))
+    generate = functools.partial(sampler.sample, prompts=[[1, 2], [3]], prompt_ids=[0, 1])
+    generate = functools.partial(generate, key=jax.random.key(0), options=tiny.options(CONFIG, sampling, (0,)))
+    chex.assert_trees_all_equal(generate(policy()), generate(dense(policy())))
 
 
 def a_batch():

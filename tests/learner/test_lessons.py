@@ -1,4 +1,4 @@
-"""What a teacher computes of rows of its own arrives at the response's place in the policy's minibatch."""
+"""A teacher's results for rows of its own arrive at the response's place in the policy's minibatch."""
 
 from dataclasses import replace
 

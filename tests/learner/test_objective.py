@@ -50,7 +50,7 @@ def kept(logp):
     return correction.reject_off_policy(logp, BATCH.sampler_logp_BT, BATCH.advantage, MASK, delta=0.01)
 
 
-def penalised(loss, penalty, coefficient):
+def penalized(loss, penalty, coefficient):
     return losses.kl.add_penalty(loss, penalty, coefficient=coefficient)
 
 
@@ -79,9 +79,9 @@ CASES = {
         {"calibration": Calibration()},
         lambda o: losses.gspo(o.logp_BT, *GIVEN, clip_low=0.01, clip_high=0.02),
     ),
-    "kl of the tokens the old policy drew": (
+    "kl of the tokens that the old policy sampled": (
         {"reference": Reference(loss=kl.token_kl, coefficient=0.3)},
-        lambda o: penalised(
+        lambda o: penalized(
             losses.gspo(o.logp_BT, *GIVEN),
             kl.token_kl(o.logp_BT, BATCH.ref_logp_BT, MASK, old_logp=BATCH.old_logp_BT),
             0.3,
@@ -89,7 +89,7 @@ CASES = {
     ),
     "kl aggregated as the loss is": (
         {"loss": TOKENS, "reference": Reference(loss=kl.grpo_kl, coefficient=0.3)},
-        lambda o: penalised(
+        lambda o: penalized(
             TOKENS(o.logp_BT, *GIVEN),
             kl.grpo_kl(o.logp_BT, BATCH.ref_logp_BT, MASK, aggregate=losses.by_token),
             0.3,
@@ -97,16 +97,16 @@ CASES = {
     ),
     "kl told its own way": (
         {"reference": Reference(loss=partial(kl.token_kl, old_logp=None), coefficient=0.3)},
-        lambda o: penalised(losses.gspo(o.logp_BT, *GIVEN), kl.token_kl(o.logp_BT, BATCH.ref_logp_BT, MASK), 0.3),
+        lambda o: penalized(losses.gspo(o.logp_BT, *GIVEN), kl.token_kl(o.logp_BT, BATCH.ref_logp_BT, MASK), 0.3),
     ),
     "a reference that is only measured": ({"reference": Reference()}, lambda o: losses.gspo(o.logp_BT, *GIVEN)),
     "entropy": (
         {"loss": TOKENS, "regularizers": Regularizers(entropy=0.2)},
-        lambda o: penalised(TOKENS(o.logp_BT, *GIVEN), entropy(o, aggregate=losses.by_token), 0.2),
+        lambda o: penalized(TOKENS(o.logp_BT, *GIVEN), entropy(o, aggregate=losses.by_token), 0.2),
     ),
     "kl_cov": (
         {"loss": TOKENS, "regularizers": Regularizers(kl_cov=CovarianceKL(coefficient=0.2))},
-        lambda o: penalised(
+        lambda o: penalized(
             TOKENS(o.logp_BT, *GIVEN),
             regularizers.log_ratio_size(
                 o.logp_BT, BATCH.old_logp_BT, BATCH.penalized_BT, MASK, aggregate=losses.by_token
@@ -116,7 +116,7 @@ CASES = {
     ),
     "the squared log-ratio to the sampler": (
         {"loss": TOKENS, "regularizers": Regularizers(log_ratio_square=0.2)},
-        lambda o: penalised(
+        lambda o: penalized(
             TOKENS(o.logp_BT, *GIVEN),
             regularizers.log_ratio_square(o.logp_BT, BATCH.sampler_logp_BT, MASK, aggregate=losses.by_token),
             0.2,
@@ -124,12 +124,12 @@ CASES = {
     ),
     "an adaptive entropy coefficient": (
         {"loss": TOKENS, "regularizers": Regularizers(entropy=0.9, adaptive_entropy=AdaptiveEntropy())},
-        lambda o: penalised(TOKENS(o.logp_BT, *GIVEN), entropy(o, aggregate=losses.by_token), 0.01),
+        lambda o: penalized(TOKENS(o.logp_BT, *GIVEN), entropy(o, aggregate=losses.by_token), 0.01),
     ),
     "routers": (
         {"regularizers": Regularizers(load_balance=0.2, router_z=0.1)},
-        lambda o: penalised(
-            penalised(
+        lambda o: penalized(
+            penalized(
                 losses.gspo(o.logp_BT, *GIVEN),
                 regularizers.load_balance(jax.nn.softmax(o.routing.logits), CONSTANTS.load_LE, MASK),
                 0.2,

@@ -46,24 +46,24 @@ def rollout():
 
 @pytest.mark.parametrize("shape", [RowShape(4, T, 4, False), RowShape(2, 16, 2, True)], ids=["rows", "packed"])
 def test_experts_of_the_sampler_stay_with_their_tokens(shape):
-    drawn = rollout()
+    sampled = rollout()
     mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:1])
-    batches, _ = minibatches.split_minibatches(drawn, 2, shape, mesh)
+    batches, _ = minibatches.split_minibatches(sampled, 2, shape, mesh)
     seen = 0
     for batch in batches:
         for row, column in np.argwhere(np.asarray(batch.segment_BT) > 0):
             source, position = divmod(int(batch.tokens_BT[row, column]), T)
-            np.testing.assert_array_equal(batch.expert_BLTA[row, :, column], drawn.expert_BLTA[source, :, position])
+            np.testing.assert_array_equal(batch.expert_BLTA[row, :, column], sampled.expert_BLTA[source, :, position])
             seen += 1
     assert seen == 34, "every token of every response"
 
 
 @pytest.mark.parametrize("shape", [RowShape(4, T, 4, False), RowShape(2, 16, 2, True)], ids=["rows", "packed"])
 def test_versions_stay_with_their_tokens(shape):
-    drawn = rollout()
-    drawn = replace(drawn, version_BT=3 * drawn.tokens_BT)
+    sampled = rollout()
+    sampled = replace(sampled, version_BT=3 * sampled.tokens_BT)
     mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:1])
-    batches, _ = minibatches.split_minibatches(drawn, 2, shape, mesh)
+    batches, _ = minibatches.split_minibatches(sampled, 2, shape, mesh)
     for batch in batches:
         kept = np.asarray(batch.segment_BT) > 0
         np.testing.assert_array_equal(np.asarray(batch.version_BT)[kept], 3 * np.asarray(batch.tokens_BT)[kept])

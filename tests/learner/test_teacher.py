@@ -100,7 +100,7 @@ def token_divergence(teacher, logp, other, tokens, ratio):
 
 @functools.cache
 def whole(form):
-    """The same from whole logits of separate rows: loss, gradient, and the mean divergence of the response tokens."""
+    """The values from whole logits of separate rows: loss, gradient, and the mean divergence of the response tokens."""
     teacher, data = FORMS[form], rollout()
     tokens, mask = jnp.asarray(data.tokens_BT), jnp.asarray(data.mask_BT)
     of_token = lambda x: jnp.take_along_axis(x, tokens[..., None], -1)[..., 0]  # noqa: E731

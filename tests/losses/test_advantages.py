@@ -210,7 +210,7 @@ def loop_maxrl(groups):
 
 
 def loop_best_of_group(groups):
-    """What the best reward would lose without the sample."""
+    """The amount that the best reward would lose without the sample."""
     return [
         [max(g) - max(g[:i] + g[i + 1 :]) if len(g) > 1 else 0.0 for i in range(len(g))]
         for g in (list(group) for group in groups)

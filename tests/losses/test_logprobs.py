@@ -82,7 +82,7 @@ def whole():
     "chunk, compiled", [(1, True), (3, True), (4, False), (5, True), (9, True), (10, True), (11, True)]
 )
 def test_chunks_keep_values_and_gradients(chunk, compiled):
-    """Of the T - 1 = 10 predictions, chunks of 3, 4 and 9 leave a remainder."""
+    """Chunks of 3, 4 and 9 leave a remainder of the T - 1 = 10 predictions."""
     hidden, matrix, tokens = inputs()
 
     def chunked(hidden, matrix):

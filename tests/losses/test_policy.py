@@ -430,7 +430,7 @@ def test_clip_fraction_of_gspo_counts_all_tokens_of_a_clipped_sequence():
 
 
 def test_clip_fractions_of_grpo_count_single_tokens():
-    """Of 4 + 2 tokens, the first sequence has one clipped from above, the second one from below."""
+    """The first sequence has 4 tokens, one clipped from above; the second has 2, one clipped from below."""
     mask = np.array([[True] * 4, [True, True, False, False]])
     logp = np.array([[0.5, 0.1, -0.5, 0], [0.5, -0.5, -0.5, -0.5]], np.float32)
     _, metrics = losses.reduce(losses.grpo(logp, np.zeros_like(logp), np.array([1, -1], np.float32), mask))

@@ -135,7 +135,7 @@ def test_only_keys_and_values_are_gathered_over_all_positions():
 def test_the_sampler_shards_rows_over_context_instead():
     model, sampling = MODELS["a window"], Sampling(prompts=2, group=4, max_prompt_tokens=4, max_tokens=6)
 
-    def draw(devices):
+    def generate(devices):
         def run(params):
             prompts, key, stop = [[1, 2, 3], [4]], jax.random.key(0), (5,)
             weights = convert(params, model)
@@ -144,7 +144,7 @@ def test_the_sampler_shards_rows_over_context_instead():
         compiled = jax.jit(run).lower(tiny.params(model)).compile()
         return jax.device_get(compiled(tiny.params(model))), compiled.as_text()
 
-    (want, _), (got, text) = draw(mesh()), draw(mesh(fsdp=2, context=2, tensor=2))
+    (want, _), (got, text) = generate(mesh()), generate(mesh(fsdp=2, context=2, tensor=2))
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
     caches = set(re.findall(r"f32\[(\d+),1,6,8\]", text))  # [B, K / 2, C, H]

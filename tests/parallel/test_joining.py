@@ -122,7 +122,7 @@ def address():
 
 
 def hold_rendezvous(address, fingerprints, *, count=None, timeout=20.0, counts=None):
-    """What each of the processes {index: fingerprint} raises: None, or the error's message."""
+    """The message of the error that each process {index: fingerprint} raises, or None."""
     count = count or len(fingerprints)
 
     def call(index):

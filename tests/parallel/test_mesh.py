@@ -143,9 +143,9 @@ def test_gated_delta_nets_are_sharded_by_heads(mesh):
     assert_close(got, wanted, 2e-4)
     memory = got[0].params["runs"][0]["mixer"]["value"]
     assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // 2
-    drawn, want = jax.device_get(draw(DELTA, made, slots=8)), drawn_alone(DELTA)
-    np.testing.assert_array_equal(drawn.tokens_BT, want.tokens_BT)
-    np.testing.assert_allclose(drawn.logp_BT, want.logp_BT, atol=1e-5)
+    generated, want = jax.device_get(generate(DELTA, made, slots=8)), generated_alone(DELTA)
+    np.testing.assert_array_equal(generated.tokens_BT, want.tokens_BT)
+    np.testing.assert_allclose(generated.logp_BT, want.logp_BT, atol=1e-5)
 
 
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -186,7 +186,7 @@ def check_bytes(params, sizes):
         assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // parts}, path
 
 
-def draw(model, mesh, slots=0, learner=None):
+def generate(model, mesh, slots=0, learner=None):
     prompts = [list(range(1, 2 + row % 3)) for row in range(8)]
     trained = abstract_params(model, learner or mesh)
     params = jax.device_put(tiny.params(model), jax.tree.map(lambda leaf: leaf.sharding, trained))
@@ -197,8 +197,8 @@ def draw(model, mesh, slots=0, learner=None):
 
 
 @functools.cache
-def drawn_alone(model):
-    return jax.device_get(draw(model, make(Mesh(), 1)))
+def generated_alone(model):
+    return jax.device_get(generate(model, make(Mesh(), 1)))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def drawn_alone(model):
     ],
 )
 def test_samples_equal_one_device(model, mesh):
-    got, want = jax.device_get(draw(MODELS[model], make(MESHES[mesh]))), drawn_alone(MODELS[model])
+    got, want = jax.device_get(generate(MODELS[model], make(MESHES[mesh]))), generated_alone(MODELS[model])
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_array_equal(got.mask_BT, want.mask_BT)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
@@ -225,7 +225,7 @@ def test_samples_equal_one_device(model, mesh):
     ["expert and tensor", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("context", "slices of experts"))],
 )
 def test_on_a_mesh_the_slots_of_a_device_take_its_own_samples(mesh):
-    got, want = jax.device_get(draw(MODELS["both"], make(MESHES[mesh]), slots=8)), drawn_alone(MODELS["both"])
+    got, want = jax.device_get(generate(MODELS["both"], make(MESHES[mesh]), slots=8)), generated_alone(MODELS["both"])
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_array_equal(got.finished_B, want.finished_B)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
@@ -239,7 +239,7 @@ def test_samples_of_every_sampler_layout_equal_one_device(layout):
     """The parameters come from the learner's mesh; nothing but experts is sharded in the first layout."""
     model, learner = MODELS["both"], make(MESHES["fsdp"])
     mesh = sharding.reshape_mesh(learner, LAYOUTS[layout])
-    got, want = jax.device_get(draw(model, mesh, learner=learner)), drawn_alone(model)
+    got, want = jax.device_get(generate(model, mesh, learner=learner)), generated_alone(model)
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
 

@@ -177,7 +177,7 @@ def assert_near(params, others):
 
 
 def evaluate(runtime, state, folder):
-    """A task in two chunks of the shape of a rollout batch, which are drawn by a program that is compiled already."""
+    """A task in two chunks of the shape of a rollout, which a compiled program samples already."""
     task = config.Task(name="sort", data=DENSE.data, reward=DENSE.reward, problems=11, samples=4)
     policy = Policy(runtime.engine, runtime.engine.push(state.params, 0), DENSE)
     return evaluate_task(task, policy, jax.random.key(1), folder)
@@ -444,7 +444,7 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("settings", "ages", "drawn", "fields"),
+    ("settings", "ages", "sampling", "fields"),
     [
         ("staleness=1", [0, 1, 0, 1], [], ""),
         ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, [], ""),
@@ -453,11 +453,11 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
     ],
     ids=["whole", "partial", "partial, 8 bits", "partial, conversations"],
 )
-def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, drawn, fields):
+def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, sampling, fields):
     """Four processes, two of them for the sampler; then two, one of them; compared with one process of four devices."""
     file = tmp_path / "disaggregated.py"
-    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4", *drawn]
-    if ages is None:  # what has nothing to do with drawing is in the other run
+    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4", *sampling]
+    if ages is None:  # features beside the sampler are in the other run
         overrides += ["sampling.chunk=1", "warm_start=null", "calibration=null", "reference=null", "routing_replay=off"]
         overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=32"]
         overrides += ["schedule.eval_every=0", "evaluation.problems=8", "evaluation.samples=4"]

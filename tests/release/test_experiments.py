@@ -75,9 +75,9 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     def rollout(params):
         return sampler.sample(runtime.sampler.push(params), prompts, range(P), jax.random.key(0), options)
 
-    drawn = jax.eval_shape(rollout, state.params)
-    assert drawn.length_B.shape == (P * G,)
-    host = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), drawn)
+    sampled = jax.eval_shape(rollout, state.params)
+    assert sampled.length_B.shape == (P * G,)
+    host = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), sampled)
     reward = experiment.reward(problems[0], problems[0].answer)
     advantage = experiment.advantage(jnp.full((P, G), reward, jnp.float32))
     shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(runtime.mesh))

@@ -1,4 +1,4 @@
-"""What a new user meets first works as it stands: the steps of the CPU image, and the notebook.
+"""The first things that a new user tries work as they are: the steps of the CPU image, and the notebook.
 
 No network is needed: the packages of requirements.lock are those installed here, found through a .pth file.
 """
@@ -68,7 +68,7 @@ def container(tmp_path_factory):
 
 
 def start(container, *arguments):
-    """What a container prints that is started with these arguments."""
+    """The output of a container that is started with these arguments."""
     work, environment, entry, command = container
     program = [f"{environment['PATH'].partition(':')[0]}/{entry[0]}", *entry[1:]]
     done = subprocess.run(

@@ -91,7 +91,7 @@ COMMANDS = {  # the arguments of a command, with one path or value left open
 
 
 class ReachedError(Exception):
-    """What was checked beforehand was valid."""
+    """An experiment that passed the checks was valid."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -56,7 +56,7 @@ def fake(common, monkeypatch, tmp_path):
 
 @pytest.fixture
 def commands(common, monkeypatch):
-    """What `gspax` would run; a run gets metrics instead, whose reward is 0.1 larger in the second variant."""
+    """The commands of `gspax`; a run gets metrics instead, whose reward is 0.1 larger in the second variant."""
     called = []
 
     def gspax(*command, log, devices=1):

@@ -102,10 +102,10 @@ def batch_of(number, *groups):
     rows = completions(*groups, length=number)
     count = jnp.full((len(rows), 1), number)
     lengths = np.full(len(rows), number)
-    drawn = Rollout(
+    sampled = Rollout(
         tokens_BT=count, mask_BT=count, logp_BT=count, prompt_length_B=lengths, length_B=lengths, finished_B=lengths
     )
-    return GradedBatch(0, len(groups), drawn, rows, [Problem(str(number), "")] * len(groups))
+    return GradedBatch(0, len(groups), sampled, rows, [Problem(str(number), "")] * len(groups))
 
 
 FLAT, GOOD = (0, 0, 0, 0), (0, 1, 0, 1)

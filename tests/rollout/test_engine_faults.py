@@ -253,7 +253,7 @@ def test_several_servers_share_the_work_by_groups_and_one_may_die(here):
 
 
 def test_conversations_are_token_ids_that_only_grow(here):
-    """What a turn is asked for begins with the tokens of the turn before, as they were sampled."""
+    """A turn's request begins with the tokens of the turn before, as they were sampled."""
     talking = {
         "environment": Countdown(),
         "tokenizer": CharChat(experiment.tokenizer.alphabet),

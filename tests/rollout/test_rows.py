@@ -21,7 +21,7 @@ CONFIG = replace(tiny.MOE, num_hidden_layers=1)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10]]
 
 
-def draw(prompts, devices, **settings):
+def generate(prompts, devices, **settings):
     mesh, sampling = make_mesh(Mesh(), jax.devices()[:devices]), Sampling(max_prompt_tokens=4, max_tokens=6, **settings)
     params = make_inference_weights(tiny.params(CONFIG), CONFIG, mesh)
     ids, key = range(3, 3 + len(prompts)), jax.random.key(0)
@@ -33,8 +33,8 @@ def draw(prompts, devices, **settings):
     [(6, 4, 4, 0), pytest.param(6, 4, 4, 8, marks=pytest.mark.slow), pytest.param(2, 8, 8, 0, marks=pytest.mark.slow)],
 )
 def test_groups_are_divided_where_prompts_are_no_multiple_of_the_devices(prompts, group, devices, slots):
-    got = draw(PROMPTS[:prompts], devices, group=group, slots=slots)
-    want = draw(PROMPTS[:prompts], 1, group=group)
+    got = generate(PROMPTS[:prompts], devices, group=group, slots=slots)
+    want = generate(PROMPTS[:prompts], 1, group=group)
     for name in ("tokens_BT", "mask_BT", "prompt_length_B", "length_B", "finished_B"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
@@ -53,7 +53,7 @@ def test_groups_are_divided_where_prompts_are_no_multiple_of_the_devices(prompts
     ],
 )
 def test_how_groups_are_divided(prompts, group, devices, wanted):
-    """A prompt counts once for each device that draws samples of it."""
+    """A prompt counts once for each device that samples it."""
     sampling, sizes = Sampling(prompts=prompts, group=group), dict.fromkeys(config.Mesh.__annotations__, 1)
     if wanted is None:
         with pytest.raises(UserError, match=f"multiples of {devices} devices, got {prompts} prompts x {group} samples"):

@@ -22,7 +22,7 @@ ASK = Ask([1, 2, 3], 4, 5, Sampling(), False, (11,), True)
 
 
 def talk(server):
-    """What was recorded: a state, a push, a state, a score, a sample with stop tokens and one without."""
+    """The recorded exchange: a state, a push, a state, a score, a sample with stop tokens and one without."""
     found = [server.state(5.0)]
     server.load(Written(Path("WEIGHTS"), 2, DIGEST, 0, 0.0))
     found += [server.state(5.0), server.score([1, 2, 3, 4, 5]), server.sample(ASK)]

@@ -1,4 +1,4 @@
-"""What is recorded of command lines and variables."""
+"""The record of command lines and variables holds no secret."""
 
 import json
 import os

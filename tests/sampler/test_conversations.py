@@ -349,7 +349,7 @@ def test_states_are_picklable_and_steps_are_pure():
 
 
 def test_a_mask_with_holes_is_only_a_mask_to_the_losses():
-    """GSPO on a rollout row with replies is GSPO on the drawn tokens next to one another."""
+    """GSPO on a rollout row with replies is GSPO on the sampled tokens next to one another."""
     rng = np.random.default_rng(0)
     mask = np.array([[0, 0, 1, 1, 0, 0, 1, 1, 1, 0]], bool)
     logp, old = (jnp.asarray(rng.normal(size=mask.shape), jnp.float32) for _ in range(2))

@@ -54,10 +54,10 @@ def fresh(runtime):
     return init_state(DISAGGREGATED.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
 
 
-def texts(runtime, drawn):
+def texts(runtime, started):
     """The completions of a `SampledBatch`."""
-    rollout = sampler.lengths_to_host(drawn.sampled)
-    completions = reward_completions(drawn.problems, rollout, tokenizer=experiment.tokenizer, calls=runtime.rewards)
+    rollout = sampler.lengths_to_host(started.sampled)
+    completions = reward_completions(started.problems, rollout, tokenizer=experiment.tokenizer, calls=runtime.rewards)
     return [each.texts.completion for each in completions]
 
 
@@ -73,8 +73,8 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
     jax.tree.map(
         np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
-    drawn = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight())
-    assert devices(drawn.sampled) == set(jax.devices()[4:])
+    started = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight())
+    assert devices(started.sampled) == set(jax.devices()[4:])
 
 
 def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime):
@@ -126,16 +126,28 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
 @pytest.mark.parametrize(
     ("staleness", "wanted"),
     [
-        (0, ["draw 0", "take 0", "learn", "draw 1", "take 1", "learn", "draw 2", "take 2", "learn"]),
-        (1, ["draw 0", "take 0", "draw 1", "learn", "take 1", "draw 2", "learn", "take 2", "draw 3", "learn"]),
+        (0, ["sample 0", "take 0", "learn", "sample 1", "take 1", "learn", "sample 2", "take 2", "learn"]),
+        (1, ["sample 0", "take 0", "sample 1", "learn", "take 1", "sample 2", "learn", "take 2", "sample 3", "learn"]),
         (
             2,
-            ["draw 0", "take 0", "draw 1", "draw 2", "learn", "take 1", "draw 3", "learn", "take 2", "draw 4", "learn"],
+            [
+                "sample 0",
+                "take 0",
+                "sample 1",
+                "sample 2",
+                "learn",
+                "take 1",
+                "sample 3",
+                "learn",
+                "take 2",
+                "sample 4",
+                "learn",
+            ],
         ),
     ],
 )
 def test_a_rollout_is_received_before_the_next_is_sampled(runtime, monkeypatch, staleness, wanted):
-    """In the other order, with several processes, receiving would wait for the draw that was queued last."""
+    """In the other order, with several processes, receiving would wait for the rollout that was queued last."""
     events, flight = [], InFlight()
     ahead_of = no_checkpoints(runtime)
     ahead_of = replace(
@@ -145,7 +157,7 @@ def test_a_rollout_is_received_before_the_next_is_sampled(runtime, monkeypatch, 
     state = replace(fresh(runtime), params=None, opt_state=None)
 
     def start_rollout(runtime, params, state, first, skipped):
-        events.append(f"draw {first // 8}")
+        events.append(f"sample {first // 8}")
         return SimpleNamespace(first=first, taken=8)
 
     monkeypatch.setattr(in_flight, "start_rollout", start_rollout)

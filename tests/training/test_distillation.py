@@ -47,7 +47,7 @@ def expert(tmp_path_factory):
 
 
 def with_answer(problem, completion, feedback):
-    """What the policy was not told: the answer, and what it wrote itself."""
+    """A prompt with what the policy was not told: the answer, and its own completion."""
     return f"{problem.answer}{completion}"[:6] + problem.prompt
 
 

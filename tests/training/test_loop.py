@@ -245,10 +245,10 @@ def test_problems_are_skipped_with_slots_and_in_refills(tmp_path):
     whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
     loop.train(dirty, whole.path)
     steps = [row for row in timeless(whole) if "policy/loss" in row]
-    drawn, skipped = (sum(row[name] for row in steps) for name in ("sampling/prompts", "data/skipped"))
-    assert drawn > 32 + skipped, "some groups were replaced"
+    consumed, skipped = (sum(row[name] for row in steps) for name in ("sampling/prompts", "data/skipped"))
+    assert consumed > 32 + skipped, "some groups were replaced"
     assert skipped == len(record.read_rows(whole.skipped)) >= 2
-    assert final_state(whole, experiment=dirty).position == drawn
+    assert final_state(whole, experiment=dirty).position == consumed
     shutil.copytree(whole.path, resumed.path)
     shutil.rmtree(resumed.checkpoints / "4")
     loop.train(dirty, resumed.path)
@@ -716,10 +716,10 @@ def test_a_step_of_the_loop(monkeypatch):
         optimizer=config.Optimizer(learning_rate=1.0, warmup_updates=8),
         advantage=lambda reward_PG: jnp.arange(8.0).reshape(4, 2),
     )
-    drawn, updated = {}, []
+    given, updated = {}, []
 
     def sample(params, prompts, ids, key, options, **kwargs):
-        drawn.update(params=params, prompts=prompts, ids=list(ids), key=key, sampling=options.sampling)
+        given.update(params=params, prompts=prompts, ids=list(ids), key=key, sampling=options.sampling)
         rollout = a_rollout()
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
@@ -751,9 +751,9 @@ def test_a_step_of_the_loop(monkeypatch):
     )
     state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
 
-    assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
-    assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
-    assert drawn["key"] not in (key, jax.random.fold_in(key, 2)), "neither the run's key nor the evaluation's"
+    assert given["params"] == 0 and given["ids"] == [40, 41, 42, 43] and given["sampling"] == small.sampling
+    assert given["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
+    assert given["key"] not in (key, jax.random.fold_in(key, 2)), "neither the run's key nor the evaluation's"
     assert (state.step, state.position, state.params) == (6, 44, 2) and state.key == key
     assert [on_policy for _, on_policy in updated] == [True, False]
     for part, (batch, _) in enumerate(updated):

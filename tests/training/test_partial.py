@@ -83,7 +83,7 @@ def step_on(runtime, state, batch, *, renew):
 
 
 def draw_batches(runtime, *, renew, skipped=None):
-    """The batches of a run, the problems that were in flight when each ended, and the state that each was drawn for."""
+    """The batches of a run, the problems that were in flight when each ended, and the state of each."""
     state = init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
     flight = InFlight(skipped or Skipped())
     batches, held, states = [], [], []
@@ -122,7 +122,7 @@ def drawn_at_once(runtime, state, count):
 
 
 def whole(runtime):
-    """The same sampler without chunks and drafts: rollout batches are drawn at once."""
+    """The sampler without chunks and drafts, which samples a whole rollout at once."""
     sampling = replace(runtime.experiment.sampling, chunk=0, drafts=0)
     return replace(runtime, experiment=replace(runtime.experiment, sampling=sampling, placement=Placement(devices=4)))
 
@@ -139,7 +139,7 @@ def check_problems(batches, in_flight, skipped=()):
 
 
 def test_batches_have_the_samples_of_whole_ones_and_nothing_crosses_a_checkpoint(runtime):
-    """With unchanged parameters: pool, places and chunks decide when a sample is drawn, never what."""
+    """With unchanged parameters: pool, places and chunks decide when a completion is sampled, never its tokens."""
     batches, in_flight, states = draw_batches(runtime, renew=False)
     check_problems(batches, in_flight)
     check_completions(batches, drawn_at_once(runtime, states[0], P * STEPS))
@@ -185,7 +185,7 @@ def test_parameters_are_renewed_between_chunks_and_tokens_have_the_version_that_
                 changed += start < len(tokens) and tokens.tolist() != want.tolist()
         found = staleness_metrics(batch.rollout, done, batch.policy)
         assert found == {"rollout/staleness": pytest.approx(np.mean(ages)), "rollout/staleness_max": max(ages)}
-    assert changed, "newer parameters draw other tokens"
+    assert changed, "newer parameters sample other tokens"
     assert max(ages) > 0
 
 

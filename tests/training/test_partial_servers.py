@@ -45,7 +45,7 @@ def fake(request, tmp_path, monkeypatch):
 
 
 def of_params(model, states, rollout, row, sampled):
-    """What a row's tokens would be by the version of each: log-probs, and experts [L, T, A] of all but the last."""
+    """Log-probs of a row's tokens, each by its version, and experts [L, T, A] of all but the last."""
     start = rollout.prompt_length_B[row]
     tokens = rollout.tokens_BT[row, : start + rollout.length_B[row]].tolist()
     versions, scores = rollout.version_BT[row], {}

@@ -1,4 +1,4 @@
-"""What a step costs: GSPO, GRPO, Routing Replay, and old log-probs computed by the learner or taken from the sampler.
+"""The cost of a step: GSPO, GRPO, Routing Replay, and old log-probs computed by the learner or taken from the sampler.
 
 Question. GSPO needs no Routing Replay and, its paper suggests, no pass for old log-probs. What does that
 save?

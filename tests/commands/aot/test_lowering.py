@@ -81,7 +81,7 @@ def lower(experiment, target, dtype):
 
 
 def calls(exported):
-    """What a program calls that XLA does not compile itself."""
+    """The calls of a program that XLA does not compile itself."""
     return {name for name in CALLS if f"custom_call @{name}(" in exported.mlir_module()}
 
 

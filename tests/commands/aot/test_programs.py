@@ -105,8 +105,8 @@ def test_resident_bytes(model):
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_resident_bytes_with_a_disaggregated_sampler(staleness):
-    """The learner's are the same, plus, while it scores, the parameters in transfer if rollouts are drawn ahead. The
-    sampler's devices have no optimizer state and no reference, but parameters and a rollout per batch drawn ahead."""
+    """The learner's are the same, plus, while it scores, the parameters in transfer if rollouts are sampled ahead. The
+    sampler's devices have no optimizer state and no reference, but parameters and each rollout sampled ahead."""
     experiment = replace(EXPERIMENTS["with a reference"], model=replace(SMALL.model, dtype="bfloat16"))
     mesh, own = (make_mesh(config.Mesh(), jax.devices()[part]) for part in (slice(4), slice(4, 6)))
     together = {program.name: program.resident for program in programs.make_programs(experiment, mesh, mesh)}

@@ -76,7 +76,7 @@ def value_and_gradients(attend, arrays, weight, segment_BT, layer=0, **how):
 
 @functools.cache
 def by_xla(windows, layer=0, **shape):
-    """What the other implementations are compared with, in one piece."""
+    """Attention in one piece, with which the other implementations are compared."""
     return value_and_gradients(XLA, *rows(**shape), layer, windows=windows)
 
 
@@ -285,7 +285,7 @@ def test_blocks_equal_xla(T, dtype, shared, how, monkeypatch):
 
 
 def test_masked_blocks_are_not_read(monkeypatch):
-    """Those of another response, of the future, and of padding, forward and backward."""
+    """A token attends to no other response, no future token, and no padding, forward and backward."""
     monkeypatch.setattr(attention, "BLOCK", 8)
     arrays, weight, _ = rows(B=1, T=48)
     segment_BT = jnp.repeat(jnp.array([[1, 2, 3, 3, 4, 0]]), 8, axis=1)

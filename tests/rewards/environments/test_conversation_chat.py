@@ -1,4 +1,4 @@
-"""Replies as tokens: what a template writes after an assistant's turn, and nothing that was drawn tokenized again."""
+"""Replies as tokens: what a template writes after an assistant's turn, and no sampled token is tokenized again."""
 
 from pathlib import Path
 
@@ -90,9 +90,9 @@ def test_a_demonstration_of_several_turns():
         ("=464", 0),
     ]
     wanted, mask = [], []
-    for text, drawn in [*parts, (messages[3], 1)]:
-        ids = tokenizer.encode_completion(text) + [stop] * drawn
-        wanted, mask = wanted + ids, mask + [drawn] * len(ids)
+    for text, sampled in [*parts, (messages[3], 1)]:
+        ids = tokenizer.encode_completion(text) + [stop] * sampled
+        wanted, mask = wanted + ids, mask + [sampled] * len(ids)
     assert (tokens, own) == (wanted, mask)
 
 

@@ -78,7 +78,7 @@ def test_conversations_take_any_number_of_slots(limit):
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
-    """With a warm start of conversations, evaluations and advantages of turns; metrics count drawn tokens alone."""
+    """With a warm start of conversations, evaluations and advantages of turns; metrics count sampled tokens alone."""
     loop.train(small(), tmp_path / "whole")
     loop.train(replace(small(), schedule=replace(small().schedule, steps=1)), tmp_path / "parts")
     loop.train(small(), tmp_path / "parts")

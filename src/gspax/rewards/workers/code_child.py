@@ -1,6 +1,6 @@
 """The script that runs a program in the sandbox. It is sent as text to a bare interpreter.
 
-It reads a marshalled task from the descriptor in its first argument, sets the limits, and runs the program as
+It reads a marshaled task from the descriptor in its first argument, sets the limits, and runs the program as
 `__main__`, or calls one of its functions and writes the result as JSON. Nothing here is secret: the expected output is
 in another process.
 """
