@@ -20,3 +20,10 @@ ADDITION = Start(  # 3 or 4 terms: responses of 31 or 40 tokens
 )
 GSPO = ("loss=gspax.losses.gspo", "loss.clip_low=3e-4", "loss.clip_high=4e-4")
 GRPO = ("loss=gspax.losses.grpo", "loss.clip_low=0.2", "loss.clip_high=0.27")
+PRIME_RL = (  # its default loss
+    "loss=gspax.losses.dppo_tv",
+    "loss.threshold=0.2",
+    "loss.ratio_limit=1e9",
+    "old_logp=sampler",
+    "regularizers.log_ratio_square=1e-3",
+)
