@@ -197,8 +197,11 @@ def test_logits_of_minus_infinity_give_no_nan():
 def test_score_norm_is_the_squared_gradient_of_the_log_prob():
     hidden, matrix, tokens = inputs()
     logits = 3 * hidden @ matrix
-    gradient = jax.grad(lambda logits: logprobs.logp_and_entropy(logits, tokens, 1.0)[0].sum())(logits)
-    np.testing.assert_allclose(losses.score_norm(logits, tokens), (np.asarray(gradient) ** 2).sum(-1), rtol=1e-5)
+    few = jnp.stack([tokens, (tokens + 1) % logits.shape[-1], jnp.full_like(tokens, logits.shape[-1])], axis=-1)
+    for kept in (None, few):
+        gradient = jax.grad(lambda logits: logprobs.logp_and_entropy(logits, tokens, 1.0, kept)[0].sum())(logits)  # noqa: B023
+        norm = losses.score_norm(logits, tokens, kept)
+        np.testing.assert_allclose(norm, (np.asarray(gradient) ** 2).sum(-1), rtol=1e-5)
     certain = losses.score_norm(jnp.array([[100.0, 0.0], [6.0, 0.0]]), jnp.zeros(2, jnp.int32))
     np.testing.assert_allclose(
         certain, [0, 2 * (1 / (1 + np.exp(6.0))) ** 2], rtol=1e-4, err_msg="without cancellation"

@@ -54,11 +54,15 @@ CASES = {
         "turns": config.Turns(limit=2),
         "sampling": replace(BASE.sampling, max_tokens=20),
     },
+    "filters": {"sampling": replace(BASE.sampling, top_p=0.7, mask_replay=5)},
 }
 
 
 def score_norms(params, variant, rollout):
-    """‖onehot - π‖² of each token, float64, from the logits of the whole rows on one device."""
+    """‖onehot - π‖² of each token, float64, from the logits of the whole rows on one device.
+
+    With sampling masks π is 0 outside of the set that the token was chosen from.
+    """
     tokens_BT, T = np.asarray(rollout.tokens_BT), rollout.tokens_BT.shape[1]
     total_B = np.asarray(rollout.prompt_length_B) + np.asarray(rollout.length_B)
     segment_BT = (np.arange(T) < total_B[:, None]).astype(np.int32)
@@ -66,6 +70,10 @@ def score_norms(params, variant, rollout):
     hidden, _ = transformer.apply(params, variant.model, tokens_BT, segment_BT, mesh=single_device_mesh())
     logits = np.asarray(hidden @ transformer.head(params), np.float64)[:, :-1] / variant.sampling.temperature
     prob = np.exp(logits - logits.max(-1, keepdims=True))
+    if rollout.kept_BTK is not None:
+        for place in np.ndindex(tokens_BT[:, 1:].shape):
+            outside = np.setdiff1d(np.arange(prob.shape[-1]), np.asarray(rollout.kept_BTK)[:, 1:][place])
+            prob[place][outside if rollout.mask_BT[:, 1:][place] else []] = 0
     prob /= prob.sum(-1, keepdims=True)
     chosen = np.eye(prob.shape[-1])[tokens_BT[:, 1:]]
     return np.pad(((chosen - prob) ** 2).sum(-1), ((0, 0), (1, 0)))

@@ -25,8 +25,8 @@ from gspax.losses.kl import k3
 from gspax.losses.terms import mean_over
 from gspax.types import Array, Batch, PyTree, known
 
-# (the policy's logits [C, V], the teacher's, the sampled tokens [C]) -> arrays [C, ...], float32
-Compare = Callable[[Array, Array, Array], PyTree]
+# (the policy's logits [C, V], the teacher's, the sampled tokens [C], their sampling masks) -> arrays [C, ...], float32
+Compare = Callable[[Array, Array, Array, Array | None], PyTree]
 
 
 class KeptLogp(NamedTuple):
@@ -47,11 +47,13 @@ def make_compare(teacher: Teacher | None) -> Compare | None:
     return partial(_compare_kept, teacher.kept, teacher.kept_by == "policy") if teacher.kept else None
 
 
-def _compare_all(divergence: Divergence, logits_CV: Array, teacher_CV: Array, token_C: Array) -> Array:
+def _compare_all(divergence: Divergence, logits_CV: Array, teacher_CV: Array, *_: Array | None) -> Array:
     return divergence(jax.nn.log_softmax(logits_CV), jax.nn.log_softmax(teacher_CV))
 
 
-def _compare_kept(count: int, by_policy: bool, logits_CV: Array, teacher_CV: Array, token_C: Array) -> KeptLogp:
+def _compare_kept(
+    count: int, by_policy: bool, logits_CV: Array, teacher_CV: Array, token_C: Array, _: Array | None
+) -> KeptLogp:
     kept_CK = jax.lax.top_k(jax.lax.stop_gradient(logits_CV if by_policy else teacher_CV), count)[1]
 
     def of(logits_CV: Array, ids_CK: Array) -> Array:

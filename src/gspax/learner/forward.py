@@ -265,7 +265,7 @@ def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, target_C: Targ
     if hidden_C.teacher is not None:
         teacher_CV = jax.lax.stop_gradient(_teacher_logits(heads.teachers, hidden_C.teacher, hidden_C.number))
     both_CV = logits_CV / scoring.temperature, teacher_CV / scoring.temperature
-    return logp_C, entropy_C, scoring.compare(*both_CV, target_C.token)
+    return logp_C, entropy_C, scoring.compare(*both_CV, *target_C)
 
 
 def _teacher_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:

@@ -253,9 +253,9 @@ def make_score(
 ) -> Score:
     """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
 
-    With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs and entropies are over
-    these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the experts that they went to, and the
-    router's log-probabilities of them, and `norms` the score's norm of each token, over the whole vocabulary.
+    With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs, entropies, and norms
+    are over these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the experts that they went to,
+    and the router's log-probabilities of them, and `norms` the norm of each token's score (`losses.score_norm`).
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
@@ -293,8 +293,8 @@ def make_score(
     return score
 
 
-def _own_score_norm(logits_CV: Array, _: Array, token_C: Array) -> Array:
-    return losses.score_norm(logits_CV, token_C)
+def _own_score_norm(logits_CV: Array, _: Array, token_C: Array, kept_CS: Array | None) -> Array:
+    return losses.score_norm(logits_CV, token_C, kept_CS)
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

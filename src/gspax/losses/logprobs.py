@@ -147,14 +147,19 @@ def logp_and_entropy(
     return logit_X - lse_X, -jnp.sum(jnp.exp(logp_XV) * logp_XV, axis=-1)
 
 
-def score_norm(logits_XV: Array, tokens_X: Array) -> Array:
+def score_norm(logits_XV: Array, tokens_X: Array, kept_XK: Array | None = None) -> Array:
     """‖∇ log π(y)‖² with respect to the logits, 1 - 2π(y) + Σ_v π(v)², float32; X is any axes.
+
+    The distribution π is over the vocabulary or, with `kept_XK`, over these tokens (`token_logp`).
 
     >>> score_norm(jnp.log(jnp.array([[0.25, 0.75]])), jnp.array([0])).round(4).tolist()
     [1.125]
     """
-    gradient_XV = jax.nn.one_hot(tokens_X, logits_XV.shape[-1]) - jax.nn.softmax(logits_XV)
-    return jnp.sum(gradient_XV**2, axis=-1)  # unlike 1 - 2π + Σπ², never below 0
+    if kept_XK is None:
+        gradient_XK = jax.nn.one_hot(tokens_X, logits_XV.shape[-1]) - jax.nn.softmax(logits_XV)
+    else:
+        gradient_XK = (kept_XK == tokens_X[..., None]) - jax.nn.softmax(_take_sets(logits_XV, kept_XK))
+    return jnp.sum(gradient_XK**2, axis=-1)  # unlike 1 - 2π + Σπ², never below 0
 
 
 def _take_sets(logits_XV: Array, kept_XK: Array) -> Array:
