@@ -49,6 +49,12 @@ def keywords(function: Function) -> dict[str, Any]:
     return free | (function.keywords if isinstance(function, functools.partial) else {})
 
 
+def free_keywords(function: Function, available: Mapping[str, T | None]) -> dict[str, T]:
+    """Those of the available keywords, but None, that a function takes and that are not bound to it."""
+    free = keywords(function).keys() - getattr(function, "keywords", {}).keys()
+    return {name: value for name, value in available.items() if name in free and value is not None}
+
+
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function; none if it has no signature, as some built-in functions."""
     try:

@@ -125,11 +125,16 @@ def _read(
     place_NU = np.full((N, U), -1, np.int32)
     row, column = np.nonzero(there_BU)
     place_NU[response_BU[there_BU], packed.column_BT[there_BU]] = row * values.shape[1] + column
+    return values, take_positions(place_NU, lessons, layout, -1)
+
+
+def take_positions(of_NU: np.ndarray, lessons: Lessons, layout: Layout, rest: float) -> np.ndarray:
+    """The value of each position of a minibatch, [B, T]; `rest` for padding, and for prompts but their last token."""
     response_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
-    number_BT = np.maximum(response_BT, 0)
+    number_BT, U = np.maximum(response_BT, 0), of_NU.shape[1]
     wanted_BT = column_BT + lessons.shift_N[number_BT]
     found_BT = (response_BT >= 0) & (column_BT >= lessons.first_N[number_BT]) & (wanted_BT < U)
-    return values, np.where(found_BT, place_NU[number_BT, np.clip(wanted_BT, 0, U - 1)], -1)
+    return np.where(found_BT, of_NU[number_BT, np.clip(wanted_BT, 0, U - 1)], rest)
 
 
 def _take(tokens_NU: Array, mask_NU: Array, source_BU: Array, segment_BU: Array) -> tuple[Array, Array, Array]:

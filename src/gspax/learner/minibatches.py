@@ -24,7 +24,7 @@ from gspax.losses.shaping import filter_overlong
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.run import interrupt
-from gspax.types import Array, Batch, Params, Rollout, known
+from gspax.types import Array, Batch, Params, PyTree, Rollout, known
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,8 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
     """A row for each response, and empty rows at the end of each minibatch."""
     total_B1 = (rollout.prompt_length_B + rollout.length_B)[:, None]
     responses, columns = rollout.tokens_BT.shape
-    batch = Batch(
-        tokens_BT=rollout.tokens_BT,
-        segment_BT=(jnp.arange(columns)[None] < total_B1).astype(jnp.int32),
-        mask_BT=_loss_mask(rollout, without_overlong),
-        sampler_logp_BT=rollout.logp_BT,
-        version_BT=rollout.version_BT,
-        expert_BLTA=rollout.expert_BLTA,
-        kept_BTK=rollout.kept_BTK,
-    )
-    size = responses // count
+    segment_BT = (jnp.arange(columns)[None] < total_B1).astype(jnp.int32)
+    batch, size = Batch(segment_BT=segment_BT, **_arrays(rollout, without_overlong)), responses // count
 
     def part(x: Array, first: int) -> Array:
         return jnp.pad(x[first : first + size], ((0, rows - size), *[(0, 0)] * (x.ndim - 1)))
@@ -110,30 +102,29 @@ def _gather(
 ) -> Batch:
     """Packed rows; `source_BT` is where a position comes from in the rollout's rows, one after the other."""
 
-    def take(x_BT: Array) -> Array:
-        return jnp.where(segment_BT > 0, x_BT.reshape(-1)[source_BT], jnp.zeros((), x_BT.dtype))
+    def take(x_BT: Array) -> Array:  # sets and experts of padding are any: nothing reads them
+        taken_BT = x_BT.reshape(-1, *x_BT.shape[2:])[source_BT]
+        return taken_BT if x_BT.ndim > 2 else jnp.where(segment_BT > 0, taken_BT, jnp.zeros((), x_BT.dtype))
 
-    def take_sets(kept_BTK: Array) -> Array:  # on padding any
-        return kept_BTK.reshape(-1, kept_BTK.shape[2])[source_BT]
-
-    def take_experts(expert_BLTA: Array) -> Array:  # on padding any: nothing is routed there
-        expert_BTLA = expert_BLTA.swapaxes(1, 2)
-        return expert_BTLA.reshape(-1, *expert_BTLA.shape[2:])[source_BT].swapaxes(1, 2)
-
-    return Batch(
-        tokens_BT=take(rollout.tokens_BT),
-        segment_BT=segment_BT,
-        prefix_BT=prefix_BT,
-        mask_BT=take(_loss_mask(rollout, without_overlong)),
-        sampler_logp_BT=take(rollout.logp_BT),
-        version_BT=None if rollout.version_BT is None else take(rollout.version_BT),
-        expert_BLTA=None if rollout.expert_BLTA is None else take_experts(rollout.expert_BLTA),
-        kept_BTK=None if rollout.kept_BTK is None else take_sets(rollout.kept_BTK),
-    )
+    arrays = _arrays(rollout, without_overlong)
+    expert_BLTA = arrays.pop("expert_BLTA")
+    if expert_BLTA is not None:
+        expert_BLTA = take(expert_BLTA.swapaxes(1, 2)).swapaxes(1, 2)
+    taken = jax.tree.map(take, arrays)
+    return Batch(segment_BT=segment_BT, prefix_BT=prefix_BT, expert_BLTA=expert_BLTA, **taken)
 
 
-def _loss_mask(rollout: Rollout, without_overlong: bool) -> Array:
-    return filter_overlong(rollout.mask_BT, ~rollout.finished_B) if without_overlong else rollout.mask_BT
+def _arrays(rollout: Rollout, without_overlong: bool) -> dict[str, PyTree]:
+    """What minibatches have of a rollout, by the field of `Batch`; None for what it does not have."""
+    mask_BT = rollout.mask_BT
+    return {
+        "tokens_BT": rollout.tokens_BT,
+        "mask_BT": filter_overlong(mask_BT, ~rollout.finished_B) if without_overlong else mask_BT,
+        "sampler_logp_BT": rollout.logp_BT,
+        "version_BT": rollout.version_BT,
+        "expert_BLTA": rollout.expert_BLTA,
+        "kept_BTK": rollout.kept_BTK,
+    }
 
 
 def first_fit_decreasing(length_N: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers, Router, RouterShift, Teacher
-from gspax.config.functions import keywords
+from gspax.config.functions import free_keywords
 from gspax.learner.distillation import divergence_terms, mix_advantage
 from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import multiplied, weight_metrics
@@ -212,7 +212,5 @@ def reference_kl(
     kl: Callable[..., losses.Terms], logp_BT: Array, batch: Batch, aggregate: losses.Aggregate | None
 ) -> losses.Terms:
     """The KL term, with those of `aggregate` and `old_logp` that it takes and that are not bound to it."""
-    available = {"aggregate": aggregate, "old_logp": batch.old_logp_BT, **packed(batch)}
-    unbound = keywords(kl).keys() - getattr(kl, "keywords", {}).keys()
-    options = {name: value for name, value in available.items() if name in unbound and value is not None}
+    options = free_keywords(kl, {"aggregate": aggregate, "old_logp": batch.old_logp_BT, **packed(batch)})
     return kl(logp_BT, known(batch, "ref_logp_BT"), batch.mask_BT, **options)

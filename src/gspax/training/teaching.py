@@ -14,7 +14,7 @@ from gspax.config import Teacher, teacher_models, teacher_row_shape
 from gspax.config.protocols import Problem, TeacherPrompt, TeacherScore, Tokenizer
 from gspax.data.tokenizer import check_ids
 from gspax.errors import FailureError, UserError, describe_error
-from gspax.learner.lessons import Lessons, as_sampled, number_tokens, read_lessons, with_prompts
+from gspax.learner.lessons import Lessons, as_sampled, number_tokens, read_lessons, take_positions, with_prompts
 from gspax.learner.minibatches import Layout
 from gspax.learner.teacher import Teachers, fill_teacher, on_device, own_teacher
 from gspax.parallel import multihost
@@ -75,10 +75,7 @@ def ask_teacher(
         logp_U[1 : len(logps) + 1] = logps
     filled = []
     for batch, layout in zip(batches, layouts, strict=True):
-        response_BT, column_BT = np.broadcast_arrays(np.maximum(layout.response, 0), layout.column)
-        there_BT = column_BT + lessons.shift_N[response_BT]
-        found_BT = (layout.response >= 0) & (there_BT >= 0) & (there_BT < logp_NU.shape[1])
-        logp_BT = np.where(found_BT, logp_NU[response_BT, np.where(found_BT, there_BT, 0)], 0)
+        logp_BT = take_positions(logp_NU, lessons, layout, 0)
         filled.append(replace(batch, teacher_logp_BT=multihost.to_devices(logp_BT, batch.tokens_BT.sharding)))
     return filled
 

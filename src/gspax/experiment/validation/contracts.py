@@ -23,6 +23,7 @@ from gspax.config import Experiment, Optimizer, protocols
 from gspax.config.functions import (
     Function,
     Hint,
+    free_keywords,
     is_gspax,
     keywords,
     name_of,
@@ -235,13 +236,8 @@ def _selection(context: _Context, field: Field) -> _Call:
 
 
 def _kl_loss(context: _Context, field: Field) -> _Call:
-    available = {
-        "aggregate": aggregate_of(context.of.loss),
-        "old_logp": np.zeros((B, T), np.float32),
-        **context.segments,
-    }
-    unbound = keywords(field.value).keys() - getattr(field.value, "keywords", {}).keys()
-    options = {name: value for name, value in available.items() if name in unbound and value is not None}
+    aggregate, old_logp = aggregate_of(context.of.loss), np.zeros((B, T), np.float32)
+    options = free_keywords(field.value, {"aggregate": aggregate, "old_logp": old_logp, **context.segments})
     return _Call(field.value, (LOGP, LOGP, MASK), TERMS, _is_terms, options, differentiated=True)
 
 
