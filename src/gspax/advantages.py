@@ -14,7 +14,7 @@ rewards are often booleans or counts, and numpy makes Python's numbers float64. 
 are pure and can be compiled. They raise TypeError for anything but an array of real numbers, and ValueError for a rank
 other than 2 or an empty group.
 
-Where this leaves the papers: they specify neither what the standard deviation divides by nor what is added to it. Here
+Differences from the papers: they specify neither what the standard deviation divides by nor what is added to it. Here
 that is G - ddof with ddof 1, and eps 1e-6. Other differences are noted in each function.
 """
 
@@ -80,7 +80,7 @@ def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
 def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
     """A = (R - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv 2501.03262).
 
-    There is no group: any [P, G] of the same rewards gives the same advantages, and G may be 1. Where this leaves the
+    There is no group: any [P, G] of the same rewards gives the same advantages, and G may be 1. Differs from the
     paper: a sequence has one advantage, so the statistics weigh sequences equally and not by their tokens, and there
     is no KL penalty inside. To add one, subtract β Σ_t k1 (`losses.kl`) from the rewards first.
 

@@ -25,7 +25,7 @@ of the vocabulary it is the exact KL (DeepSeek-V4). Two other forms have a biase
 Contexts are data, as in `kl.token_kl`: what a token does to the contexts after it is left out. Join a policy loss with
 `kl.add_penalty`.
 
-Where this leaves the equation: x is held within ±25, in the value and as a factor of the gradient.
+Difference from the equation: x is held within ±25, in the value and as a factor of the gradient.
 
 Axes: B rows, T tokens, K kept tokens, V vocabulary, D and E model widths, C positions of a chunk.
 """

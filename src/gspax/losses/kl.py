@@ -22,7 +22,7 @@ right one (arXiv 2510.01555, 2512.21852).
 `add_penalty(terms, penalty, coefficient=...)` adds one to a policy loss. Tests compare the first two with the exact
 gradient of the KL of a small policy, by enumeration of all sequences.
 
-Where this leaves the sources: x is held within ±25, in the value and as a factor of the gradient, so that `exp` cannot
+Difference from the sources: x is held within ±25, in the value and as a factor of the gradient, so that `exp` cannot
 overflow; such a token is still pulled back.
 """
 

@@ -61,8 +61,8 @@ def next_coefficient(
     >>> [round(float(next_coefficient(0.01, entropy)), 4) for entropy in (0.1, 0.3)]
     [0.015, 0.005]
 
-    Leaves the paper: the coefficient moves with each update and not with each rollout, by the policy that is trained,
-    and it applies above the target too, until it has fallen to 0.
+    Differs from the paper: the coefficient changes with each update and not with each rollout, by the policy that is
+    trained, and the bonus is added above the target too, until its coefficient has fallen to 0.
     """
     change = jnp.where(jnp.asarray(entropy, jnp.float32) < target, jnp.float32(step), jnp.float32(-step))
     return jnp.clip(jnp.asarray(coefficient, jnp.float32) + change, 0.0, highest)
@@ -94,7 +94,7 @@ def log_ratio_square(
     Returns:
       Terms with float32 [B] leaves and the metric `log_ratio_square`.
 
-    Leaves the source: the log-ratio is held within ±25, in the value and as a factor of the gradient.
+    Differs from the source: the log-ratio is held within ±25, in the value and as a factor of the gradient.
     """
     logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, sampler_logp, mask, segment_ids, other_name="sampler_logp")
     return _terms("log_ratio_square", squared(x_BT, logp_BT), mask_BT, aggregate, segment_BT)

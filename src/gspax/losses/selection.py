@@ -83,7 +83,7 @@ def clip_cov(minibatch: Minibatch, *, share: float = 2e-4, low: float = 1.0, hig
       share: of all tokens, of which at least one is chosen if there is any. The defaults are verl's.
       low, high: bounds of cov, low below high.
 
-    Leaves the paper: π_old takes the place of the policy that is trained, and tokens that the loss clips count too.
+    Differs from the paper: π_old takes the place of the policy that is trained, and tokens that the loss clips count.
     """
     if not checks.number("low", low) < checks.number("high", high):
         raise ValueError(f"low must be below high; got {low} and {high}")
@@ -99,7 +99,7 @@ def top_cov(minibatch: Minibatch, *, share: float = 2e-4) -> Array:
 
     cov is as in `clip_cov`. A run adds `regularizers.log_ratio_size` of them to the loss (`config.CovarianceKL`).
 
-    Leaves the paper: π_old takes the place of the policy that is trained.
+    Differs from the paper: π_old takes the place of the policy that is trained.
     """
     return _largest(_covariance(minibatch), minibatch.mask_BT, _count(share, minibatch.mask_BT)).astype(jnp.float32)
 

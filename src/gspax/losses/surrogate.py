@@ -1,16 +1,8 @@
 """The parts of every policy loss: checked inputs, the clipped objective, and the terms and metrics of a row.
 
-Reduced, the metrics are those of the whole batch; no gradient flows through them:
-
-- `clip_fraction_tokens`: share of the response tokens at which the loss holds something at a bound. For all losses but
-  CISPO this cuts their gradient; CISPO only limits their weight. GSPO clips all tokens of a sequence at once.
-- `clip_fraction_sequences`: share of the non-empty sequences with at least one such token.
-- `clip_fraction_high`, `clip_fraction_low`: those clipped from above and from below. Shares of sequences for GSPO,
-  GSPO-token and LUSPO (with advantages of both signs a sequence can be in both), else of tokens.
-- `ratio_mean`, `ratio_min`, `ratio_max`: the sequence ratio s_i over the non-empty sequences.
-- `ratio_deviation`: the 90th percentile of |s_i - 1|, weighted by response tokens. In the first update of a rollout
-  batch, where both policies are the same, it is the noise floor of s_i.
-- `kl`: mean over the response tokens of r - 1 - log r (the k3 estimate of KL(π_old‖π), tokens sampled from π_old).
+The metrics, whose names are listed in docs/losses.md, are those of the whole batch once they are reduced; no gradient
+flows through them. `ratio_deviation` is the noise floor of s_i in the first update of a rollout batch, where both
+policies are the same.
 
 Axes: B rows, T tokens; U is T, or 1 for a quantity that is the same for all tokens of a row.
 """
@@ -213,7 +205,7 @@ def policy_terms(
 def policy_metrics(
     x: Inputs, high_BU: Array | None, low_BU: Array | None, share: Callable[[Array, Array], Share]
 ) -> Metrics:
-    """The metrics that the module's docstring lists; `share` is `of_tokens` or `of_sequences`, for high and low."""
+    """The metrics of a policy loss; `share` is `of_tokens` or `of_sequences`, for the two sides of the clip range."""
     mask_BT, segment_BT = x.mask_BT, x.segment_BT
     tokens_BS = sequences.count(mask_BT, segment_BT)
     high_BS, low_BS = (
