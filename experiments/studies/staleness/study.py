@@ -20,8 +20,8 @@ Primary measure: the training reward in the last tenth of the tokens, 95 % inter
 3. A-3PO replaces the pass for old log-probs if no difference shows from GRPO with that pass, without weights and with.
 Thirteen differences decide, so in half of such studies one would exclude 0 by chance.
 
-Added before its runs, when all others were known, with the same rule: prime-rl's default loss, compared with GRPO. It is
-the fourteenth difference.
+Added before its runs, when all others were known, with the same rule: prime-rl's default loss, compared with GRPO. It
+is the fourteenth difference.
 """
 
 from functools import partial
