@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 FORMULA = re.compile(r"^```math\n(?P<block>.*?)^```$|\$`(?P<inline>[^`\n]+)`\$", re.M | re.S)
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.M)  # up to a blank line
+LOG = '<mo lspace="0.17em" rspace="0.17em">log</mo>'  # latex2mathml's is an identifier, which has no space around it
 
 
 class Formulas(Preprocessor):
@@ -31,9 +32,9 @@ class Formulas(Preprocessor):
 
     def run(self, lines: list[str]) -> list[str]:
         def to_mathml(match: re.Match[str]) -> str:
-            if match["inline"]:
-                return str(self.md.htmlStash.store(convert(match["inline"])))
-            return str(self.md.htmlStash.store(f"<p>{convert(match['block'], display='block')}</p>"))
+            mathml = convert(match["inline"] or match["block"], display="inline" if match["inline"] else "block")
+            mathml = mathml.replace("<mi>log</mi>", LOG)
+            return str(self.md.htmlStash.store(mathml if match["inline"] else f"<p>{mathml}</p>"))
 
         text = FORMULA.sub(to_mathml, "\n".join(lines))
         return DOCTEST.sub(r"```pycon\n\g<0>\n```", text).split("\n")
