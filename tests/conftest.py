@@ -20,6 +20,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Most of the suite's time is compilation: the programs run once or twice, so XLA's costly passes do not pay. Processes
 # that a test starts choose for themselves.
 jax.config.update("jax_disable_most_optimizations", True)
+# An exception in traced code costs a quarter more if jax removes its own frames from the traceback.
+jax.config.update("jax_traceback_filtering", "off")
 if jax.__version_info__[:2] == (0, 10):  # XLA aborts on a flag that it does not have; other versions compile slower
     # The newer fusion emitters of XLA on CPU double the time of a compilation. XLA reads the variable once.
     given = os.environ.get("XLA_FLAGS")
@@ -67,15 +69,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker("release")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Write down what a test costs, with its fixtures and the processes that it has waited for."""
-    before = cpu_seconds()
-    result = yield
-    if COSTS:
+if COSTS:
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(item):
+        """Write down what a test costs, with its fixtures and the processes that it has waited for."""
+        before = cpu_seconds()
+        result = yield
         with open(COSTS, "a", encoding="utf-8") as file:
             file.write(f"{cpu_seconds() - before:.2f} {item.nodeid}\n")
-    return result
+        return result
 
 
 def cpu_seconds():

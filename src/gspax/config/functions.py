@@ -71,11 +71,20 @@ def hints_of(source: Function, *, ranges: bool = False) -> dict[str, Hint]:
     """
     hints: dict[str, Hint] = {}
     for owner in reversed(source.__mro__) if isinstance(source, type) else [inspect.unwrap(source)]:
-        module = sys.modules.get(getattr(owner, "__module__", None) or "builtins", builtins)
-        for name, annotation in inspect.get_annotations(owner).items():
-            holder = types.SimpleNamespace(__annotations__={name: annotation})
-            with contextlib.suppress(Exception):  # it may name what only a type checker imports
-                hints |= typing.get_type_hints(holder, vars(module), include_extras=ranges)
+        is_hashable = isinstance(owner, type | types.FunctionType)  # a callable object need not be
+        hints |= (_own_hints if is_hashable else _own_hints.__wrapped__)(owner, ranges)
+    return hints
+
+
+@functools.lru_cache(maxsize=1024)  # validation asks for the same ones hundreds of times
+def _own_hints(owner: Function, ranges: bool) -> dict[str, Hint]:
+    """The annotations of a function, or of a class without its bases."""
+    hints: dict[str, Hint] = {}
+    module = sys.modules.get(getattr(owner, "__module__", None) or "builtins", builtins)
+    for name, annotation in inspect.get_annotations(owner).items():
+        holder = types.SimpleNamespace(__annotations__={name: annotation})
+        with contextlib.suppress(Exception):  # it may name what only a type checker imports
+            hints |= typing.get_type_hints(holder, vars(module), include_extras=ranges)
     return hints
 
 
