@@ -54,9 +54,9 @@ def measure(folder: str, seed: int) -> dict[str, float]:
 
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu without a TPU may wait for one
 
-    from gspax.run import objects
-    from gspax.run.buckets import to_path
     from gspax.run.checkpoints import Checkpoints
+    from gspax.storage import objects
+    from gspax.storage.buckets import to_path
 
     keys = jax.random.split(jax.random.key(seed), ARRAYS)
     state = {str(i): jax.random.normal(key, (ARRAY_BYTES // 2**14, 2**12)) for i, key in enumerate(keys)}

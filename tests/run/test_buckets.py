@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 from gspax.errors import FailureError, UserError
-from gspax.run import buckets, growing, lock, manifest, objects
-from gspax.run.buckets import require_usable, to_path
+from gspax.run import growing, lock, manifest
 from gspax.run.checkpoints import Checkpoints, open_array, save, take_traffic
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.folders import append_line, write_atomically
 from gspax.run.record import Recorder, read_metrics
+from gspax.storage import buckets, objects
+from gspax.storage.buckets import require_usable, to_path
 
 DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}
 WANTED = {"params/w": jax.ShapeDtypeStruct((50,), jnp.float32)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
 from gspax.commands.export import find_checkpoints, read_recorded, read_tokenizer
 from gspax.errors import UserError
-from gspax.run.buckets import to_path
+from gspax.storage.buckets import to_path
 
 if TYPE_CHECKING:
     from rich.console import Console

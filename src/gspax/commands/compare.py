@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
 from gspax.errors import UserError, did_you_mean, warn
-from gspax.run.buckets import is_bucket, to_path
+from gspax.storage.buckets import is_bucket, to_path
 
 METRICS = (  # compared unless --metrics names others; those that no run has are left out
     "eval/reward",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, at_least, load_experiment, require_directory, subcommand_parser
 from gspax.errors import UserError
-from gspax.run.buckets import to_path
+from gspax.storage.buckets import to_path
 
 if TYPE_CHECKING:
     from gspax.config import Task

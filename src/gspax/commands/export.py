@@ -21,8 +21,8 @@ from gspax.errors import FailureError, UserError, brief, describe_error, warn
 from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
 from gspax.hf.families import OF_MTP, WRAPPERS
 from gspax.hf.source import HUB_NAME, RUN, SMALL, copy_companions, locate, read_model
-from gspax.run.buckets import is_bucket, to_path
 from gspax.run.folders import atomic_folder
+from gspax.storage.buckets import is_bucket, to_path
 
 if TYPE_CHECKING:
     from gspax.config.protocols import Tokenizer

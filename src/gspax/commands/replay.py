@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gspax.commands.arguments import Parser, load_experiment, subcommand_parser
-from gspax.run.buckets import to_path
+from gspax.storage.buckets import to_path
 
 if TYPE_CHECKING:
     from gspax.types import Batch, Params

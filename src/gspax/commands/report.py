@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
-from gspax.run.buckets import to_path
+from gspax.storage.buckets import to_path
 
 
 def make_parser() -> Parser:

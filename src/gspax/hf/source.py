@@ -14,7 +14,7 @@ from gspax.config.functions import parse
 from gspax.data.files import read_object, require_own_files, why_not_on_hub
 from gspax.errors import UserError, describe_error
 from gspax.hf.config_json import read_config
-from gspax.run.buckets import is_bucket, to_path
+from gspax.storage.buckets import is_bucket, to_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)

@@ -27,7 +27,7 @@ from gspax.model.transformer import head_params
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
 from gspax.run import interrupt
-from gspax.run.buckets import is_bucket
+from gspax.storage.buckets import is_bucket
 from gspax.types import Array, Batch, Params, PyTree, TrainState, named_leaves
 
 # (the teacher's parameters, tokens_BT, segment_BT, mask_BT, prefix_BT) -> `teacher_logp_BT` or `teacher_hidden_BTE`

@@ -20,9 +20,9 @@ from gspax.experiment.description import flatten
 from gspax.losses.calibration import range_warnings
 from gspax.report.curves import Series, read_series
 from gspax.rewards.answers import reference
-from gspax.run.buckets import to_path
 from gspax.run.directory import RunDir, read_description
 from gspax.run.record import read_rows
+from gspax.storage.buckets import to_path
 from gspax.types import JsonObject
 
 EQUAL = 0.9  # of the groups: less than a tenth of the samples then has a gradient

@@ -29,10 +29,10 @@ from gspax.report.curves import (
 )
 from gspax.report.html import render_note, render_page, render_prose, render_settings, render_table, render_text
 from gspax.report.statistics import show
-from gspax.run.buckets import to_path
 from gspax.run.directory import RunDir, read_attempts, read_description, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
+from gspax.storage.buckets import to_path
 
 SHOWN_ERRORS = 20  # of failed rewards
 TASK_COLUMNS = (

@@ -27,10 +27,11 @@ import tensorstore
 
 from gspax.errors import FailureError, UserError
 from gspax.parallel import multihost
-from gspax.run import lock, manifest, objects
-from gspax.run.buckets import is_bucket, to_path
+from gspax.run import lock, manifest
 from gspax.run.folders import write_atomically
 from gspax.run.manifest import MANIFEST
+from gspax.storage import objects
+from gspax.storage.buckets import is_bucket, to_path
 from gspax.types import Array, JsonObject, PyTree, named_leaves
 from gspax.unstable import key_impl_name
 

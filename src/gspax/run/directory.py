@@ -20,10 +20,10 @@ from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
 from gspax.parallel import multihost
 from gspax.run import lock
-from gspax.run.buckets import is_bucket, require_usable, to_path
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact_arguments
+from gspax.storage.buckets import is_bucket, require_usable, to_path
 from gspax.types import JsonObject
 
 # An evaluation may change these keys too: how many completions are sampled at once, and where

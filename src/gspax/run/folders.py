@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.errors import UserError, warn
-from gspax.run import lock, objects
-from gspax.run.buckets import is_bucket
+from gspax.run import lock
+from gspax.storage import objects
+from gspax.storage.buckets import is_bucket
 
 LAST = ("adapter_config.json", "config.json")  # of a checkpoint, which is none without it
 

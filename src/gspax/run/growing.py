@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from gspax.run import lock
-from gspax.run.buckets import is_bucket
 from gspax.run.folders import write_atomically
+from gspax.storage.buckets import is_bucket
 
 PART = 2**20  # bytes
 WAIT, WAIT_AFTER_FAILURE = 10.0, 60.0  # seconds

@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.errors import FailureError, warn
-from gspax.run import objects
-from gspax.run.buckets import is_bucket
+from gspax.storage import objects
+from gspax.storage.buckets import is_bucket
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 FRESH = 1.0  # seconds; Cloud Storage accepts one write of an object a second

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gspax.errors import UserError, warn
-from gspax.run import lock, objects
-from gspax.run.buckets import is_bucket
+from gspax.run import lock
 from gspax.run.folders import remove_folder, set_aside, sync_folder, write_atomically
+from gspax.storage import objects
+from gspax.storage.buckets import is_bucket
 
 MANIFEST, EXTRA, DAMAGED = "manifest.json", "extra.json", "damaged_manifest.json"
 VERSION = 1  # of the format

@@ -19,12 +19,12 @@ import jax
 
 from gspax.errors import UserError, warn
 from gspax.parallel import multihost
-from gspax.run import objects
-from gspax.run.buckets import is_bucket
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
 from gspax.run.growing import merge_parts, open_growing, read_growing
 from gspax.run.trackers import Trackers
+from gspax.storage import objects
+from gspax.storage.buckets import is_bucket
 from gspax.types import JsonObject
 
 if TYPE_CHECKING:

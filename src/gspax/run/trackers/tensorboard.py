@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from gspax.run.buckets import is_bucket
 from gspax.run.folders import write_atomically
+from gspax.storage.buckets import is_bucket
 
 # tensorboardX imports PyTorch where that is installed, for seconds and without need: scalars are plain numbers.
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The file system that `etils.epath` finds for gs://, in gspax and in Orbax: fsspec's interface to `run.objects`."""
+"""The file system that `etils.epath` finds for gs://, in gspax and in Orbax: fsspec's interface to `objects`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import fsspec
 
-from gspax.run import objects
+from gspax.storage import objects
 
 
 class Objects(fsspec.AbstractFileSystem):

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import cast
 
 from gspax.errors import UserError
-from gspax.run import objects
-from gspax.run.objects import SCHEME
+from gspax.storage import objects
+from gspax.storage.objects import SCHEME
 
 URL = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^/]+)+/*")
-OLDEST = {"orbax-checkpoint": (0, 12, 5), "tensorstore": (0, 1, 84)}  # that write checkpoints to a bucket as they are
+OLDEST = {"orbax-checkpoint": (0, 12, 5), "tensorstore": (0, 1, 84)}  # the first releases that write to a bucket
 
 
 def to_path(text: str | os.PathLike[str]) -> Path:
@@ -33,7 +33,7 @@ def to_path(text: str | os.PathLike[str]) -> Path:
         raise UserError(f"{url}: wanted a directory or {SCHEME}BUCKET/NAME, got another URL")
     from etils import epath
 
-    from gspax.run import object_files
+    from gspax.storage import object_files
 
     object_files.register()
     return cast(Path, epath.Path(url.rstrip("/")))
