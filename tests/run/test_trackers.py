@@ -34,9 +34,12 @@ def track(folder, names, steps, description=DESCRIPTION, report=None):
     return run.tracker_id.read_text().strip()
 
 
+@pytest.mark.parametrize("is_local", [True, False])
 @pytest.mark.parametrize("name", FAKES)
-def test_a_tracker_gets_settings_metrics_and_the_report_and_a_resumed_run_continues(name, fake, tmp_path):
-    runs, page = fake(name), tmp_path / "report.html"
+def test_a_tracker_gets_settings_metrics_and_the_report_and_a_resumed_run_continues(
+    name, is_local, fake, bucket, tmp_path
+):
+    runs, page = fake(name), (tmp_path if is_local else bucket[0]) / "report.html"
     page.write_text("<p>done")
     id = track(tmp_path / "a", [name], [1, 2])
     assert runs[id].report is None and runs[id].ended == 1

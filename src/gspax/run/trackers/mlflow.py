@@ -35,5 +35,5 @@ class Tracker:
     def finish(self, report: Path | None) -> None:
         """Attach the report and end the run: killed if there is none."""
         if report is not None:
-            self._client.log_artifact(self._id, str(report))
+            self._client.log_text(self._id, report.read_text(encoding="utf-8"), report.name)
         self._client.set_terminated(self._id, "FINISHED" if report is not None else "KILLED")

@@ -32,5 +32,5 @@ class Tracker:
     def finish(self, report: Path | None) -> None:
         """Write what is left, and the report as a page at the last step."""
         if report is not None:
-            self._run.log({"report": trackio.Html(str(report))}, step=self._last)
+            self._run.log({"report": trackio.Html(report.read_text(encoding="utf-8"))}, step=self._last)
         self._run.finish()
