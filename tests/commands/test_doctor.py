@@ -200,8 +200,15 @@ def test_a_healthy_trainer_passes(trainer, tmp_path):
     assert statuses(partial(training.mesh_and_one_device, trainer)) == {
         "update on the mesh and on one device": "skipped"
     }
-    assert statuses(partial(training.checkpoint, trainer, tmp_path)) == {"checkpoint": "ok"}
-    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_checkpoint_is_written_read_and_deleted(is_local, trainer, bucket, tmp_path):
+    folder = tmp_path if is_local else bucket[0]
+    assert statuses(partial(training.checkpoint, trainer, folder)) == {"checkpoint": "ok"}
+    assert not [*tmp_path.iterdir()] and bucket[1].names(str(bucket[0]).split("/")[2]) == []
+    if not is_local:
+        assert "PUT" in bucket[1].count()
 
 
 def test_a_sampler_with_other_weights_is_named(trainer):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
+from gspax.storage.buckets import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
     from gspax.types import JsonObject
@@ -33,7 +34,7 @@ def make_parser() -> Parser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write what is printed, for a bug report")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results as JSON")
     parser.add_argument(
-        "--workdir", type=Path, metavar="DIR", help="the folder for runs: write the checkpoint there, and delete it"
+        "--workdir", type=to_path, metavar="DIR", help="the folder for runs: write the checkpoint there, and delete it"
     )
     processes.add_options(parser)
     parser.set_defaults(file=None, stall_timeout=STALL_TIMEOUT)
@@ -43,7 +44,7 @@ def make_parser() -> Parser:
 def execute(options: argparse.Namespace) -> int:
     """Print the table of versions and a line for each result; 1 if one is wrong."""
     if options.workdir is not None:
-        require_directory(options.workdir)
+        require_usable(options.workdir) if is_bucket(options.workdir) else require_directory(options.workdir)
     is_primary = processes.join("doctor", options, None)
     lines: list[str] = []
 

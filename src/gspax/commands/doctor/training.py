@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,9 +29,11 @@ from gspax.learner.updates import Steps, make_steps
 from gspax.model.sizes import forward_flops, inference_weights_bytes, parameter_count
 from gspax.parallel import multihost, sharding
 from gspax.run.checkpoints import Checkpoints
+from gspax.run.folders import remove_folder
 from gspax.sampler import sampler
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
+from gspax.storage.buckets import is_bucket, to_path
 from gspax.types import Batch, Params, Rollout, TrainState
 
 LOGP_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative to the largest
@@ -190,8 +192,8 @@ def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
     if jax.process_count() > 1 and directory is None:
         yield skipped("checkpoint", "on several hosts it needs --workdir, a folder that all of them share")
         return
-    made = tempfile.mkdtemp(prefix="gspax-doctor-", dir=directory) if jax.process_index() == 0 else ""
-    folder = Path(multihost.gather(made)[0])
+    made = make_folder(directory) if jax.process_index() == 0 else ""
+    folder = to_path(multihost.gather(made)[0])
     try:
         state, mesh = trainer.new_state(), trainer.mesh
         with Checkpoints(folder, keep=1, mesh=mesh) as checkpoints:
@@ -203,7 +205,14 @@ def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
         yield compare("checkpoint", got, want, 0.0)
     finally:
         if made:
-            shutil.rmtree(made, ignore_errors=True)
+            remove_folder(folder)
+
+
+def make_folder(directory: Path | None) -> str:
+    """A new folder in `directory`, by default in the system's folder for temporary files."""
+    if directory is not None and is_bucket(directory):
+        return str(directory / f"gspax-doctor-{secrets.token_hex(8)}")
+    return tempfile.mkdtemp(prefix="gspax-doctor-", dir=directory)
 
 
 def speed_model(device: jax.Device) -> tuple[ModelConfig, Sampling]:
