@@ -115,6 +115,18 @@ def test_the_prompt_of_qwen3_has_the_published_ids(qwen3):
     assert tokenizer.stop_ids == (end, 151643)  # <|im_end|>, <|endoftext|>
 
 
+def test_a_tokenizer_in_a_bucket_is_the_local_one(small, bucket):
+    path, server = bucket
+    server.copy_from(small, str(path).split("/")[2], "runs/a")
+    there, here = hf_chat(path, system="Be brief."), hf_chat(small, system="Be brief.")
+    text = "<end> ü\n\n2"
+    assert there.path == str(path) and there.encode(text) == here.encode(text)
+    assert there.decode(here.encode_completion(text)) == here.decode(here.encode_completion(text))
+    assert (there.stop_ids, there.vocab_size) == (here.stop_ids, here.vocab_size)
+    with pytest.raises(UserError, match=r"wanted a folder that holds a tokenizer.json; there is none in 'gs://"):
+        hf_tokenizer(path / "nowhere")
+
+
 # Completions
 
 

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from gspax.config.protocols import Message, Problem
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer, read_settings
 from gspax.errors import UserError, brief
+from gspax.storage.buckets import to_path
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ class CharChat(CharTokenizer):
 def hf_chat(
     path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False, date: str | None = None
 ) -> ChatTokenizer:
-    """The chat tokenizer in a local folder.
+    """The chat tokenizer in a folder, also of a bucket (gs://BUCKET/NAME).
 
     Args:
       path: a folder with `tokenizer.json` and a template, in `chat_template.jinja` or in `tokenizer_config.json`.
@@ -205,7 +205,7 @@ def hf_chat(
         `date`: a run that is resumed on another day would have other prompts.
     """
     folder = hf_tokenizer(path).path
-    file = Path(folder, "chat_template.jinja")
+    file = to_path(folder) / "chat_template.jinja"
     template: object = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     template = template or read_settings(folder, "tokenizer_config.json").get("chat_template")
     if not template and not file.is_file():

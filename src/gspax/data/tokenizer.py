@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspax.config.functions import interface_problems
-from gspax.data.files import Json, read_object, require_own_files
+from gspax.data.files import Json, read_object, reading, require_own_files
 from gspax.errors import UserError, brief
+from gspax.storage.buckets import is_bucket, to_path
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja"),
+)
 
 
 def tokenizer_problems(tokenizer: object, vocab_size: int, *, demonstrations: bool) -> Iterator[str]:
@@ -79,7 +87,7 @@ class CharTokenizer:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A Hugging Face tokenizer in a local folder, loaded on first use; nothing is downloaded.
+    """A Hugging Face tokenizer in a folder, also of a bucket, loaded on first use; the Hub is not asked.
 
     The stop ids are the tokenizer's end-of-sequence id, then those of `generation_config.json`, if it exists. Special
     tokens in a text are encoded as special tokens; none are added, and only stop ids are removed. `stop_ids` and
@@ -126,7 +134,7 @@ class HFTokenizer:
     @functools.cached_property
     def ids(self) -> dict[str, int]:
         """Token to id, added tokens included."""
-        table: Any = read_object(Path(self.path, "tokenizer.json"))
+        table: Any = read_object(to_path(self.path) / "tokenizer.json")
         try:
             vocab = table["model"]["vocab"]  # for Unigram models a list of (token, score) in the order of the ids
             pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
@@ -144,20 +152,37 @@ class HFTokenizer:
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        require_own_files(Path(self.path))
-        _ = self.ids  # for a clearer error on a missing or broken file
-        try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of any type, some from Rust
-            raise UserError(f"the tokenizer in {self.path} cannot be read: {brief(error)}") from error
+        with reading(self.path), _local(to_path(self.path)) as folder:
+            _ = self.ids  # for a clearer error on a missing or broken file
+            try:
+                return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            except Exception as error:  # of any type, some from Rust
+                raise UserError(f"the tokenizer in {self.path} cannot be read: {brief(error)}") from error
 
 
 def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
-    """The tokenizer in a local folder; UserError if it has no `tokenizer.json`, or a link out of it."""
-    if not (Path(path) / "tokenizer.json").is_file():
-        raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
-    require_own_files(Path(path))
+    """The tokenizer in a folder, also of a bucket; UserError if it has no `tokenizer.json`, or a link out of it."""
+    folder = to_path(path)
+    with reading(folder):
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
+    if not is_bucket(folder):
+        require_own_files(folder)
     return HFTokenizer(os.fspath(path))
+
+
+@contextlib.contextmanager
+def _local(folder: Path) -> Iterator[Path]:
+    """A folder for transformers, which reads no bucket; UserError if a link leads out of it."""
+    if not is_bucket(folder):
+        require_own_files(folder)
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                Path(copy, name).write_bytes((folder / name).read_bytes())
+        yield Path(copy)
 
 
 def has_other_ids(tokenizer: object, folder: Path) -> bool:
@@ -178,7 +203,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:
 
 def read_settings(folder: str | os.PathLike[str], name: str) -> dict[str, Json]:
     """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
-    path = Path(folder, name)
+    path = to_path(folder) / name
     return read_object(path) if path.exists() else {}
 
 

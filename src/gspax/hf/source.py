@@ -12,6 +12,7 @@ from typing import Any
 from gspax.config import Lora, ModelConfig
 from gspax.config.functions import parse
 from gspax.data.files import read_object, require_own_files, why_not_on_hub
+from gspax.data.tokenizer import TOKENIZER_FILES
 from gspax.errors import UserError, describe_error
 from gspax.hf.config_json import read_config
 from gspax.storage.buckets import is_bucket, to_path
@@ -21,10 +22,7 @@ CONFIG = ("config.json",)
 RUN = "experiment.json"  # in the directory of a run
 SMALL = ("*.json", "*.txt", "*.jinja")  # everything except the weights
 ALL = (*SMALL, "*.safetensors")
-COMPANIONS = (  # of the weights: tokenizer, chat template, generation settings
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
-)
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # of the weights
 
 
 def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:

@@ -27,7 +27,6 @@ from gspax.model.transformer import head_params
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
 from gspax.run import interrupt
-from gspax.storage.buckets import is_bucket
 from gspax.types import Array, Batch, Params, PyTree, TrainState, named_leaves
 
 # (the teacher's parameters, tokens_BT, segment_BT, mask_BT, prefix_BT) -> `teacher_logp_BT` or `teacher_hidden_BTE`
@@ -77,7 +76,7 @@ def load_teacher(model: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokeniz
     UserError as for `load_model`, and if the checkpoint has another tokenizer than the experiment.
     """
     folder = locate(model.checkpoint)
-    if not is_bucket(folder) and has_other_ids(tokenizer, folder):
+    if has_other_ids(tokenizer, folder):
         raise UserError(f"teacher.model: wanted a model with the experiment's tokenizer, got another one in {folder}")
     return load_model(model, abstract_params(model, mesh))
 
