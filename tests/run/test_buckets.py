@@ -17,7 +17,7 @@ from gspax.errors import FailureError, UserError
 from gspax.run import growing, lock, manifest
 from gspax.run.checkpoints import Checkpoints, open_array, save, take_traffic
 from gspax.run.directory import RunDir, enter_run
-from gspax.run.folders import append_line, write_atomically
+from gspax.run.folders import append_line, atomic_folder, write_atomically
 from gspax.run.record import Recorder, read_metrics
 from gspax.storage import buckets, objects
 from gspax.storage.buckets import require_usable, to_path
@@ -106,6 +106,14 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_anything_starts(bucket, 
     monkeypatch.setattr(buckets.metadata, "version", lambda package: "0.11.39")
     with pytest.raises(UserError, match=r"wanted orbax-checkpoint 0.12.5 or newer to write to a bucket, got 0.11.39"):
         require_usable(path)
+
+
+def test_a_folder_for_an_export_is_refused_before_it_is_filled(bucket):
+    with (
+        pytest.raises(UserError, match=r"^gs://no-bucket/out: wanted a bucket that answers: .*not exist"),
+        atomic_folder(to_path("gs://no-bucket/out")),
+    ):
+        raise AssertionError("it was filled")
 
 
 def test_a_request_that_fails_is_not_taken_for_a_missing_object(bucket, impatient):

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, at_least, load_experiment, require_directory, subcommand_parser
+from gspax.commands.arguments import (
+    Parser,
+    at_least,
+    load_experiment,
+    require_directory,
+    require_possible,
+    subcommand_parser,
+)
 from gspax.errors import UserError
 from gspax.storage.buckets import to_path
 
@@ -91,6 +98,7 @@ def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
     experiment = make_experiment(hf(options.source), find_tokenizer(options.source), tasks)
     experiment = override(experiment, options.overrides)
     check(experiment)
+    require_possible(options.workdir)
     options.workdir.mkdir(parents=True, exist_ok=True)
     processes.join("eval", options, experiment)
     evaluate_published(experiment, options.workdir)

@@ -13,7 +13,7 @@ from pathlib import Path
 from gspax.errors import UserError, warn
 from gspax.run import lock
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket
+from gspax.storage.buckets import is_bucket, require_usable
 
 LAST = ("adapter_config.json", "config.json")  # of a checkpoint, which is none without it
 
@@ -100,8 +100,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     folder of this machine, whose files are copied, those in `LAST` after all others.
 
     Raises:
-      UserError: `target` exists and is not an empty folder, or cannot be written.
+      UserError: `target` exists and is not an empty folder, or cannot be written, as in a bucket that does not exist.
     """
+    if is_bucket(target):
+        require_usable(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: wanted a new or an empty folder, it exists and is not empty")
     if is_bucket(target):
