@@ -10,9 +10,21 @@ Each correction gives float32 weights, [B, T] or [B], without a gradient, that m
 a sequence; outside the mask, and in rows without a response token, they are 0. With `segment_ids` (int32 [B, T], packed
 rows) all are [B, T]. The loss's own ratio stays π/π_old.
 
-`truncate_` bounds the ratio, `mask_` makes it 0 outside of a range, and `reject_` is 1 inside and 0 outside. By token
-the ratio is biased but low in variance; the product is the exact ratio of a sequence, and its variance grows with the
-length; the geometric mean does not depend on the length, but is not an importance weight.
+| function | weight | of |
+| --- | --- | --- |
+| `truncate_tokens` | min(ρ_t, cap) | token |
+| `truncate_sequences` | min(Π_t ρ_t, cap) | sequence |
+| `truncate_geometric` | min((Π_t ρ_t)^(1/|y|), cap) | sequence |
+| `mask_tokens` | ρ_t if low ≤ ρ_t ≤ high, else 0 (IcePop) | token |
+| `mask_sequences` | Π_t ρ_t if low ≤ Π_t ρ_t ≤ high, else 0 | sequence |
+| `reject_geometric` | 1 if low ≤ (Π_t ρ_t)^(1/|y|) ≤ high, else 0 | sequence |
+| `reject_tokens` | 1 if low ≤ k_t ≤ high, else 0, for a KL estimate k_t (`kl.k1`, `k2`, `k3`) | token |
+| `reject_sequences` | the same for the mean, the sum, or the largest of k_t over the sequence | sequence |
+| `product` | the product of several: one weight, any rejections | the finest of them |
+| `reject_off_policy` | 0 if A < 0 and the mean of log(μ/π) is above δ, else 1 (OPSM) | sequence |
+
+Which one: by token is biased but low in variance; the product is the exact ratio of a sequence, and its variance grows
+with the length; the geometric mean does not depend on the length, but is not an importance weight.
 
 They compose: `partial(product, factors=(truncate_tokens, partial(reject_geometric, low=0.99, high=1.01)))`.
 

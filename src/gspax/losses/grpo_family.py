@@ -52,8 +52,8 @@ def grpo(
       old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are those of the GSPO paper's
-        GRPO (Section 5.1).
+      clip_low: width of the band below 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
       dual_clip: None, or the largest ratio that matters where A < 0, above 1. It bounds the ratio itself: 3 means 3.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
       segment_ids: None, or int32 [B, T] for packed rows.
@@ -97,11 +97,16 @@ def dr_grpo(
     the advantages by their standard deviation: pass `advantages.center`, not `advantages.standardize`.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `grpo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Table 6).
       dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `grpo`.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_constant`; its code divides by the longest
         response allowed, `functools.partial(by_constant, length=...)`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     return grpo(
         logp,
@@ -139,11 +144,16 @@ def dapo(
     dynamic sampling drops groups of equal rewards, and overlong responses are punished or masked.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `grpo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Section 4.1).
       dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `grpo`.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`; its sum runs over one group, ours
         over the batch.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     return grpo(
         logp,
@@ -183,8 +193,13 @@ def importance_sampling(
     [-2.0]
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `grpo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       aggregate: values [B, T] -> value and weight [B]; `by_sequence` as in GRPO.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     return policy_terms(exp(x.log_ratio_BT) * x.advantage_BU, x, aggregate)
@@ -218,10 +233,15 @@ def cispo(
     bound itself `epsilon_high`; their 5 is 4 here. The metrics `clip_fraction_*` count the tokens with a held weight.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `grpo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       clip_low: width of the band below 1, at least 0. With 1 or more there is no lower bound, as in the paper.
       clip_high: width of the band above 1, at least 0. The paper tunes it and gives no number; 4 is a common choice.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
@@ -254,9 +274,14 @@ def sapo(
     policy.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `grpo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       tau_positive, tau_negative: temperatures, finite and above 0. The defaults are the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     tau_positive = checks.positive("tau_positive", tau_positive)
@@ -290,10 +315,15 @@ def dppo_tv(
     frequent one is stopped at a ratio near 1.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `grpo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       threshold: largest divergence, at least 0. The default is that of verl's example; SkyRL's is 0.2.
       ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Differs from the paper: only its binary divergences are here, which need the probability of the sampled token alone.
     """
@@ -321,10 +351,15 @@ def dppo_kl(
     A token's weight in the gradient is min(r_it, c) A_i, or none where D_it > threshold and the update would move on.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `grpo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       threshold: largest divergence, at least 0. The default is that of verl's example and of SkyRL.
       ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Differs from the paper: in D, 1 - p and 1 - q are at least 2^-24, so that none is 0.
     """

@@ -92,7 +92,8 @@ def gspo(
       old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Section 5.1).
+      clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
@@ -147,13 +148,22 @@ def gspo_token(
     [0.1]
 
     Args:
-      logp, old_logp, mask, segment_ids, correction: as for `gspo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B, T], or [B] for one advantage per sequence.
-      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Section 5.1).
+      mask: bool [B, T], True on response tokens.
+      clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
       Terms with float32 [B] leaves: value = -1/|y_i| Σ_t min(...), weight = 1; both 0 for an empty row.
+
+    Raises:
+      TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
+      ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction, advantage_axes=("B", "BT"))
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
@@ -189,9 +199,15 @@ def luspo(
     [-3.0]
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `gspo`.
-      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Section 5.1).
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_constant`, a sum over the tokens.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
       Terms with float32 [B] leaves: value = -|y_i| min(...), weight = 1; both 0 for an empty row.
@@ -235,10 +251,15 @@ def gmpo(
     [-1.3499]
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `gspo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       clip_low: how far log r may fall, at least 0: the ratio's bound is e^-clip_low. The default is the paper's.
       clip_high: how far log r may rise, at least 0: the ratio's bound is e^clip_high. The default is the paper's.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
       Terms with float32 [B] leaves: value = -A_i exp(...), weight = 1; both 0 for an empty row.
@@ -279,10 +300,15 @@ def vespo(
     the same weight in the gradient, φ(W_i) A_i. W is the product of the ratios, not their geometric mean.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `gspo`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       k_positive, lambda_positive: k and λ where A ≥ 0, at least 0. The defaults are those of the authors' code.
       k_negative, lambda_negative: k and λ where A < 0, at least 0. The defaults are those of the authors' code.
       aggregate: values [B, T] -> value and weight [B]. The authors' is `by_token`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
       Terms with float32 [B] leaves: value = -Σ_t φ(W_i) A_i log π_it, weight = |y_i|.

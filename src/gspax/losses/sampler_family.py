@@ -88,9 +88,14 @@ def ipo(
     ratio, so rare tokens are kept and frequent ones stopped sooner, and `dppo_tv` with a mask for either sign of A.
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `dis`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that sampled the tokens.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       threshold: largest change of a probability, at least 0. The default is prime-rl's.
       aggregate: values [B, T] -> value and weight [B]; `by_token`, as in prime-rl.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     threshold = checks.at_least_0("threshold", threshold)
@@ -128,9 +133,14 @@ def dro(
     [[0.0, -2.0]]
 
     Args:
-      logp, old_logp, advantage, mask, segment_ids, correction: as for `dis`.
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that sampled the tokens.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       beta: β, at least 0 and finite. The default is that of ROLL's `kimi15` loss.
       aggregate: values [B, T] -> value and weight [B]; `by_token`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Differs from the papers: the square is of tokens, as in tinker, and theirs of a whole response; a log-ratio is held
     within ±25 in the square, and as a factor of its gradient.
