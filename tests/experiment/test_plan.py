@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import stub_experiment
-from tiny import CONFIGS, OTHERS, one_device
+from tiny import CONFIGS, DELTA, OTHERS, one_device
 
 from gspax import config
 from gspax.commands.aot.programs import device_bytes
@@ -212,11 +212,21 @@ def test_with_adapters_only_their_state_is_counted_as_trained(changes):
     [
         ("moe", "3 with experts"),
         ("some layers dense", "1 dense, 2 with experts"),
-        ("layers that alternate", "2 x (dense, with experts), 1 dense"),
+        ("layers that alternate", "2 x (1 dense, 1 with experts), 1 dense"),
+        ("latent attention", "1 dense with latent attention, 2 with experts and latent attention"),
+        ("every layer slides", "3 with experts and a window of 4"),
+        ("delta nets", "2 x (3 dense with a delta net, 1 dense)"),
+        ("windows", "2 x (2 dense with a window of 3, 1 dense), 1 dense with a window of 3"),
     ],
 )
 def test_the_layers_are_printed_as_groups(name, layers):
-    experiment = replace(EXPERIMENT, model=replace(CONFIGS[name], vocab_size=EXPERIMENT.model.vocab_size))
+    dense = {"num_experts": 0, "mlp_only_layers": (), "shared_expert_intermediate_size": 0}
+    patterns = {
+        "delta nets": replace(DELTA, num_hidden_layers=8, delta_layers=(0, 1, 2, 4, 5, 6), **dense),
+        "windows": replace(CONFIGS["dense"], num_hidden_layers=7, sliding_window=3, sliding_layers=(0, 1, 3, 4, 6)),
+    }
+    model = (CONFIGS | patterns)[name]
+    experiment = replace(EXPERIMENT, model=replace(model, vocab_size=EXPERIMENT.model.vocab_size))
     assert f"Layers      {layers}\n" in render(plan(experiment, 1))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from gspax.config.layers import DenseMlp, Experts, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
 from gspax.config.ranges import (
@@ -30,6 +31,7 @@ LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device (128
 NO_WINDOW = 2**30  # the window of a layer without one, where other layers have one
 SCORE_BUDGET = 2**23  # attention scores likewise, where they are held at all; fewer than logits: faster on a CPU
 
+T = TypeVar("T")
 Remat = Literal["none", "products", "full", "offload"]
 Layers = Annotated[int, at_least(1), at_most(10_000)]
 ExpertCount = Annotated[int, at_least(0), at_most(2**16 - 1)]  # ids are uint16 at most
@@ -310,7 +312,7 @@ class LayerPlace(NamedTuple):
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """The groups of a model's layers, each of which covers as many of the remaining layers as a repeated pattern can.
+    """The groups of a model's layers.
 
     Leading dense layers and experts after them are two groups of one kind each, layers that alternate are one group.
     """
@@ -318,19 +320,27 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
         replace(layer, mixer=replace(layer.mixer, window=0)) if isinstance(layer.mixer, SelfAttention) else layer
         for layer in layers_of(config)
     ]
-    groups = []
-    while kinds:
-        repeats = {size: _count_repeats(kinds, size) for size in range(1, len(kinds) // 2 + 1)} or {1: 1}
+    return tuple(itertools.starmap(LayerGroup, repeated_patterns(kinds)))
+
+
+def repeated_patterns(items: Sequence[T]) -> list[tuple[tuple[T, ...], int]]:
+    """The items as patterns and how often each follows itself.
+
+    Each pattern covers as many of the remaining items as a repeated one can.
+    """
+    patterns, left = [], list(items)
+    while left:
+        repeats = {size: _count_repeats(left, size) for size in range(1, len(left) // 2 + 1)} or {1: 1}
         size = max(repeats, key=lambda size: (size * repeats[size] if repeats[size] > 1 or size == 1 else 0, -size))
-        groups.append(LayerGroup(tuple(kinds[:size]), repeats[size]))
-        kinds = kinds[size * repeats[size] :]
-    return tuple(groups)
+        patterns.append((tuple(left[:size]), repeats[size]))
+        left = left[size * repeats[size] :]
+    return patterns
 
 
-def _count_repeats(kinds: Sequence[Layer], size: int) -> int:
-    """How often the first `size` kinds follow one another."""
+def _count_repeats(items: Sequence[T], size: int) -> int:
+    """How often the first `size` items follow one another."""
     count = 1
-    while kinds[count * size : (count + 1) * size] == kinds[:size]:
+    while items[count * size : (count + 1) * size] == items[:size]:
         count += 1
     return count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from gspax.config import (
     GatedDelta,
     Layer,
     ModelConfig,
-    layer_groups,
+    SelfAttention,
+    layers_of,
+    repeated_patterns,
     teacher_models,
     trained_dtype,
     updates_per_step,
@@ -153,17 +156,23 @@ def _work(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _layers(model: ModelConfig) -> str:
-    """The groups of layers, such as "1 dense, 45 with experts" or "12 x (dense, with experts)"."""
+    """The layers in order, such as "1 dense, 45 with experts" or "12 x (1 dense, 3 with experts)"."""
     groups = []
-    for pattern, repeats in layer_groups(model):
-        names = ", ".join(_name(kind) for kind in pattern)
-        groups.append(f"{repeats} {names}" if len(pattern) == 1 else f"{repeats} x ({names})")
+    for pattern, repeats in repeated_patterns([_name(layer) for layer in layers_of(model)]):
+        names = ", ".join(f"{len([*equal])} {name}" for name, equal in itertools.groupby(pattern))
+        groups.append(f"{repeats} {pattern[0]}" if len(pattern) == 1 else f"{repeats} x ({names})")
     return ", ".join(groups)
 
 
 def _name(layer: Layer) -> str:
-    mlp = "with experts" if layer.sparse else "dense"
-    return f"delta net {mlp}" if isinstance(layer.mixer, GatedDelta) else mlp
+    """The layer's feed-forward network, and its mixer if that is not attention to everything before a token."""
+    mixer = layer.mixer
+    if isinstance(mixer, SelfAttention):
+        own = f"a window of {mixer.window:,}" if mixer.window else ""
+    else:
+        own = "a delta net" if isinstance(mixer, GatedDelta) else "latent attention"
+    mlp, joined = ("with experts", "and") if layer.sparse else ("dense", "with")
+    return f"{mlp} {joined} {own}" if own else mlp
 
 
 def _axes(mesh: dict[str, int]) -> str:
