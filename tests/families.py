@@ -23,7 +23,7 @@ from gspax.hf.parameters import named_leaves, read_params
 from gspax.learner import adapters
 from gspax.learner.forward import forward
 from gspax.learner.state import abstract_params
-from gspax.model import transformer
+from gspax.model import decoding, transformer
 from gspax.model.low_rank import dense
 from gspax.model.sizes import parameter_count
 from gspax.run.record import read_metrics
@@ -514,6 +514,28 @@ def packed_difference(params, config):
     packed = np.asarray(transformer.logits(params, hidden_BTD))
     alone = [our_logits(params, config, tokens_BT[:, part]) for part in (slice(6), slice(6, 14))]
     return relative(packed, np.concatenate(alone, axis=1))
+
+
+def recurrence_difference(params, config):
+    """The relative difference between logits of whole rows and those of tokens decoded one by one after a prompt.
+
+    A delta net runs the rows in chunks, the last 80 tokens of a row in two of them, and the decoded tokens in the steps
+    of its recurrence.
+    """
+    tokens_BT, prompt, mesh = random_tokens(config, 2, 150), 70, tiny.one_device()
+    weights, length_B = make_inference_weights(params, config, mesh), np.full(2, prompt, np.int32)
+    hidden_BD, prompts, _ = decoding.prefill(weights, config, tokens_BT[:, :prompt], length_B, mesh=mesh)
+    cache = decoding.new_cache(prompts, config, slots=2, max_tokens=80, mesh=mesh)
+
+    def step(carry, token_B):
+        cache, first_B = carry
+        slots = decoding.Slots(length_B, None, first_B, np.ones(2, np.int32))
+        hidden_BD, cache, _ = decoding.decode(weights, config, token_B, cache, slots, mesh=mesh)
+        return (cache, first_B + 1), decoding.logits(weights, hidden_BD)
+
+    run = jax.jit(lambda cache: jax.lax.scan(step, (cache, jnp.zeros(2, jnp.int32)), tokens_BT[:, prompt:].T)[1])
+    decoded = jnp.concatenate([decoding.logits(weights, hidden_BD)[None], run(cache)]).swapaxes(0, 1)
+    return relative(decoded, our_logits(params, config, tokens_BT)[:, prompt - 1 :])
 
 
 def slots_are_equal(params, config):

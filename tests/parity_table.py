@@ -84,11 +84,18 @@ def parameters(case):
     return f"{ours:,}" if ours == theirs else f"**{ours:,}, not {theirs:,}**"
 
 
+def recurrence(case):
+    if not FAMILIES[case.model_type].delta:
+        return "no state"
+    return below(families.recurrence_difference(*case.ours), 1e-4)
+
+
 COLUMNS = {
     "logits": logits,
     "gradient": lambda case: below(families.differences(*case.ours, case.model, case.new("gradient"))[1], 1e-4),
     "greedy": greedy,
     "packed rows": lambda case: below(families.packed_difference(*case.ours), 1e-5),
+    "recurrence": recurrence,
     "slots": lambda case: is_so(families.slots_are_equal(*case.ours)),
     "conversations": lambda case: below(families.conversation_difference(*case.ours), 1e-4),
     "export, float32": lambda case: is_so(families.export_is_equal(case.model_type, case.new("float32"), "float32")),

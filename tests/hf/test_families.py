@@ -75,6 +75,13 @@ def test_longrope_is_that_of_transformers_at_both_lengths(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if FAMILIES[name].delta])
+def test_a_delta_net_decodes_token_by_token_what_it_runs_in_chunks(model_type, tmp_path):
+    families.make_model(model_type).save_pretrained(tmp_path)
+    config, params = families.read(tmp_path)
+    assert families.recurrence_difference(params, config) < 1e-4
+
+
 def test_samples_do_not_depend_on_their_slots(pair):
     _, _, config, params = pair
     assert families.slots_are_equal(params, config)
