@@ -68,11 +68,11 @@ class SelfAttention:
         return projections + biases[self.bias] + norms[self.qk_norm] + self.heads * self.sinks
 
     def flops(self, length: int | float) -> float:
-        """FLOPs of a token without its matrix products: attention to half a row of `length` tokens."""
+        """FLOPs of a token beside its products with weights: attention to half a row of `length` tokens."""
         return 2 * self.heads * self.head_dim * length
 
     def activations(self, tensor: int, context: int) -> int:
-        """Numbers of a token that the backward pass reads, without scores: keys and values are gathered."""
+        """Numbers of a token that the backward pass reads, without scores; `context` devices gather keys and values."""
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
         gathered = 2 * keys * context if context > 1 else 0
         return (3 * queries + 3 * keys + gathered) // tensor  # projected, normalized, rotated, and the context
@@ -86,7 +86,7 @@ class SelfAttention:
         return (Dimension("num_key_value_heads", self.key_heads, "heads"),)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The rows and columns, added, of the weights that adapters can have."""
+        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         queries, keys = D + self.heads * self.head_dim, D + self.key_heads * self.head_dim
         return {"query": queries, "key": keys, "value": keys, "out": queries}
 
@@ -109,11 +109,11 @@ class LatentAttention:
         return queries + latents + (self.rank * (self.nope_dim + self.value_dim) + self.value_dim * D) * self.heads
 
     def flops(self, length: int | float) -> float:
-        """FLOPs of a token without its matrix products: attention to half a row of `length` tokens."""
+        """FLOPs of a token beside its products with weights: attention to half a row of `length` tokens."""
         return self.heads * (self.nope_dim + self.rope.dim + self.value_dim) * length
 
     def activations(self, tensor: int, context: int) -> int:
-        """Numbers of a token that the backward pass reads, without scores: keys and values are gathered."""
+        """Numbers of a token that the backward pass reads, without scores; `context` devices gather keys and values."""
         keys, values = self.heads * (self.nope_dim + self.rope.dim), self.heads * self.value_dim
         gathered = (keys + values) * context if context > 1 else 0
         latents = 2 * (self.query_rank + self.rank + self.rope.dim)  # projected, and normalized or rotated
@@ -130,7 +130,7 @@ class LatentAttention:
         return (Dimension("num_attention_heads", self.heads, "heads"), *sharded)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The rows and columns, added, of the weights that adapters can have."""
+        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         return {
             "query": (self.query_rank or D) + self.heads * (self.nope_dim + self.rope.dim),
             "key": self.rank + self.heads * self.nope_dim,
@@ -160,7 +160,7 @@ class GatedDelta:
         return D * (self.channels + 2 * N * U + 2 * N) + self.channels * self.taps + 2 * N + U
 
     def flops(self, length: int | float) -> float:
-        """FLOPs of a token without its matrix products: the state is read twice and written once."""
+        """FLOPs of a token beside its products with weights: the state is read twice and written once."""
         return 6 * self.value_heads * self.key_dim * self.value_dim
 
     def activations(self, tensor: int, context: int) -> int:
@@ -179,7 +179,7 @@ class GatedDelta:
         return (Dimension("delta.key_heads", self.key_heads, "heads"),)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The rows and columns, added, of the weights that adapters can have."""
+        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         keys, values, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
         widths = {"query": keys, "key": keys, "value": values, "gate": values, "decay": heads, "beta": heads}
         return {name: D + width for name, width in widths.items()} | {"out": D + values}
@@ -205,7 +205,7 @@ class DenseMlp:
         return (Dimension("intermediate_size", self.width, "mlp"),)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The rows and columns, added, of the weights that adapters can have."""
+        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         return dict.fromkeys(("gate", "up", "down"), D + self.width)
 
 
@@ -223,7 +223,7 @@ class Experts:
     shared_gate: bool = False  # its output is scaled by a sigmoid of the token
 
     def parameters(self, D: int, experts: int | None = None) -> int:
-        """The number of parameters, or of those that a number of its experts leaves."""
+        """The number of parameters; `experts` replaces the number of experts."""
         chosen = self.count if experts is None else experts
         router = self.count * (D + self.router.correction_bias + self.bias)
         biases = chosen * (2 * self.width + D) * self.bias
@@ -244,7 +244,7 @@ class Experts:
         )
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The rows and columns, added, of the experts' weights, which adapters can have."""
+        """The numbers in adapters of rank 1 of all experts, for each of their matrices."""
         return dict.fromkeys(("gate", "up", "down"), self.count * (D + self.width))
 
 
@@ -267,6 +267,6 @@ class Layer:
         return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms
 
     def adapted(self, D: int) -> dict[str, dict[str, int]]:
-        """The rows and columns, added, of the weights that adapters can have, by part and name."""
+        """The numbers in an adapter of rank 1 of each weight that can have one, by part and name."""
         mixer = "mixer" if isinstance(self.mixer, GatedDelta) else "attention"
         return {mixer: self.mixer.adapted(D), "mlp": self.mlp.adapted(D)}

@@ -37,7 +37,7 @@ from gspax.config import (
 )
 from gspax.losses import token_logp
 from gspax.model import transformer
-from gspax.model.delta_net import DeltaState, advance_rows
+from gspax.model.delta_net import DeltaState
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
 from gspax.model.kernels.online_softmax import MASKED
@@ -176,10 +176,8 @@ def score(params: Params, config: ModelConfig, tokens_PS: Array, length_P: Array
     All positions' logits [P, S, V] are in memory together: this is for a few rows, such as probes.
     """
     P, S = tokens_PS.shape
-    index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
-    segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
-    attend, advance = attend_within_segments(segment_PS, mesh, layer_windows(config)), advance_rows(segment_PS)
-    shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, advance, mesh)
+    segment_PS = (jnp.arange(S)[None] < length_P[:, None]).astype(jnp.int32)
+    shared = transformer.layer_inputs(config, segment_PS, mesh)
     hidden_PSD, _, _ = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     logits_PSV = logits(params, hidden_PSD.reshape(P * S, -1)).reshape(P, S, -1)
     return token_logp(logits_PSV, tokens_PS)
@@ -507,7 +505,6 @@ def _attend_to_block(
     keys_WKMH = v_WKMH if k_WKMH is None else k_WKMH
     merged = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, keys_WKMH, v_WKMH, count_W))
     context_WLH = _beside_sinks(merged, None if sinks_N is None else jnp.repeat(sinks_N, M))
-
     return context_WLH.reshape(W, N, M, H), LayerCache(cache.prompt, completion)
 
 
