@@ -1,13 +1,16 @@
-"""Weights that two processes push: each writes a share, and servers read the bytes of one process."""
+"""What two processes push and sample with servers: the weights are those of one process, and so are the samples."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import fake_vllm
 import jax
 import numpy as np
 from published import random_params
+from small_experiment import experiment
 from test_processes import free_port, variables
 
 from gspax.hf import tensors
@@ -76,3 +79,60 @@ def test_two_processes_write_the_bytes_of_one(tmp_path):
         assert len(files) >= 2, "of each process"
     whole = tensors.find(tmp_path / "both" / "weights_v000000")  # with an index, as transformers reads it
     assert whole.keys() == own.keys()
+
+
+SAMPLING = """
+import sys
+from dataclasses import replace
+import jax
+import numpy as np
+from gspax import config
+from gspax.learner.state import init_state
+from gspax.parallel import joining, multihost
+from gspax.rollout.runtime import make_runtime
+from gspax.training.in_flight import InFlight, receive, start_rollout
+from small_experiment import experiment as small
+
+address, index, *addresses = sys.argv[1:]
+joining.join(joining.ProcessInfo(address, 2, int(index)), {}, lambda a, b: [], 100, b"secret")
+model = replace(small.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
+engine = config.Engine(folder="weights", addresses=tuple(addresses), probes=1)
+sampling = replace(small.sampling, prompts=4)
+runtime = make_runtime(replace(small, model=model, warm_start=None, engine=engine, sampling=sampling))
+state = init_state(model, runtime.optimizer, jax.random.key(0), runtime.mesh)
+weights = runtime.engine.push(state.params, 0)
+rollout = receive(runtime, start_rollout(runtime, weights, state, 0, InFlight())).rollout
+np.save(f"tokens{index}.npy", multihost.to_host(rollout.tokens_BT))
+np.save(f"logps{index}.npy", multihost.to_host(rollout.logp_BT))
+"""
+
+
+def test_two_processes_sample_with_servers_that_restart(tmp_path):
+    """Each asks for its own rows; one server restarts and gets the weights again, from the first process alone."""
+    model = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
+    with fake_vllm.serve(model) as first, fake_vllm.serve(model) as second:
+        first.faults.restart_after = 3  # the probe is one completion
+        popen = {"env": variables(1), "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+        command = [sys.executable, "-c", SAMPLING, f"localhost:{free_port()}"]
+        processes = [
+            subprocess.Popen([*command, str(index), first.address, second.address], stdout=subprocess.PIPE, **popen)
+            for index in (0, 1)
+        ]
+        try:
+            output = [process.communicate(timeout=1200)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0, 0], output
+        assert first.faults.restart_after == 0, "it did restart"
+        loads = [body["args"][1] for path, body in first.seen if body and body.get("method") == "gspax_load"]
+        assert len(loads) == len(set(loads)) == 2
+        assert f"{first.address} is back" in output[0] and "is back" not in output[1]
+        params = jax.device_get(first.params)
+    tokens, logps = (np.load(tmp_path / f"{name}0.npy") for name in ("tokens", "logps"))
+    np.testing.assert_array_equal(tokens, np.load(tmp_path / "tokens1.npy"))
+    for row, own in zip(tokens.tolist(), logps, strict=True):
+        theirs, _ = fake_vllm.forward(params, model, row)
+        sampled = np.flatnonzero(own)
+        assert len(sampled) > 0
+        np.testing.assert_allclose(own[sampled], [theirs[t - 1, row[t]] for t in sampled], atol=2e-6)

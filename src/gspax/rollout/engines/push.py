@@ -74,7 +74,8 @@ class Pusher:
         mesh: jax.sharding.Mesh,
         servers: Sequence[Server],
     ) -> None:
-        self.mesh, self.servers = mesh, Servers(servers, settings.timeout, self.install)
+        install = self.install if jax.process_index() == 0 else None
+        self.mesh, self.servers = mesh, Servers(servers, settings.timeout, install)
         self.pool = ThreadPoolExecutor(settings.requests * len(servers), thread_name_prefix="gspax_engine")
         self.pushed: Pushed | None = None
         self._writer = Writer(Path(settings.folder), model, changes=all(server.reads_changes for server in servers))

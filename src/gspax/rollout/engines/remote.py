@@ -26,7 +26,7 @@ from gspax.rollout.engines.contract import Held, Request, Served, Weights
 from gspax.rollout.engines.push import LOOK, Pushed, Pusher, on_primary, wait
 from gspax.rollout.engines.server import Ask, Server
 from gspax.rollout.engines.server_rows import Row
-from gspax.rollout.engines.servers import Given, Servers
+from gspax.rollout.engines.servers import ATTEMPTS, Given, Servers, State
 from gspax.rollout.engines.sglang import SGLang
 from gspax.rollout.engines.vllm import VLLM
 from gspax.rollout.episodes import Ready, RowsOnHost, answer, set_finished
@@ -106,32 +106,35 @@ class Remote:
         options, servers, pushed = request.options, self._pusher.servers, self._pusher.pushed
         assert pushed is not None and weights.version == pushed.weights.version, "wanted the newest weights"
         key = np.asarray(multihost.to_host(jax.random.key_data(request.key))).tobytes()
+        agree(self._pusher)
         multihost.all_or_raise(lambda: bool(find_restarted(servers, pushed)))
         asks = {
             number: (row.group, rows.to_ask(row, key, options))
             for number, row in own.items()
             if rows.is_active(row, options.sampling)
         }
-        given = dict[int, Given]()
-
-        def confirm() -> None:
-            """Drop the answers of servers that have been started again since they were asked."""
-            instances = find_restarted(servers, pushed)
-            for number, one in list(given.items()):
-                if instances.get(one.address) != one.instance:
-                    del given[number]
-
+        given, without = dict[int, Given](), 0
         while True:
-            missing = {number: ask for number, ask in asks.items() if number not in given}
-            given |= self._ask_all(missing, request)
-            multihost.all_or_raise(confirm)
-            if not any(multihost.gather(len(given) < len(asks))):
+            answered = self._ask_all({number: ask for number, ask in asks.items() if number not in given}, request)
+            instances = multihost.all_or_raise(lambda: find_restarted(servers, pushed))
+            # Answers of servers that have been started again since they were asked do not count
+            new = {number: one for number, one in answered.items() if instances.get(one.address) == one.instance}
+            given |= new
+            without = 0 if new or len(given) == len(asks) else without + 1
+            missing, rounds = zip(*multihost.gather((len(asks) - len(given), without)), strict=True)
+            if not any(missing):
                 break
+            if max(rounds) == ATTEMPTS:
+                raise FailureError(
+                    f"engine: process {rounds.index(ATTEMPTS)} has asked {ATTEMPTS} times, and no server had an answer "
+                    "for it that counts: can it reach them?"
+                )
+            agree(self._pusher)
         for number, one in given.items():
             rows.add(own[number], one.answer, pushed.weights.version, options)
 
     def _ask_all(self, asks: Mapping[int, tuple[int, Ask]], request: Request) -> dict[int, Given]:
-        """Send all requests at once, by row with its group. Collective."""
+        """Send all requests at once, by row with its group; some may have no answer (`Servers.ask`). Collective."""
         pool, servers, stop = self._pusher.pool, self._pusher.servers, threading.Event()
         futures = {pool.submit(servers.ask, *ask, stop): number for number, ask in asks.items()}
         given, problems = dict[int, Given](), list[Exception]()
@@ -142,9 +145,9 @@ class Remote:
                 future.cancel()
             servers.close()
 
-        def add(done: set[Future[Given]]) -> None:
+        def add(done: set[Future[Given | None]]) -> None:
             try:
-                new = {futures[future]: future.result() for future in done}
+                new = {futures[future]: one for future in done if (one := future.result()) is not None}
                 given.update(new)
                 if new and request.ended is not None:
                     request.ended({number: np.array(new[number].answer.tokens, np.int32) for number in sorted(new)})
@@ -256,9 +259,33 @@ def context_length(sampling: Sampling, evaluation: Evaluation) -> int:
     return max(sampling.max_prompt_tokens + max(sampling.max_tokens, held_out), *tasks, 0) + 1
 
 
+def agree(pusher: Pusher) -> None:
+    """Tell process 0 which servers are gone, wait until it has one, and learn which it has. Collective."""
+    if jax.process_count() == 1:
+        return
+    servers, stop, waits = pusher.servers, threading.Event(), list[Future[list[str]]]()
+    states = multihost.gather(tuple(servers.state()))
+    if is_primary := jax.process_index() == 0:
+        for state in states[1:]:
+            servers.lose_too(State(*state))
+        waits.append(pusher.pool.submit(servers.wait, stop))
+    try:
+        interrupt.wait(waits)
+    finally:
+        stop.set()
+    state = on_primary(lambda: (waits[0].result(), tuple(servers.state()))[1])
+    if not is_primary:
+        servers.take_over(State(*state))
+
+
 def find_restarted(servers: Servers, pushed: Pushed) -> dict[str, str]:
-    """The instances of the servers that have the newest weights; one that has none was started again."""
-    instances = dict[str, str]()
+    """The instances of the servers that have the newest weights; one that has none was started again.
+
+    Raises:
+      FailureError: another run has pushed to a server. Process 0 knows, because it gives them their weights; to another
+        process such a server is gone.
+    """
+    known, instances = servers.state().instance, dict[str, str]()
     for server in servers.present():
         try:
             served = server.state(LOOK)
@@ -269,11 +296,14 @@ def find_restarted(servers: Servers, pushed: Pushed) -> dict[str, str]:
             raise FailureError(f"engine: {problem}") from None
         if served.version is None:
             servers.lose(server, f"{server.address} was started again")
-        elif served.digest != pushed.written.digest or served.instance != servers.instance(server.address):
-            raise FailureError(
-                f"engine: {server.address}: wanted version {pushed.weights.version} of this run, it has other weights, "
+        elif served.digest != pushed.written.digest or served.instance != known.get(server.address):
+            reason = (
+                f"{server.address}: wanted version {pushed.weights.version} of this run, it has other weights, "
                 f"version {served.version}: does another run push to it?"
             )
+            if jax.process_index() == 0:
+                raise FailureError(f"engine: {reason}")
+            servers.lose(server, reason)
         else:
             instances[server.address] = served.instance
     return instances

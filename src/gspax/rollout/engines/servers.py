@@ -3,13 +3,17 @@
 Requests are balanced by the tokens that a server still has to sample; the samples of a group go to one server, which
 then computes their prompt once. A server that does not answer is `gone`: a thread of its own looks for it, brings it
 to the newest weights, and from then on it gets requests again.
+
+Every process asks for its own rows, but only process 0 gives servers weights and looks for those that are gone: loads
+by several processes would look like those of other runs. The others learn from it which servers are there
+(`remote.agree`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from gspax.errors import FailureError, warn
@@ -18,6 +22,7 @@ from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.server import Answer, Ask, Server
 
 PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two looks at a server that is gone
+ATTEMPTS = 10  # times that a request is sent; more servers than that do not die by chance
 
 
 class Given(NamedTuple):
@@ -28,16 +33,23 @@ class Given(NamedTuple):
     instance: str
 
 
+class State(NamedTuple):
+    """What processes agree on, by address."""
+
+    gone: dict[str, str]  # why, of the servers that do not answer
+    instance: dict[str, str]  # of the weights
+
+
 class Servers:
     """The servers of a run, for any number of threads.
 
     Args:
       servers: at least one.
       timeout: seconds in which one of them must be there.
-      install: gives a server the newest weights and checks that it has them; raises what servers raise.
+      install: gives a server the newest weights and checks it; raises what servers raise. None: another process does.
     """
 
-    def __init__(self, servers: Sequence[Server], timeout: float, install: Callable[[Server], object]) -> None:
+    def __init__(self, servers: Sequence[Server], timeout: float, install: Callable[[Server], object] | None) -> None:
         self._by_address = {server.address: server for server in servers}
         self._timeout, self._install = timeout, install
         self._unfinished = dict.fromkeys(self._by_address, 0)  # tokens, by address
@@ -57,47 +69,74 @@ class Servers:
         with self._changed:
             self._instance[address] = instance
 
-    def instance(self, address: str) -> str:
-        """The load of the weights that a server had when it was last confirmed."""
+    def state(self) -> State:
+        """A copy, for the other processes."""
         with self._changed:
-            return self._instance.get(address, "")
+            return State(dict(self._gone), dict(self._instance))
 
-    def ask(self, group: int, ask: Ask, stop: threading.Event) -> Given:
-        """Send a request to one server after the other until one answers.
+    def take_over(self, state: State) -> None:
+        """Replace the state by that of process 0."""
+        with self._changed:
+            self._gone, self._instance = dict(state.gone), dict(state.instance)
+
+    def lose_too(self, other: State) -> None:
+        """Lose the servers that another process has lost, unless they have got the weights again since."""
+        for address, reason in other.gone.items():
+            if other.instance.get(address) == self._instance.get(address):
+                self.lose(self._by_address[address], reason)
+
+    def ask(self, group: int, ask: Ask, stop: threading.Event) -> Given | None:
+        """Send a request to one server after the other until one answers; None if none is there (`wait`).
 
         A server may have restarted meanwhile, unnoticed: the answer counts if its state still has the `instance`.
 
         Raises:
-          FailureError: none is there within the timeout, or one has refused the request.
+          FailureError: none is there within the timeout, one has refused the request, or it was sent `ATTEMPTS` times.
         """
-        while True:
-            server, instance = self._take(group, ask.most, stop)
+        reason = ""
+        for _ in range(ATTEMPTS):
+            if (taken := self._take(group, ask.most, stop)) is None:
+                return None
+            server, instance = taken
             try:
                 answer = server.sample(ask)
                 watchdog.progress()
                 return Given(answer, server.address, instance)
             except UnreachableError as problem:
+                reason = str(problem)
                 if not stop.is_set():
-                    self.lose(server, str(problem))
+                    self.lose(server, reason)
             except RefusedError as problem:
                 raise FailureError(f"engine: {problem}") from None
             finally:
                 with self._changed:
                     self._unfinished[server.address] -= ask.most
+        raise FailureError(f"engine: a request was sent {ATTEMPTS} times and never answered: {reason}")
 
-    def _take(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str]:
-        """The server of a group, or for a new group the one with the fewest unfinished tokens, and its instance."""
+    def wait(self, stop: threading.Event) -> list[str]:
+        """The addresses of the servers that are there: at least one, unless another process looks for them.
+
+        Raises:
+          FailureError: none is there within the timeout, or `stop` is set.
+        """
         end = time.monotonic() + self._timeout
         with self._changed:
             while True:
                 if stop.is_set():
                     raise FailureError("engine: the request was ended")
                 self.raise_problem()
-                if there := [address for address in self._by_address if address not in self._gone]:
-                    break
+                there = [address for address in self._by_address if address not in self._gone]
+                if there or self._install is None:
+                    return there
                 if time.monotonic() > end:
                     raise FailureError(self.describe_gone())
                 self._changed.wait(PAUSE)
+
+    def _take(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str] | None:
+        """The server of a group, or for a new group the one with the fewest unfinished tokens, and its instance."""
+        with self._changed:
+            if not (there := self.wait(stop)):
+                return None
             address = self._group.get(group, "")
             if address not in there:
                 address = self._group[group] = min(there, key=self._unfinished.__getitem__)
@@ -128,33 +167,45 @@ class Servers:
             if server.address in self._gone:
                 return
             self._gone[server.address] = reason
-        warn(f"engine: {reason}; its requests are sent again, to another server or once it is back")
-        threading.Thread(target=self._find, args=(server,), name="gspax_engine_lost", daemon=True).start()
+        if (install := self._install) is not None:
+            warn(f"engine: {reason}; its requests are sent again, to another server or once it is back")
+            threading.Thread(target=self._look_for, args=(server, install), name="gspax_lost", daemon=True).start()
 
-    def _find(self, server: Server) -> None:
-        """Wait for a server, and install the newest weights."""
-        pause = PAUSE
-        while True:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            try:
-                self._install(server)
-            except UnreachableError as problem:
+    def _look_for(self, server: Server, install: Callable[[Server], object]) -> None:
+        try:
+            for reason in bring_back(server, install):
                 with self._changed:
-                    self._gone[server.address] = str(problem)
-            except (RefusedError, FailureError) as problem:
-                with self._changed:
-                    self._problem = str(problem) if isinstance(problem, FailureError) else f"engine: {problem}"
-                    self._changed.notify_all()
-                return
-            else:
-                with self._changed:
-                    del self._gone[server.address]
-                    self._changed.notify_all()
-                warn(f"engine: {server.address} is back, with the newest weights")
-                return
+                    self._gone[server.address] = reason
+        except FailureError as problem:
+            with self._changed:
+                self._problem = str(problem)
+                self._changed.notify_all()
+            return
+        with self._changed:
+            del self._gone[server.address]
+            self._changed.notify_all()
+        warn(f"engine: {server.address} is back, with the newest weights")
 
     def close(self) -> None:
         """End all requests."""
         for server in self._by_address.values():
             server.close()
+
+
+def bring_back(server: Server, install: Callable[[Server], object]) -> Iterator[str]:
+    """Install the newest weights as soon as a server answers; yields why it does not.
+
+    Raises:
+      FailureError: it answers, and cannot be used.
+    """
+    pause = PAUSE
+    while True:
+        time.sleep(pause)
+        try:
+            install(server)
+            return
+        except UnreachableError as problem:
+            yield str(problem)
+        except RefusedError as problem:
+            raise FailureError(f"engine: {problem}") from None
+        pause = min(2 * pause, LONGEST_PAUSE)

@@ -1,0 +1,83 @@
+"""Which server a request goes to while servers go and come back, and what the processes of a run agree on."""
+
+import threading
+import time
+
+import pytest
+
+from gspax.config import Sampling
+from gspax.errors import FailureError
+from gspax.rollout.engines import servers
+from gspax.rollout.engines.client import UnreachableError
+from gspax.rollout.engines.server import Answer, Ask
+from gspax.rollout.engines.servers import Servers
+
+ASK = Ask([1, 2], 1, 0, Sampling(), False, (), False)
+ADDRESS = "http://127.0.0.1:1"
+
+
+class Stub:
+    """A server that answers, or does not."""
+
+    address = ADDRESS
+
+    def __init__(self):
+        self.answers, self.asked, self.loads = True, 0, 0
+
+    def sample(self, ask):
+        self.asked += 1
+        if not self.answers:
+            raise UnreachableError(f"{self.address} is not reachable")
+        return Answer([3], [-1.0], True, None)
+
+    def load(self, known):
+        self.loads += 1
+        known.confirm(self.address, str(self.loads))
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
+
+
+def first_process(stub):
+    """The servers of process 0, which has given this one its weights."""
+    known = Servers([stub], 5.0, lambda server: server.load(known))
+    stub.load(known)
+    return known
+
+
+def wait_until(done):
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_request_that_ends_every_server_is_not_sent_for_ever():
+    stub = Stub()
+    stub.answers = False
+    known = first_process(stub)
+    with pytest.raises(FailureError, match=r"a request was sent 10 times and never answered: .*reachable"):
+        known.ask(0, ASK, threading.Event())
+    assert stub.asked == servers.ATTEMPTS
+
+
+def test_another_process_learns_from_the_first_one_which_servers_are_there():
+    """It gives no server weights: what it has lost, the first process loses too, loads once, and tells."""
+    stub, stop = Stub(), threading.Event()
+    first, other = first_process(stub), Servers([stub], 5.0, None)
+    other.take_over(first.state())
+    assert other.ask(0, ASK, stop).instance == "1"
+    stub.answers = False
+    assert other.ask(0, ASK, stop) is None and not other.present()
+    stub.answers = True
+    assert other.ask(0, ASK, stop) is None and stub.loads == 1, "it does not look for the server"
+    lost = other.state()
+    first.lose_too(lost)
+    wait_until(first.present)
+    assert stub.loads == 2
+    first.lose_too(lost)
+    assert first.present() and stub.loads == 2, "the server has got the weights since"
+    other.take_over(first.state())
+    assert other.ask(0, ASK, stop).instance == "2"
