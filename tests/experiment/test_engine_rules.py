@@ -84,6 +84,7 @@ def test_the_dry_run_names_the_servers_and_the_bytes_of_a_push():
     found = plan.plan(SERVED)
     assert found.sampler == {} and found.push == 4 * found.checkpoint // 12  # float32; two moments are stored with it
     text = render(found)
+    assert f"at 1 GB/s {found.push / 1e9:.2g} s to write, and as long to read" in text
     assert "vLLM at http://10.0.0.1:8000, http://10.0.0.2:8000" in text and "float32 weights in engine_weights" in text
     assert "Memory per device, sampler" not in text
 
