@@ -49,7 +49,8 @@ class FakeSGLang(Fake):
         assert body["return_logprob"] and not self.is_paused
         params, prompt = body["sampling_params"], body["input_ids"][: self.faults.truncates or None]
         settings = params["max_new_tokens"], params["temperature"], params.get("sampling_seed", 0)
-        tokens, chosen, reason, experts = self.sample(prompt, *settings, params.get("stop_token_ids", ()))
+        tokens, laws, reason, experts = self.sample(prompt, *settings, params.get("stop_token_ids", ()))
+        chosen = [[float(law[token]), token, None] for law, token in zip(laws, tokens, strict=True)]
         meta = {
             "id": "1",
             "finish_reason": {
@@ -59,7 +60,7 @@ class FakeSGLang(Fake):
             "prompt_tokens": len(prompt),
             "completion_tokens": len(tokens),
             "weight_version": self.loaded or "default",
-            "output_token_logprobs": [[logp, token, None] for logp, token in zip(chosen, tokens, strict=True)],
+            "output_token_logprobs": chosen,
         }
         if body.get("logprob_start_len") == 0:
             logps, _ = forward(self.params, self.model, prompt)

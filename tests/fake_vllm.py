@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import local_server
 import numpy as np
+import reference
 
 from gspax.config import ModelConfig
 from gspax.hf import tensors
@@ -52,6 +53,7 @@ class Faults:
     exchanges_experts: bool = False  # the first two of the first layer, after each load
     stays_at: dict | None = None  # what it says that it has loaded, whatever that is
     temperatures: int = 1  # times that the temperature is applied
+    ignores_filters: bool = False
     delay: float = 0.0  # seconds before each completion
     hangs: bool = False  # takes requests and answers none
     truncates: int = 0  # tokens of a prompt that are kept; 0: all
@@ -145,28 +147,42 @@ class Fake:
             entry = lambda t: {str(prompt[t]): {"logprob": float(logps[t - 1, prompt[t]]), "rank": 1}}  # noqa: E731
             choice["prompt_logprobs"] = [None, *map(entry, range(1, len(prompt)))]
         settings = body["max_tokens"], body["temperature"], body.get("seed", 0), body.get("stop_token_ids", ())
-        tokens, chosen, reason, experts = self.sample(prompt, *settings)
+        filters = body.get("top_k", 0), body.get("top_p", 1.0), body.get("min_p", 0.0)
+        tokens, laws, reason, experts = self.sample(prompt, *settings, filters=filters)
         choice["stop_reason"] = tokens[-1] if reason == "stop" else None
-        choice |= {"token_ids": tokens, "finish_reason": reason, "logprobs": {"token_logprobs": chosen}}
+        choice |= {"token_ids": tokens, "finish_reason": reason, "logprobs": None}
+        if body.get("logprobs") is not None:
+            entries = [top_logprobs(*pair, body["logprobs"]) for pair in zip(laws, tokens, strict=True)]
+            chosen = [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+            choice["logprobs"] = {"token_logprobs": chosen, "top_logprobs": entries}
         if experts is not None:
             file = io.BytesIO()
             np.save(file, experts.astype(np.uint8))
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         return {"id": "cmpl-1", "object": "text_completion", "model": vllm.NAME, "choices": [choice]}
 
-    def sample(self, prompt, most, temperature, seed, stops):
-        """The tokens after a prompt, their log-probs, why they end, and the experts of all tokens but the last."""
-        rng, tokens, chosen = np.random.default_rng(seed), [], []
+    def sample(self, prompt, most, temperature, seed, stops, filters=(0, 1.0, 0.0)):
+        """The tokens after a prompt, the log-probs [V] of each, why they end, and the experts of all but the last."""
+        rng, tokens, laws = np.random.default_rng(seed), [], []
         for _ in range(1 if self.faults.stops_early else most):
             logps, experts = forward(self.params, self.model, prompt + tokens)
             scaled = logps[-1] / (temperature or 1.0) ** self.faults.temperatures
+            if temperature and not self.faults.ignores_filters:
+                kept = reference.kept_tokens(scaled, *filters)
+                scaled = np.where([token in kept for token in range(len(scaled))], scaled, -np.inf)
             scaled = scaled - np.log(np.exp(scaled).sum())
             noise = rng.gumbel(size=scaled.shape) if temperature else 0.0
             tokens.append(int(np.argmax(scaled + noise)))
-            chosen.append(float(scaled[tokens[-1]]))
+            laws.append(scaled)
             if tokens[-1] in stops:
-                return tokens, chosen, "stop", experts
-        return tokens, chosen, "length", experts
+                return tokens, laws, "stop", experts
+        return tokens, laws, "length", experts
+
+
+def top_logprobs(law, token, count):
+    """The log-probs of the most probable tokens and of the sampled one; -inf is sent as -9999."""
+    best = {*np.argsort(-law)[:count].tolist(), token}
+    return {f"token_id:{other}": max(float(law[other]), -9999.0) for other in best}
 
 
 def assemble(folder, whole):

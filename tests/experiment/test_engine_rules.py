@@ -17,6 +17,7 @@ CHUNKS = replace(experiment.sampling, chunk=2)
 def test_a_run_with_servers_is_valid():
     assert validate(SERVED) == []
     settings = replace(SERVED.engine, staleness=2, partial=PartialRollouts(carried=2))
+    assert validate(replace(SERVED, sampling=replace(experiment.sampling, top_k=5, top_p=0.9, mask_replay=8))) == []
     parted = replace(SERVED, engine=settings, sampling=CHUNKS)
     assert validate(parted, 8) == []
     assert validate(replace(parted, engine=replace(settings, partial=PartialRollouts(carried=1))), 8) == [
@@ -43,8 +44,25 @@ def test_a_run_with_servers_is_valid():
         ({"engine": Engine(addresses=("http://a:1", "http://a:1"))}, "engine.addresses: wanted each address once"),
         ({"engine": Engine(addresses=())}, "engine.addresses: wanted at least one"),
         ({"engine": Engine(folder="gs://bucket/weights")}, "engine.folder: wanted a folder of a file system"),
-        ({"sampling": replace(experiment.sampling, top_p=0.9)}, "sampling.top_p: wanted 1 with an engine"),
-        ({"sampling": replace(experiment.sampling, top_k=5)}, "sampling.top_k: wanted 0 with an engine"),
+        (
+            {"sampling": replace(experiment.sampling, top_k=5)},
+            "sampling.mask_replay: wanted at least 1 with an engine and sampling.top_k",
+        ),
+        (
+            {"sampling": replace(experiment.sampling, top_p=0.9, mask_replay=8)},
+            "sampling.top_k: wanted 1 to 8 (sampling.mask_replay) with an engine and a filter",
+        ),
+        (
+            {"sampling": replace(experiment.sampling, top_k=9, mask_replay=8)},
+            "sampling.top_k: wanted 1 to 8 (sampling.mask_replay) with an engine and a filter",
+        ),
+        (
+            {
+                "engine": Engine(server="sglang"),
+                "sampling": replace(experiment.sampling, top_p=0.9, top_k=8, mask_replay=8),
+            },
+            "sampling.top_k: wanted no filter with an SGLang server",
+        ),
         ({"placement": Placement(devices=1)}, "placement: wanted null with an engine"),
         ({"sampler_mesh": Mesh()}, "sampler_mesh: wanted null with an engine"),
         (

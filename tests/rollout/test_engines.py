@@ -7,12 +7,17 @@ import fake_vllm
 import jax
 import numpy as np
 import pytest
+import reference
+import tiny
 from small_experiment import experiment
 
 from gspax.config import Engine
 from gspax.errors import FailureError
 from gspax.learner.state import init_state
+from gspax.rollout.engines import server
+from gspax.rollout.engines import server_rows as rows
 from gspax.rollout.runtime import make_runtime
+from gspax.sampler.sampler import pad_replies
 from gspax.training.in_flight import InFlight, receive, start_rollout
 from gspax.training.step import run_step
 
@@ -90,6 +95,60 @@ def test_a_rollout_is_what_the_server_answered(fake):
         assert rollout.finished_B[row] or count == 4
 
 
+FILTERED = replace(experiment.sampling, temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, mask_replay=8)
+
+
+def test_a_server_tells_the_tokens_that_filters_leave(fake):
+    """The learner's log-probs over them are the server's."""
+    runtime = make_runtime(served(fake, sampling=FILTERED))
+    state = fresh(runtime)
+    batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight()))
+    rollout, V = jax.device_get(batch.sampled), experiment.model.vocab_size
+    assert rollout.kept_BTK.shape[2] == 5 and rollout.kept_BTK.dtype == np.uint8 and not rollout.cut_BT.any()
+    sizes = set()
+    for row, column in np.argwhere(rollout.mask_BT):
+        tokens = rollout.tokens_BT[row, : column + 1].tolist()
+        logps, _ = fake_vllm.forward(jax.device_get(state.params), experiment.model, tokens[:-1])
+        scaled = logps[-1] / 0.8
+        wanted = reference.kept_tokens(scaled, 5, 0.9, 0.05)
+        ids = sorted(wanted, key=lambda token: -scaled[token])
+        assert rollout.kept_BTK[row, column].tolist() == ids + [V] * (5 - len(ids)) and tokens[-1] in wanted
+        logp = scaled[tokens[-1]] - np.log(np.exp(scaled[ids]).sum())
+        np.testing.assert_allclose(rollout.logp_BT[row, column], logp, atol=2e-6)
+        sizes.add(len(ids))
+    assert len(sizes) > 1
+    metrics = run_step(make_runtime(runtime.experiment), state, None, InFlight()).metrics
+    assert metrics["mismatch/abs_diff_largest_max"] < 2e-6 and metrics["engine/probe_sampled_abs_diff"] < 2e-6
+    assert 1 < metrics["sampling/mask_size"] < 5 and metrics["sampling/mask_cut"] == 0
+
+
+def test_of_tokens_that_tie_at_the_edge_of_a_filter_the_sampled_one_stays():
+    """The server has chosen among four tokens, of which two are kept."""
+    logps = {7: np.log(0.4), 3: np.log(0.2), 9: np.log(0.2)}
+    ids, logp, cut = server.keep_set(logps, 9, 2)
+    assert ids == [7, 9] and cut
+    np.testing.assert_allclose(np.exp(logp), 0.2 / 0.6)
+    ids, logp, cut = server.keep_set({7: np.log(0.75), 3: np.log(0.25), 9: -9999.0}, 7, 3)
+    assert ids == [7, 3] and not cut
+    np.testing.assert_allclose(np.exp(logp), 0.75)
+    for excluded in (-9999.0, np.log(0.1)):
+        with pytest.raises(ValueError, match="token 9, which the filters exclude"):
+            server.keep_set({7: np.log(0.6), 3: np.log(0.3), 9: excluded}, 9, 2)
+
+
+def test_the_tokens_of_a_reply_have_no_sets():
+    options = tiny.options(experiment.model, replace(FILTERED, prompts=1, group=1), (1,), turns=True, mask_size=2)
+    row, V = rows.Row([1, 2, 3], 0, 0, False), experiment.model.vocab_size
+    for token in (4, 5):
+        rows.add(row, server.Answer([token], [-0.5], True, None, [[token, 6]], [token == 5]), 0, options)
+        rows.add_replies({0: row}, pad_replies([[8, 9]]) if token == 4 else None)
+    rollout = jax.device_get(rows.assemble({0: row}, 1, options))
+    start = rollout.prompt_length_B[0]
+    assert rollout.tokens_BT[0, start : start + 4].tolist() == [4, 8, 9, 5]
+    assert rollout.kept_BTK[0, start : start + 4].tolist() == [[4, 6], [V, V], [V, V], [5, 6]]
+    assert np.flatnonzero(rollout.cut_BT[0]).tolist() == [start + 3]
+
+
 @both
 def test_equal_keys_give_equal_samples(fake):
     """A resumed run samples what the uninterrupted one did, in whatever order its requests are answered."""
@@ -140,13 +199,15 @@ def refuses(runtime, state, *words):
         ("sglang", {"state": {"dtype": "bfloat16"}}, ("wanted float32 (model.dtype), got bfloat16",)),
         ("sglang", {"truncates": 3}, ("wanted the prompt that was sent", "truncated or tokenized again")),
         ("sglang", {"stops_early": True}, ("its context is shorter than prompt and completion",)),
+        ("vllm", {"ignores_filters": True}, ("which the filters exclude",)),
     ],
     indirect=["fake"],
 )
 def test_a_wrong_server_is_refused_before_it_samples(fake, faults, words):
     for name, value in faults.items():
         setattr(fake.faults, name, value)
-    runtime = make_runtime(served(fake))
+    filters = {"top_k": 3, "mask_replay": 3} if "ignores_filters" in faults else {}
+    runtime = make_runtime(served(fake, sampling=replace(experiment.sampling, **filters)))
     refuses(runtime, fresh(runtime), *words)
     bodies = [body.get("sampling_params", body) for path, body in fake.seen if path == fake.path]
     asked = [body for body in bodies if body.get("stop_token_ids")]

@@ -24,10 +24,21 @@ def engine_problems(
         yield f"engine.folder: wanted a folder of a file system, which servers read too, got {engine.folder!r}"
     if len(set(engine.addresses)) < len(engine.addresses):
         yield f"engine.addresses: wanted each address once, got {', '.join(engine.addresses)}"
-    for name in filters_in_use(sampling):
+    filters, size = filters_in_use(sampling), sampling.mask_replay
+    if filters and engine.server == "sglang":
         yield (
-            f"sampling.{name}: wanted {'1' if name == 'top_p' else '0'} with an engine, whose log-probs are over "
-            f"the tokens that a filter leaves, which servers do not tell, got {getattr(sampling, name):g}"
+            f"sampling.{filters[0]}: wanted no filter with an SGLang server, whose log-probs are over all tokens, got "
+            f"{getattr(sampling, filters[0]):g}"
+        )
+    elif filters and not size:
+        yield (
+            f"sampling.mask_replay: wanted at least 1 with an engine and sampling.{filters[0]}: a server's log-probs "
+            "are over the tokens that filters leave, got 0"
+        )
+    elif filters and not 0 < sampling.top_k <= size:
+        yield (
+            f"sampling.top_k: wanted 1 to {size} (sampling.mask_replay) with an engine and a filter: a server returns "
+            f"a limited number of the tokens that filters leave, got {sampling.top_k}"
         )
     if placement is not None:
         yield "placement: wanted null with an engine, which has its own devices, got a Placement"

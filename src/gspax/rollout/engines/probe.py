@@ -32,9 +32,17 @@ ScoreRows = Callable[..., Scores]  # a compiled `learner.train_step.make_score`
 
 
 def learner_scores(
-    score: ScoreRows, params: Params, rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh
+    score: ScoreRows,
+    params: Params,
+    rows: Sequence[Sequence[int]],
+    mesh: jax.sharding.Mesh,
+    sets: Sequence[np.ndarray] = (),
 ) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """The learner's log-probs of each row's tokens after the first, and its experts [K, L, T, A]. Collective."""
+    """The learner's log-probs of each row's tokens after the first, and its experts [K, L, T, A]. Collective.
+
+    Args:
+      sets: of each row's last tokens, the ids that each was chosen from (`server.pad_sets`): log-probs are over these.
+    """
     shards, length = batch_shards(mesh), max(map(len, rows))
     count = -(-len(rows) // shards) * shards
     tokens_BT, segment_BT = np.zeros((count, length), np.int32), np.zeros((count, length), np.int32)
@@ -44,7 +52,13 @@ def learner_scores(
     mask_BT = segment_BT > 0
     mask_BT[:, 0] = False
     arrays = multihost.to_devices((tokens_BT, segment_BT, mask_BT), named_sharding(mesh, "batch"))
-    scores = multihost.to_host(score(params, *arrays)._asdict())
+    kept_BTK = None
+    if sets:
+        whole_BTK = np.zeros((count, length, sets[0].shape[1]), np.int32)
+        for number, (row, kept) in enumerate(zip(rows, sets, strict=True)):
+            whole_BTK[number, len(row) - len(kept) : len(row)] = kept
+        kept_BTK = multihost.to_devices(whole_BTK, named_sharding(mesh, "batch"))
+    scores = multihost.to_host(score(params, *arrays, kept_BTK=kept_BTK)._asdict())
     logps = [scores["logp_BT"][number, 1 : len(row)] for number, row in enumerate(rows)]
     return logps, scores["expert_BLTA"]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from gspax.config import Engine, ModelConfig, Sampling, has_experts
+from gspax.config import Engine, ModelConfig, Sampling, has_experts, sampling_mask_size
 from gspax.errors import FailureError
 from gspax.learner.forward import StepSettings
 from gspax.learner.train_step import make_score
@@ -19,7 +19,7 @@ from gspax.parallel import multihost
 from gspax.rollout.engines import probe, weights
 from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Served, Weights
-from gspax.rollout.engines.server import Ask, Server
+from gspax.rollout.engines.server import Ask, Server, pad_sets
 from gspax.rollout.engines.servers import PAUSE, Servers
 from gspax.rollout.engines.weights import Writer, Written
 from gspax.run import interrupt
@@ -40,14 +40,10 @@ class Pushed(NamedTuple):
     weights: Weights
 
 
-class Probed(NamedTuple):
-    """A server's log-probs of the probes."""
-
-    scores: list[np.ndarray]
-    answers: list[tuple[list[int], list[float]]]  # tokens and log-probs that it sampled after the probes' beginnings
-
-
-ProbedParts = tuple[list[np.ndarray], list[tuple[list[int], list[float]]]]  # as it travels between processes
+# As they travel between processes: the tokens, log-probs, and sets of an `Answer`; and a server's log-probs of the
+# probes, with what it sampled after their beginnings
+Sampled = tuple[list[int], list[float], list[list[int]]]
+Probed = tuple[list[np.ndarray], list[Sampled]]
 
 
 class Pusher:
@@ -81,6 +77,7 @@ class Pusher:
         self._writer = Writer(Path(settings.folder), model, changes=all(server.reads_changes for server in servers))
         self._settings, self._model, self._sampling = settings, model, sampling
         self._length, self._keep_experts = length, keep_experts
+        self._mask_size = sampling_mask_size(sampling, model.vocab_size)
         self._score = make_score(StepSettings(config=model, mesh=mesh), keep_experts=has_experts(model))
         self._scaled = self._score
         if sampling.temperature != 1:
@@ -98,12 +95,12 @@ class Pusher:
         probes = before.probes if before is not None else self._choose_probes(params)
         learner, _ = probe.learner_scores(self._score, params, probes, self.mesh)
         limit = probe.tolerance(self._model, self._settings.tolerance, self._first)
-        self.pushed = Pushed(leaf, written, probes, learner, limit, Weights(None, version, {}))
+        self.pushed = pushed = Pushed(leaf, written, probes, learner, limit, Weights(None, version, {}))
         begun = time.monotonic()
         probed = self._install_everywhere()
         seconds = time.monotonic() - begun
-        scored = float(np.max([self._scored_difference(one.scores) for one in probed]))
-        sampled = float(np.max([self._sampled_difference(params, one.answers) for one in probed]))
+        scored = float(np.max([probe.largest_difference(learner, scores) for scores, _ in probed]))
+        sampled = float(np.max([self._sampled_difference(params, probes, answers) for _, answers in probed]))
         require_equal(sampled, limit, "tokens that it sampled")
         self._first = max(scored, sampled) if self._first is None else self._first
         weights.remove_others(folder, self._writer.kept)
@@ -114,7 +111,7 @@ class Pusher:
             "engine/probe_abs_diff": scored,
             "engine/probe_sampled_abs_diff": sampled,
         }
-        self.pushed = self.pushed._replace(weights=Weights(None, version, metrics))
+        self.pushed = pushed._replace(weights=Weights(None, version, metrics))
         return self.pushed.weights
 
     def _choose_probes(self, params: Params) -> list[list[int]]:
@@ -133,7 +130,7 @@ class Pusher:
             futures = [self.pool.submit(self._try_install, server) for server in there]
             wait(futures, self.servers)
             if found := on_primary(lambda: self._collect(futures, end)):  # noqa: B023  (called at once)
-                return [Probed(scores, answers) for scores, answers in found]
+                return found
 
     def _try_install(self, server: Server) -> Probed | None:
         try:
@@ -142,13 +139,10 @@ class Pusher:
             self.servers.lose(server, str(problem))
             return None
 
-    def _collect(self, futures: Sequence[Future[Probed | None]], end: float) -> list[ProbedParts]:
+    def _collect(self, futures: Sequence[Future[Probed | None]], end: float) -> list[Probed]:
         """The answers of the servers that are there; empty if none is, after a pause."""
         self.servers.raise_problem()
-        try:
-            found = [(one.scores, one.answers) for future in futures if (one := future.result()) is not None]
-        except RefusedError as problem:
-            raise FailureError(f"engine: {problem}") from None
+        found = [one for future in futures if (one := future.result()) is not None]
         if not found and time.monotonic() > end:
             raise FailureError(self.servers.describe_gone())
         if not found:
@@ -183,23 +177,23 @@ class Pusher:
             )
         self.servers.confirm(server.address, served.instance)
         scores = [server.score(row) for row in pushed.probes]
-        require_equal(self._scored_difference(scores), pushed.limit, "tokens that it was given", server.address)
-        asks = [continue_probe(row, number, self._sampling) for number, row in enumerate(pushed.probes)]
+        difference = probe.largest_difference(pushed.learner, scores)
+        require_equal(difference, pushed.limit, "tokens that it was given", server.address)
+        asks = [
+            continue_probe(row, number, self._sampling, self._mask_size) for number, row in enumerate(pushed.probes)
+        ]
         answers = [server.sample(ask) for ask in asks]
-        return Probed(scores, [(one.tokens, one.logps) for one in answers])
+        return scores, [(one.tokens, one.logps, list(one.kept)) for one in answers]
 
-    def _scored_difference(self, scores: Sequence[np.ndarray]) -> float:
-        assert self.pushed is not None
-        return probe.largest_difference(self.pushed.learner, scores)
-
-    def _sampled_difference(self, params: Params, answers: Sequence[tuple[list[int], list[float]]]) -> float:
+    def _sampled_difference(self, params: Params, probes: Sequence[Sequence[int]], answers: Sequence[Sampled]) -> float:
         """The largest difference for the tokens that a server has sampled after the probes' beginnings. Collective."""
-        assert self.pushed is not None
         whole = []
-        for row, (tokens, _) in zip(self.pushed.probes, answers, strict=True):
+        for row, (tokens, _, _) in zip(probes, answers, strict=True):
             whole.append([*row[: max(1, len(row) - len(tokens))], *tokens])
-        ours, _ = probe.learner_scores(self._scaled, params, whole, self.mesh)
-        theirs = [np.array(logps, np.float32) for _, logps in answers]
+        size, V = self._mask_size, self._model.vocab_size
+        sets = [pad_sets(kept, size, V) for _, _, kept in answers] if size else []
+        ours, _ = probe.learner_scores(self._scaled, params, whole, self.mesh, sets)
+        theirs = [np.array(logps, np.float32) for _, logps, _ in answers]
         return probe.largest_difference([own[-len(logps) :] for own, logps in zip(ours, theirs, strict=True)], theirs)
 
 
@@ -232,10 +226,10 @@ def require_equal(difference: float, limit: float, what: str, address: str = "a 
         )
 
 
-def continue_probe(row: Sequence[int], number: int, sampling: Sampling) -> Ask:
+def continue_probe(row: Sequence[int], number: int, sampling: Sampling, mask_size: int) -> Ask:
     """The request for a few tokens after the beginning of a probe, which no stop token ends."""
     most = min(probe.CONTINUED, sampling.max_tokens)
-    return Ask(row[: max(1, len(row) - most)], most, number, sampling, False, (), False)
+    return Ask(row[: max(1, len(row) - most)], most, number, sampling, False, (), False, mask_size)
 
 
 def on_primary(work: Callable[[], T]) -> T:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ from gspax.rollout.engines.weights import Written
 
 # numpy parses a header with `ast`, which in CPython 3.11 fails now and then while another thread does the same
 ONE_HEADER = threading.Lock()
+EXCLUDED = -9000.0  # a log-prob below it is of a token that a filter excludes; vLLM sends -9999 for -inf
+ROUNDING = 1e-4  # of the sum of a set's probabilities
 
 
 class Ask(NamedTuple):
@@ -30,6 +33,7 @@ class Ask(NamedTuple):
     greedy: bool
     stop_ids: tuple[int, ...]
     keep_experts: bool
+    mask_size: int = 0  # K: the most tokens that are wanted of those that each token is chosen from; 0: none
 
 
 class Answer(NamedTuple):
@@ -39,6 +43,10 @@ class Answer(NamedTuple):
     logps: list[float]  # of the distribution that they were sampled from
     stopped: bool  # the last one is a stop token; else there are as many as were asked for
     expert_TLA: np.ndarray | None  # of all tokens but the last, those of the `Ask` included
+    # With `mask_size`, of each token: the ids that it was chosen from, over which its log-prob is, and whether there
+    # were more than K
+    kept: Sequence[list[int]] = ()
+    cut: Sequence[bool] = ()
 
 
 class Server(Protocol):
@@ -111,10 +119,40 @@ def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
         )
     if not np.isfinite(answer.logps).all() or max(answer.logps) > 1e-3:
         raise RefusedError(f"{where}: wanted log-probs of at most 0, got {min(answer.logps)} to {max(answer.logps)}")
+    if ask.mask_size and not len(answer.kept) == len(answer.cut) == count:
+        raise RefusedError(f"{where}: wanted the tokens that each of {count} was chosen from, got {len(answer.kept)}")
     if ask.keep_experts and (answer.expert_TLA is None or len(answer.expert_TLA) != len(ask.tokens) + count - 1):
         got = "none" if answer.expert_TLA is None else f"those of {len(answer.expert_TLA)}"
         raise RefusedError(f"{where}: wanted the experts of {len(ask.tokens) + count - 1} tokens, got {got}")
     return answer
+
+
+def keep_set(logps: Mapping[int, float], token: int, size: int) -> tuple[list[int], float, bool]:
+    """The set that a token was chosen from, its log-prob over it, and whether more than `size` tokens were left.
+
+    Filters keep tokens that tie with the last one, so that they may leave more than `top_k`.
+
+    Args:
+      logps: of the `size` most probable tokens and of `token`; below `EXCLUDED` where a filter excludes one.
+
+    Raises:
+      ValueError: a filter excludes the token.
+    """
+    left = {other: logp for other, logp in logps.items() if logp > EXCLUDED}
+    ordered = sorted(left, key=lambda other: (-left[other], other))
+    if token not in left or left[token] < left[ordered[:size][-1]] - ROUNDING:
+        raise ValueError(f"token {token}, which the filters exclude")
+    ids = ordered[:size] if token in ordered[:size] else [*ordered[: size - 1], token]
+    mass = math.fsum(math.exp(left[other]) for other in ids)
+    return ids, min(0.0, left[token] - math.log(mass)), mass < 1 - ROUNDING
+
+
+def pad_sets(kept: Sequence[Sequence[int]], size: int, vocab_size: int) -> np.ndarray:
+    """The sets of T tokens as ids [T, K], then the vocabulary's size."""
+    kept_TK = np.full((len(kept), size), vocab_size, np.int32)
+    for ids_K, ids in zip(kept_TK, kept, strict=True):
+        ids_K[: len(ids)] = ids
+    return kept_TK
 
 
 def read_experts(text: object, model: ModelConfig, where: str) -> np.ndarray | None:

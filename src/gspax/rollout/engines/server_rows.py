@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspax.config import ModelConfig, Sampling, expert_id_dtype, sparse_layers
+from gspax.config import ModelConfig, Sampling, expert_id_dtype, sparse_layers, token_id_dtype
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.engines.contract import Request
-from gspax.rollout.engines.server import Answer, Ask
+from gspax.rollout.engines.server import Answer, Ask, pad_sets
 from gspax.sampler.engine import Replies, SampleOptions
 from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, bucket, check_length
 from gspax.types import Rollout
@@ -33,6 +33,8 @@ class Row:
     logps: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # not a reply's
     versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)  # with sampling masks, the set that each was chosen from
+    cut: list[bool] = field(default_factory=list)
     expert_TLA: np.ndarray | None = None  # of prompt and tokens, but the last
     finished: bool = False  # ended with a stop token
     waiting: bool = False  # its turn has ended: it waits for a reply
@@ -69,6 +71,7 @@ def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
         greedy=row.greedy,
         stop_ids=options.stop_ids,
         keep_experts=options.keep_experts,
+        mask_size=options.mask_size,
     )
 
 
@@ -79,6 +82,8 @@ def add(row: Row, answer: Answer, version: int, options: SampleOptions) -> None:
     row.logps += answer.logps
     row.sampled += [True] * count
     row.versions += [version] * count
+    row.kept += answer.kept
+    row.cut += answer.cut
     if answer.expert_TLA is not None:  # those of earlier tokens stay: they are of the weights that sampled them
         known = answer.expert_TLA[:0] if row.expert_TLA is None else row.expert_TLA
         row.expert_TLA = np.concatenate([known, answer.expert_TLA[len(known) :]])
@@ -119,6 +124,8 @@ def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
         row.logps += [0.0] * count
         row.sampled += [False] * count
         row.versions += [0] * count
+        row.kept += [[]] * count
+        row.cut += [False] * count
 
 
 def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout:
@@ -137,6 +144,10 @@ def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout
     arrays |= {"version_BT": np.zeros((B, T), np.int32)} if options.keep_versions else {}
     if options.keep_experts:
         arrays["expert_BLTA"] = _no_experts(options.model, B, T)
+    if options.mask_size:
+        V = options.model.vocab_size
+        arrays["kept_BTK"] = np.full((B, T, options.mask_size), V, token_id_dtype(options.model))
+        arrays["cut_BT"] = np.zeros((B, T), bool)
     for number, row in rows.items():
         start, end = len(row.prompt), len(row.prompt) + len(row.tokens)
         of_row = {
@@ -144,6 +155,7 @@ def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout
             "mask_BT": [False] * start + row.sampled,
             "logp_BT": [0.0] * start + row.logps,
             "version_BT": [0] * start + row.versions,
+            "cut_BT": [False] * start + row.cut,
         }
         for name, values in of_row.items():
             if name in arrays:
@@ -152,6 +164,8 @@ def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout
         arrays["finished_B"][number] = row.finished
         if options.turns:
             arrays["reply_B"][number] = row.sampled.count(False)
+        if options.mask_size:
+            arrays["kept_BTK"][number, start:end] = pad_sets(row.kept, options.mask_size, V)
         if row.expert_TLA is not None:
             arrays["expert_BLTA"][number, :, : end - 1] = row.expert_TLA.swapaxes(0, 1)
     return Rollout(**multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))

@@ -7,9 +7,10 @@ temperature 1. Weights are loaded by our extension of its workers (`vllm_worker`
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from gspax.config import ModelConfig
 from gspax.rollout.engines.client import BrokenError, RefusedError
 from gspax.rollout.engines.contract import Served
-from gspax.rollout.engines.server import Answer, Ask, Endpoint, check_answer, read_experts, truncated
+from gspax.rollout.engines.server import Answer, Ask, Endpoint, check_answer, keep_set, read_experts, truncated
 from gspax.rollout.engines.weights import Written
 
 NAME = "gspax"  # of the served model
@@ -46,7 +47,7 @@ class VLLM(Endpoint):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "seed": ask.seed,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": ask.mask_size,  # of the sampled token, and of so many of the most probable ones
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # else log-probs need a tokenizer, for the tokens' texts
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
@@ -61,6 +62,7 @@ class VLLM(Endpoint):
                 stopped=choice["finish_reason"] == "stop",
                 expert_TLA=read_experts(choice.get("routed_experts"), self._model, where) if ask.keep_experts else None,
             )
+            answer = with_sets(answer, choice["logprobs"]["top_logprobs"], ask.mask_size) if ask.mask_size else answer
         except (KeyError, TypeError, ValueError) as problem:
             raise RefusedError(f"{where}: wanted token_ids, logprobs and finish_reason, got {problem!r}") from None
         return check_answer(ask, answer, where)
@@ -139,6 +141,13 @@ class VLLM(Endpoint):
         return results
 
 
+def with_sets(answer: Answer, entries: Sequence[Mapping[str, float]], size: int) -> Answer:
+    """The answer with the set that each token was chosen from, by the most probable tokens of each, "token_id:ID"."""
+    read = [{int(name.removeprefix("token_id:")): float(logp) for name, logp in entry.items()} for entry in entries]
+    kept, logps, cut = zip(*map(keep_set, read, answer.tokens, itertools.repeat(size)), strict=True)
+    return answer._replace(kept=kept, logps=list(logps), cut=cut)
+
+
 def command(model_folder: Path, model: ModelConfig, length: int, address: str, *, experts: bool, cpu: bool) -> str:
     """The command that starts a server whose weights a run replaces.
 
@@ -153,6 +162,7 @@ def command(model_folder: Path, model: ModelConfig, length: int, address: str, *
     words += ["--model", str(model_folder), "--served-model-name", NAME, "--host", host, "--port", port]
     words += ["--dtype", model.dtype, "--max-model-len", str(length), "--load-format", "dummy"]
     words += ["--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    words += ["--max-logprobs=-1"]  # as many of the tokens that filters leave as `sampling.mask_replay` asks for
     words += ["--worker-extension-cls", "gspax_vllm_worker.Extension"]
     words += ["--enable-return-routed-experts"] if experts else []
     words += ["--enforce-eager"] if cpu else []
