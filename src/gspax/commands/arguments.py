@@ -64,7 +64,7 @@ def add_target(parser: Parser, dtype: str) -> None:
         help="a new folder, complete or absent",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default=dtype, help=f"of the parameters (default: {dtype})"
+        "--dtype", choices=("float32", "bfloat16"), default=dtype, help=f"dtype of the parameters (default: {dtype})"
     )
 
 

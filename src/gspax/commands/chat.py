@@ -37,20 +37,20 @@ HELP = "/temperature T, /logps (log-probs of each token, on or off), /reset, /qu
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "chat",
-        "Talk to the policy of a run, or to a published model. A tokenizer with conversations keeps the conversation; "
-        "with another one every line is a prompt of its own. Without a terminal, lines of standard input are messages.",
+        "Talk to the policy of a run, or to a published model. With a chat tokenizer messages continue a conversation; "
+        "with another one every line is a prompt. Without a terminal, lines of standard input are messages.",
         "gspax chat runs/sort --beside runs/sort/warm_start\n  echo 3142= | gspax chat runs/sort@50 --temperature 0",
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="a run, DIR or DIR@STEP; a checkpoint's folder; a name on the Hub"
     )
-    parser.add_argument("--beside", metavar="SOURCE", help="a second one, which answers the same messages")
+    parser.add_argument("--beside", metavar="SOURCE", help="a second source, which answers the same messages")
     parser.add_argument("--file", metavar="FILE", help="the run's experiment file, if its tokenizer is your own class")
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the answers (default: 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of the answers (default: 0)")
     parser.add_argument("--temperature", metavar="T", help="0 for greedy decoding (default: the source's)")
-    parser.add_argument("--max-tokens", type=at_least(1), default=1024, metavar="N", help="of an answer (1024)")
+    parser.add_argument("--max-tokens", type=at_least(1), default=1024, metavar="N", help="limit of an answer (1024)")
     parser.add_argument(
-        "--context", type=at_least(2), metavar="N", help="tokens of a conversation (default: at most 4096)"
+        "--context", type=at_least(2), metavar="N", help="limit of a conversation in tokens (default: at most 4096)"
     )
     return parser
 

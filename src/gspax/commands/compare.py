@@ -37,7 +37,9 @@ def make_parser() -> Parser:
         metavar="[NAME=]DIR",
         help="a run, or a folder of runs of one experiment; the first is the baseline",
     )
-    parser.add_argument("--out", type=to_path, default=Path("compare"), metavar="DIR", help="default: compare")
+    parser.add_argument(
+        "--out", type=to_path, default=Path("compare"), metavar="DIR", help="where to write (default: compare)"
+    )
     parser.add_argument("--metrics", metavar="A,B", help="the metrics to compare (default: the usual ones)")
     return parser
 

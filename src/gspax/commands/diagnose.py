@@ -11,10 +11,10 @@ from gspax.storage.buckets import to_path
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "diagnose",
-        "Say why a run's reward is flat: the usual causes that its metrics and samples show, and what to try.",
+        "Look for the usual causes of a flat reward in a run's metrics and samples, and say what to try.",
         "gspax diagnose runs/sort",
     )
-    parser.add_argument("workdir", type=to_path, metavar="DIR", help="the run directory, of a finished run or not")
+    parser.add_argument("workdir", type=to_path, metavar="DIR", help="the directory of a run, finished or not")
     return parser
 
 

@@ -37,7 +37,7 @@ def make_parser() -> Parser:
         "  gspax eval gsm8k.py --workdir runs/gsm8k --tasks gsm8k=gsm8k/test.jsonl,math500 --samples 8\n"
         "  gspax eval --from Qwen/Qwen3-0.6B --workdir runs/qwen3 --tasks gsm8k --max-tokens 1024 sampling.prompts=32",
     )
-    parser.add_argument("file", metavar="FILE", nargs="?", help="the experiment's Python file; none with --from")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="the experiment's Python file; left out with --from")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="set a field of the experiment")
     parser.add_argument("--workdir", type=to_path, metavar="DIR", required=True, help="the run directory")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
@@ -46,15 +46,15 @@ def make_parser() -> Parser:
     group.add_argument(
         "--tasks",
         metavar="NAME[=PATH],…",
-        help="functions of gspax.evaluation.tasks with the path of their files, the experiment's tasks, dotted names",
+        help="functions of gspax.evaluation.tasks as NAME or NAME=PATH, tasks of the experiment, or import paths",
     )
-    group.add_argument("--samples", type=at_least(1), metavar="N", help="completions of each problem")
+    group.add_argument("--samples", type=at_least(1), metavar="N", help="the number of completions of each problem")
     group.add_argument("--problems", type=at_least(1), metavar="N", help="only the first N problems")
     group.add_argument("--temperature", type=float, metavar="T", help="0 for greedy decoding")
     group.add_argument("--top-k", type=at_least(0), metavar="K", help="0 for no filter")
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--max-tokens", type=at_least(1), metavar="N", help="of a completion")
+    group.add_argument("--max-tokens", type=at_least(1), metavar="N", help="limit of a completion")
     processes.add_options(parser)
     return parser
 

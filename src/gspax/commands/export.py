@@ -39,7 +39,7 @@ T = TypeVar("T")
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "export",
-        "Write a run's newest checkpoint as a Hugging Face one, which transformers, vLLM and SGLang load.",
+        "Write a run's newest checkpoint as a Hugging Face one, which transformers and vLLM load.",
         "gspax export --from runs/sort --to exported/sort --dtype float32",
     )
     parser.add_argument(

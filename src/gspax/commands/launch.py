@@ -39,8 +39,12 @@ def make_parser() -> Parser:
         "gspax launch --restarts 20 train experiments/sort_gspo.py --workdir runs/sort",
         kind=_LaunchParser,
     )
-    parser.add_argument("--processes", type=at_least(1), default=1, metavar="N", help="how many (default: 1)")
-    parser.add_argument("--restarts", type=at_least(0), default=0, metavar="N", help="after failures (default: 0)")
+    parser.add_argument(
+        "--processes", type=at_least(1), default=1, metavar="N", help="the number of processes (default: 1)"
+    )
+    parser.add_argument(
+        "--restarts", type=at_least(0), default=0, metavar="N", help="restart at most N times (default: 0)"
+    )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="...", help=f"one of {', '.join(RUNNING)}, and its arguments"
     )

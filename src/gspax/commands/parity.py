@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     parser.add_argument("checkpoint", metavar="HF", help="a folder, or a name on the Hub")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="for the checkpoint's tokenizer (default: 32 random tokens)")
-    text.add_argument("--tokens", type=at_least(0), nargs="+", metavar="ID", help="instead of a text")
+    text.add_argument("--tokens", type=at_least(0), nargs="+", metavar="ID", help="ids instead of a text")
     return parser
 
 

@@ -38,16 +38,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         default=STALL_TIMEOUT,
         metavar="SECONDS",
-        help=f"end with code 1 after so long without progress (default: {STALL_TIMEOUT}; 0: never)",
+        help=f"exit with code 1 after SECONDS without progress (default: {STALL_TIMEOUT}; 0: never)",
     )
     group = parser.add_argument_group(
-        "several hosts", "the same command and secret on each; TPU pods and SLURM need no more"
+        "several hosts", "run the same command with the same secret on each; TPU pods and SLURM need no other option"
     )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0 (or JAX_COORDINATOR_ADDRESS)")
-    group.add_argument("--processes", type=at_least(1), metavar="N", help="how many (or JAX_NUM_PROCESSES)")
-    group.add_argument("--process", type=at_least(0), metavar="I", help="which one this is (or JAX_PROCESS_ID)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (or JAX_COORDINATOR_ADDRESS)")
+    group.add_argument("--processes", type=at_least(1), metavar="N", help="number of processes (or JAX_NUM_PROCESSES)")
+    group.add_argument("--process", type=at_least(0), metavar="I", help="number of this process (or JAX_PROCESS_ID)")
     group.add_argument(
-        "--join-timeout", type=at_least(1), default=300, metavar="SECONDS", help="for all to join (default: 300)"
+        "--join-timeout", type=at_least(1), default=300, metavar="SECONDS", help="wait for the others (default: 300)"
     )
     group.add_argument(
         "--secret-file", metavar="FILE", help="the secret of the run, the same on all hosts (or GSPAX_SECRET)"

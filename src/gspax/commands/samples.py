@@ -27,18 +27,16 @@ LONGEST = 600  # characters of a text in the table
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "samples",
-        "Show completions of a run with reward, advantage, and length: of the newest rollout whose samples were "
-        "written, of another step, or of one problem over all steps.",
+        "Show completions of a run with reward, advantage, and length, by default of the newest rollout whose samples "
+        "were written.",
         "gspax samples runs/sort --worst 5\n  gspax samples runs/sort --problem 3142=",
     )
     parser.add_argument("workdir", type=to_path, metavar="DIR", help="the run directory")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--step", type=at_least(0), metavar="N", help="of this step; 0: held-out, before the first update"
+        "--step", type=at_least(0), metavar="N", help="completions of step N; 0: held-out ones before training"
     )
-    which.add_argument(
-        "--problem", metavar="TEXT", help="of the problem whose prompt this is, or contains it, and what has changed"
-    )
+    which.add_argument("--problem", metavar="TEXT", help="the problem whose prompt is or contains TEXT, over all steps")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", type=at_least(1), metavar="N", help="the N with the highest rewards")
     order.add_argument("--worst", type=at_least(1), metavar="N", help="the N with the lowest rewards")
