@@ -1,7 +1,7 @@
 """GSPO on MATH: Qwen3-30B-A3B with thinking, responses of up to 7,168 tokens, on 64 chips of v5p.
 
 Put train.jsonl and test.jsonl of the MATH splits of openai/prm800k (12,000 and 500 problems) into the folder math; none
-of MATH-500 is trained on. Responses cut at the limit are kept out of the loss and the advantages. Settings as in
+of MATH-500 is trained on. Responses truncated at the limit are left out of the loss and the advantages. Settings as in
 gsm8k_gspo.py. Never trained at this size.
 
 Run: gspax train experiments/math_gspo.py --workdir runs/math_gspo (on every host)

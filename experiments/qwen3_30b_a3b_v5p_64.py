@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B by GSPO on 64 chips of v5p (v5p:4x4x4, Google's v5p-128): responses of up to 7,168 tokens.
 
-The settings of the GSPO paper (arXiv 2507.18071, section 5.1): 4 minibatches per rollout batch, clip ranges 3e-4 and
+The settings of the GSPO paper (arXiv 2507.18071, section 5.1): 4 minibatches per rollout, clip ranges 3e-4 and
 4e-4, no KL. The paper gives no learning rate, batch size or lengths, and its cold-start model is not public: this run
 starts from the published model and multiplies numbers, a task that needs no download. Replace `data` and `reward` with
 your own. Compiled for this topology (memory and times: README.md), never trained.

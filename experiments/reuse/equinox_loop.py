@@ -47,12 +47,12 @@ class Policy(eqx.Module):
 
 @eqx.filter_jit
 def sample(model, key):
-    def draw(t, tokens_BT):
+    def sample_token(t, tokens_BT):
         logits_BV = jax.vmap(model)(tokens_BT)[:, t - 1]
         return tokens_BT.at[:, t].set(jax.random.categorical(jax.random.fold_in(key, t), logits_BV))
 
     prompt_B = jnp.repeat(jnp.arange(P), G)  # the G samples of a prompt are adjacent
-    return jax.lax.fori_loop(1, T, draw, jnp.zeros((P * G, T), jnp.int32).at[:, 0].set(prompt_B))
+    return jax.lax.fori_loop(1, T, sample_token, jnp.zeros((P * G, T), jnp.int32).at[:, 0].set(prompt_B))
 
 
 @eqx.filter_jit

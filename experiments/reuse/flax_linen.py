@@ -32,14 +32,14 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 @jax.jit
 def sample(params, key):
-    """One rollout batch; the G samples of a prompt are adjacent."""
+    """A rollout; the G samples of a prompt are adjacent."""
 
-    def draw(t, tokens_BT):
+    def sample_token(t, tokens_BT):
         logits_BV = model.apply(params, tokens_BT)[:, t - 1]
         return tokens_BT.at[:, t].set(jax.random.categorical(jax.random.fold_in(key, t), logits_BV))
 
     prompt_B = jnp.repeat(jnp.arange(P), G)
-    return jax.lax.fori_loop(1, T, draw, jnp.zeros((P * G, T), jnp.int32).at[:, 0].set(prompt_B))
+    return jax.lax.fori_loop(1, T, sample_token, jnp.zeros((P * G, T), jnp.int32).at[:, 0].set(prompt_B))
 
 
 @jax.jit

@@ -21,7 +21,7 @@ STEPS, UPDATES, PUBLISH_EVERY, LEARNING_RATE = 60, 2, 3, 4.0
 
 
 def engine(weights, rng):
-    """A stand-in for an inference engine: draws a batch in numpy and writes it to a file-like buffer."""
+    """A stand-in for an inference engine: samples a batch in numpy and writes it to a file-like buffer."""
     prompt_B = rng.permutation(np.repeat(np.arange(P), G))
     length_B = rng.integers(3, T, size=P * G)
     tokens_BT, logp_BT = np.zeros((P * G, T), np.int64), np.full((P * G, T), np.nan)  # NaN: not a response token
@@ -47,7 +47,7 @@ def log_probs(params, tokens_BT):
 
 @jax.jit
 def update(params, tokens_BT, old_logp_BT, sampler_logp_BT, advantage_B, mask_BT):
-    """old_logp_BT is the learner's at the start of the batch; weight_B corrects for tokens drawn by the engine."""
+    """old_logp_BT is the learner's at the start of the batch; weight_B corrects for tokens that the engine sampled."""
     weight_B = correction.truncate_sequences(old_logp_BT, sampler_logp_BT, mask_BT, cap=2.0)
 
     def objective(params):
