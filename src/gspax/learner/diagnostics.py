@@ -224,10 +224,10 @@ def diagnostic_metrics(readings: Readings, config: ModelConfig) -> dict[str, flo
     for name, value_L in readings.by_layer.items():
         metrics[name] = float(np.mean(value_L))
         metrics |= {f"{name}/layer_{number}": float(x) for number, x in zip(sparse, value_L, strict=True)}
-    return metrics | (ratio_metrics(readings.ratio) if readings.ratio else {})
+    return metrics | (spread_metrics(readings.ratio) if readings.ratio else {})
 
 
-def ratio_metrics(ratio: Mapping[str, Array]) -> dict[str, float]:
+def spread_metrics(ratio: Mapping[str, Array]) -> dict[str, float]:
     """The scalars of `ratio_spread`, the fitted exponent, and the bins of lengths that have two sequences."""
     metrics = {f"ratio/{name}": float(x) for name, x in ratio.items() if not name.startswith("bin_")}
     bins = ("length", "sequence_std", "sequences")

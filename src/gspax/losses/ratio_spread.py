@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.losses import checks, masked, sequences, surrogate
+from gspax.losses import masked, sequences, surrogate
 from gspax.losses.terms import Metrics, Spread
 
 Array = jax.Array
@@ -37,11 +37,8 @@ def ratio_spread(logp: Array, old_logp: Array, mask: Array, segment_ids: Array |
       mask: bool [B, T], True on response tokens.
       segment_ids: None, or int32 [B, T] for packed rows.
     """
-    logp_BT, old_logp_BT, mask_BT, segment_BT = checks.two_policies(
-        "logp", logp, "old_logp", old_logp, mask, segment_ids
-    )
-    mask_BT = sequences.response(mask_BT, segment_BT)
-    d_BT = jax.lax.stop_gradient(jnp.where(mask_BT, logp_BT - old_logp_BT, 0))
+    d_BT, mask_BT, segment_BT = surrogate.log_ratio("logp", logp, "old_logp", old_logp, mask, segment_ids)
+    d_BT = jnp.where(mask_BT, d_BT, 0)
     tokens_BS, sum_BS = (sequences.total(x, mask_BT, segment_BT) for x in (jnp.ones(d_BT.shape), d_BT))
     log_s_BS, some_BS = sum_BS / jnp.maximum(tokens_BS, 1), tokens_BS > 0
 
@@ -71,13 +68,10 @@ def ratio_metrics(logp: Array, old_logp: Array, mask: Array, segment_ids: Array 
     """Metrics of the ratios that do not depend on the loss: `ratio`, `ratio_deviation` and `kl`, as every policy loss
     has them, and `token_ratio`, the ratio of the response tokens. Arguments as of `ratio_spread`; no gradient.
     """
-    logp_BT, old_logp_BT, mask_BT, segment_BT = checks.two_policies(
-        "logp", logp, "old_logp", old_logp, mask, segment_ids
-    )
-    mask_BT = sequences.response(mask_BT, segment_BT)
-    log_ratio_BT = jax.lax.stop_gradient(jnp.where(mask_BT, logp_BT - old_logp_BT, 0))
-    metrics = surrogate.ratio_metrics(log_ratio_BT, mask_BT, segment_BT)
-    return {**metrics, "token_ratio": Spread(surrogate.exp(log_ratio_BT), mask_BT)}
+    d_BT, mask_BT, segment_BT = surrogate.log_ratio("logp", logp, "old_logp", old_logp, mask, segment_ids)
+    d_BT = jnp.where(mask_BT, d_BT, 0)
+    metrics = surrogate.sequence_ratio_metrics(d_BT, mask_BT, segment_BT)
+    return {**metrics, "token_ratio": Spread(surrogate.exp(d_BT), mask_BT)}
 
 
 def fit_exponent(length_K: np.ndarray, deviation_K: np.ndarray, sequences_K: np.ndarray) -> float:

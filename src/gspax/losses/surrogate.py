@@ -217,11 +217,11 @@ def policy_metrics(
         "clip_fraction_sequences": of_sequences(high_BS + low_BS, tokens_BS),
         "clip_fraction_high": share(high_BS, tokens_BS),
         "clip_fraction_low": share(low_BS, tokens_BS),
-        **ratio_metrics(stop_gradient(x.log_ratio_BT), mask_BT, segment_BT),
+        **sequence_ratio_metrics(stop_gradient(x.log_ratio_BT), mask_BT, segment_BT),
     }
 
 
-def ratio_metrics(log_ratio_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Metrics:
+def sequence_ratio_metrics(log_ratio_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Metrics:
     """The metrics that do not depend on the loss; the log-ratio is 0 outside the mask."""
     tokens_BS = sequences.count(mask_BT, segment_BT)
     log_s_BS, keep_BS = sequences.mean(log_ratio_BT, mask_BT, segment_BT), tokens_BS > 0
