@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import pytest
 import tiny
 from jax import lax
 
-from gspax.commands import main
+from gspax.commands import doctor, main
 from gspax.commands.doctor import checklist, hardware, kernels, results, training
 from gspax.commands.doctor.results import Result, compare, merge, rate
 from gspax.learner import train_step
 from gspax.model import latent_attention
 from gspax.model.kernels import attention, expert_ffn, expert_parallel, gated_delta, quantization, segments
+from gspax.parallel import watchdog
 from gspax.run import manifest
 from gspax.sampler.placement import Sampler
 
@@ -310,10 +312,34 @@ def test_the_exit_code_and_the_files(status, code, monkeypatch, tmp_path, capsys
     text, data = tmp_path / "doctor.txt", tmp_path / "doctor.json"
     assert main.main(["doctor", "--output", str(text), "--json", str(data)]) == code
     printed = capsys.readouterr().out
-    assert text.read_text() == printed and "because" in printed and f"\n1 {status} in 0 s" in printed
+    assert text.read_text() == printed and "because" in printed
+    assert re.search(rf"\n\n1 {status} in \d+ s \(\d+ s of CPU time\)\n", printed)
+    assert ("check_hardware.md" in printed) == (status in ("slow", "wrong"))
     written = json.loads(data.read_text())
     assert written["results"] == [vars(result)]
     assert f"jax {written['environment']['packages']['jax']}" in printed
+
+
+def test_while_a_check_runs_it_is_named_and_the_file_has_the_results_before_it(monkeypatch, tmp_path):
+    """For a check that hangs until the watchdog ends the process."""
+    text, seen = tmp_path / "doctor.txt", []
+
+    def hang():
+        seen.append((watchdog._doing, text.read_text()))
+        yield compare("hangs", 0.0, 0.0, 0.0)
+
+    first = Result(name="first", status="skipped", why="one device")
+    monkeypatch.setattr(checklist, "make_checks", lambda directory: {"first": lambda: iter([first]), "hangs": hang})
+    assert main.main(["doctor", "--output", str(text)]) == 0
+    ((named, written),) = seen
+    assert named == "hangs" and re.search(r"^skipped +first +one device\n\Z", written, re.M)
+    assert re.search(r"^ok +hangs +equal bits$", text.read_text(), re.M)
+
+
+def test_statuses_are_in_color():
+    colored = doctor.color("wrong    a check")
+    assert colored.plain == "wrong    a check" and colored.spans[0].style == doctor.COLORS["wrong"]
+    assert not any(span.style for span in doctor.color("devices      1 x cpu").spans)
 
 
 def test_a_workdir_that_is_not_there(capsys):

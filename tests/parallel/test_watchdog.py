@@ -37,6 +37,12 @@ def test_a_process_that_hangs_prints_the_stacks_of_all_threads_and_ends():
     assert done.stderr.splitlines()[-1] == "gspax: no progress for 1 seconds: the stacks of all threads are above"
 
 
+def test_what_hangs_is_named():
+    done = run("watchdog.progress('the exchange'); watchdog.progress(); time.sleep(60)")
+    sentence = "gspax: no progress for 1 seconds in 'the exchange': the stacks of all threads are above"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == sentence
+
+
 def test_a_process_whose_interpreter_is_locked_ends_too():
     done = run("ctypes.PyDLL(None).sleep(60)")  # PyDLL does not release the lock
     assert done.returncode == 1 and "survived" not in done.stdout

@@ -147,7 +147,7 @@ def test_a_workdir_without_rights_is_refused_before_anything_is_written(capsys, 
 
 
 def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("gspax.learner.state._device_memory", lambda device: 10**4)
+    monkeypatch.setattr("gspax.learner.state.device_memory", lambda device: 10**4)
     monkeypatch.chdir(tmp_path)
     assert main.main(["train", FILE, "--workdir", "w"]) == 2
     err = capsys.readouterr().err

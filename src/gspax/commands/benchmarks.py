@@ -6,6 +6,7 @@ forward), not taken from the compiler, which counts a loop's body once.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import statistics
@@ -86,11 +87,14 @@ def measure_device(dtype: str, size: int = 2048, copied: int = 2**28) -> Limits:
     )
 
 
-def time_calls(call: Callable[[], object], repeats: int) -> list[tuple[float, float]]:
-    """Wall and CPU seconds of calls that return jax arrays, after a first one that compiles."""
+def time_calls(call: Callable[[], object], repeats: int, most: float = math.inf) -> list[tuple[float, float]]:
+    """Wall and CPU seconds of calls that return jax arrays, after a first one that compiles.
+
+    Fewer calls than `repeats`, but one at least, if these take more than `most` seconds.
+    """
     jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
+    times: list[tuple[float, float]] = []
+    while len(times) < repeats and sum(wall for wall, _ in times) < most:
         wall, cpu = time.perf_counter(), time.process_time()
         jax.block_until_ready(call())
         times.append((time.perf_counter() - wall, time.process_time() - cpu))

@@ -18,9 +18,9 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def make_console() -> Console:
-    """A console of standard output that interprets no markup."""
-    return _Console(highlight=False, markup=False, soft_wrap=True)
+def make_console(*, quiet: bool = False) -> Console:
+    """A console of standard output that interprets no markup; a quiet one prints nothing."""
+    return _Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
 
 
 def printable(text: str) -> str:

@@ -49,7 +49,7 @@ def require_memory(
 ) -> None:
     """UserError if parameters, moments, reference, and teacher of a run are larger than the memory of its devices."""
     parts = resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference, teacher=teacher)
-    needed, available = sum(parts.values()), _device_memory(jax.local_devices()[0])
+    needed, available = sum(parts.values()), device_memory(jax.local_devices()[0])
     if available is not None and needed > available:
         what = ", ".join(f"{part} {size / 2**30:,.1f} GiB" for part, size in parts.items())
         raise UserError(
@@ -58,7 +58,7 @@ def require_memory(
         )
 
 
-def _device_memory(device: jax.Device) -> int | None:
+def device_memory(device: jax.Device) -> int | None:
     """Bytes; for a CPU device its share of the machine's. None if it is not known."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()

@@ -24,13 +24,14 @@ SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor and may not be able
 PATIENCE = 2.0  # seconds for what may block: another thread may hold a lock or wait for a host that is gone
 
 _last_progress = 0.0
+_doing = ""
 _done: threading.Event | None = None
 
 
-def progress() -> None:
-    """Note that the run has made progress. Cheap: a clock is read."""
-    global _last_progress
-    _last_progress = time.monotonic()
+def progress(doing: str = "") -> None:
+    """Note that the run has made progress, and what it does next if that is named. Cheap: a clock is read."""
+    global _last_progress, _doing
+    _last_progress, _doing = time.monotonic(), doing or _doing
 
 
 def start(limit: float) -> None:
@@ -59,7 +60,8 @@ def _watch(limit: float, done: threading.Event) -> None:
         if time.monotonic() - _last_progress > limit:
             faulthandler.dump_traceback(file=2, all_threads=True)
             if not done.wait(OTHERS):
-                end_process(f"no progress for {limit:.0f} seconds: the stacks of all threads are above", 1)
+                where = f" in {_doing!r}" if _doing else ""
+                end_process(f"no progress for {limit:.0f} seconds{where}: the stacks of all threads are above", 1)
 
 
 def _arm(limit: float) -> None:

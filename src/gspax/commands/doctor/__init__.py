@@ -7,7 +7,9 @@ with a limit, and prints a line when it is done: ok, slow, wrong, or skipped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,9 +21,13 @@ from gspax.commands.arguments import Parser, require_directory, subcommand_parse
 from gspax.storage.buckets import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from gspax.types import JsonObject
 
 STALL_TIMEOUT = 600  # seconds; no check takes as long
+COLORS = {"ok": "green", "skipped": "dim", "slow": "yellow", "wrong": "bold red"}  # by status
+PAGE = "docs/howto/check_hardware.md"
 
 
 def make_parser() -> Parser:
@@ -46,41 +52,60 @@ def execute(options: argparse.Namespace) -> int:
     if options.workdir is not None:
         require_usable(options.workdir) if is_bucket(options.workdir) else require_directory(options.workdir)
     is_primary = processes.join("doctor", options, None)
-    lines: list[str] = []
+    from gspax.commands.terminal import make_console
 
-    def show(line: str) -> None:
-        lines.append(line)
-        if is_primary:
-            print(line, flush=True)
+    console = make_console(quiet=not is_primary)
+    with contextlib.ExitStack() as stack:
+        file, status = None, None
+        if is_primary and options.output is not None:
+            file = stack.enter_context(options.output.open("w", encoding="utf-8"))
+        if console.is_terminal:
+            status = stack.enter_context(console.status(""))
 
-    report = run(options.workdir, show)
-    if is_primary and options.output is not None:
-        options.output.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        def show(line: str) -> None:
+            console.print(color(line))
+            if file is not None:
+                print(line, file=file, flush=True)  # a check may hang, until the watchdog ends the process
+
+        report = run(options.workdir, show, announce=status.update if status else None)
     if is_primary and options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if any(result["status"] == "wrong" for result in report["results"]) else 0
 
 
-def run(directory: Path | None, show: Callable[[str], None]) -> JsonObject:
-    """Run all checks, show their results, and return what `--json` writes."""
+def color(line: str) -> Text:
+    """A line with the status that it begins with in color, where the terminal has colors."""
+    from rich.text import Text
+
+    status = line.partition(" ")[0]
+    return Text.assemble((status, COLORS.get(status, "")), line[len(status) :])
+
+
+def run(
+    directory: Path | None, show: Callable[[str], None], announce: Callable[[str], None] | None = None
+) -> JsonObject:
+    """Run all checks, show their results, announce each before it runs, and return what `--json` writes."""
     from gspax.commands.doctor import hardware, results
     from gspax.commands.doctor.checklist import make_checks
     from gspax.parallel import watchdog
 
-    began, described = time.perf_counter(), hardware.describe()
+    began, cpu, described = time.perf_counter(), time.process_time(), hardware.describe()
     for name, value in described.items():
         pairs = [f"{key} {each}" for key, each in value.items()] if isinstance(value, dict) else [value]
-        show(f"{name:12} {', '.join(map(str, pairs))}")
-    show("")
+        show(f"{name:12} {shlex.join(value) if isinstance(value, list) else ', '.join(map(str, pairs))}")
+    show("\n" + results.row("status", "check", "difference or rate", "note"))
     finished = []
     for name, check in make_checks(directory).items():
-        watchdog.progress()
+        watchdog.progress(name)
+        if announce is not None:
+            announce(name)
         for result in results.run(name, check):
             finished.append(result)
             show(str(result))
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     counts = Counter(result.status for result in finished)
-    show(
-        f"\n{', '.join(f'{counts[status]} {status}' for status in results.WORST if counts[status])} in {seconds:.0f} s"
-    )
+    found = ", ".join(f"{counts[status]} {status}" for status in results.WORST if counts[status])
+    show(f"\n{found} in {seconds:.0f} s ({cpu:.0f} s of CPU time)")
+    if counts["wrong"] or counts["slow"]:
+        show(f"What this means and what to try: {PAGE}")
     return {"environment": described, "results": [vars(result) for result in finished], "seconds": seconds}

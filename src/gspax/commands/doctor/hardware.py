@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gspax.commands.aot.chips import CHIPS
 from gspax.commands.benchmarks import Limits, measure_device, time_calls
 from gspax.commands.doctor.results import Result, compare, rate, skipped
+from gspax.learner.state import device_memory
 from gspax.parallel import multihost, sharding
 from gspax.run.directory import describe_environment
 
@@ -31,14 +32,15 @@ HOST_LINK = 2e9  # bytes/s between a host and its accelerator: less than half of
 
 
 def describe() -> dict[str, object]:
-    """The versions, devices, and variables that a bug report needs to name."""
+    """The versions, devices, variables, and load that a bug report needs to name."""
     device = jax.local_devices()[0]
-    memory = (device.memory_stats() or {}).get("bytes_limit")
+    memory = device_memory(device)
     return {
         **describe_environment(),
         "memory": "not stated" if memory is None else f"{memory / 2**30:.2f} GiB a device",
         "runtime": " ".join(str(device.client.platform_version).split()),
         "cores": os.cpu_count(),
+        "load": f"{os.getloadavg()[0]:.1f} (processes that want a core, mean of the last minute)",
     }
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from gspax.parallel import multihost
+from gspax.parallel import multihost, watchdog
 from gspax.types import PyTree
 
 Status = Literal["ok", "skipped", "slow", "wrong"]
@@ -31,12 +31,19 @@ class Result:
         figure = ""
         if self.measured is not None and self.unit:
             figure = f"{self.measured:.3g} {self.unit}" + (f" (at least {self.bound:.3g})" if self.bound else "")
+        elif self.measured is not None and self.bound:
+            figure = f"{self.measured:.1e} (at most {self.bound:.0e})"
         elif self.measured is not None:
-            figure = f"{self.measured:.1e}" + (f" (at most {self.bound:.0e})" if self.bound else "")
-        return f"{self.status:8} {self.name:46} {figure:28} {self.why}".rstrip()
+            figure = f"{self.measured:.1e} (wanted equal bits)" if self.measured else "equal bits"
+        return row(self.status, self.name, figure, self.why)
 
 
 Check = Callable[[], Iterator[Result]]
+
+
+def row(status: str, name: str, figure: str, why: str) -> str:
+    """A line of the table."""
+    return f"{status:8} {name:46} {figure:28} {why}".rstrip()
 
 
 def compare(name: str, got: PyTree, want: PyTree, tolerance: float) -> Result:
@@ -74,7 +81,9 @@ def run(name: str, check: Check) -> list[Result]:
     """The results of a check, with the worst of all processes for each; an exception is a result too. Collective."""
     results: list[Result] = []
     try:
-        results.extend(check())
+        for result in check():
+            results.append(result)
+            watchdog.progress()
     except Exception as problem:
         reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:400]
         results.append(Result(name=name, status="wrong", why=reason))
