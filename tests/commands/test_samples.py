@@ -46,7 +46,7 @@ def objects(capsys, run, *arguments):
 
 def test_the_newest_rollout_is_shown_up_to_a_screen(run, capsys):
     text = shown(capsys, run)
-    assert re.search(r"10 +. train +. 0.633 +. \+0.25 +. 3 +. 19\+0= +. 19 ", text)
+    assert re.search(r"10 +train +0.633 +\+0.25 +3 +19\+0= +42 +19 ", text)
     assert "20+0=" not in text and "and 10 more of this step" in text
     assert len(objects(capsys, run)) == 30
 
@@ -56,6 +56,22 @@ def test_a_step_the_best_and_the_worst(run, capsys):
     assert [each["completion"] for each in objects(capsys, run, "--step", "0")] == ["the answer is 41", "3"]
     assert [each["completion"] for each in objects(capsys, run, "--step", "2", "--best", "2")] == ["it is 42", "5"]
     assert [each["completion"] for each in objects(capsys, run, "--worst", "2")] == ["0", "1"]
+
+
+def test_a_text_that_completions_contain_selects_them(run, capsys):
+    assert [each["completion"] for each in objects(capsys, run, "--step", "2", "--contains", "it is")] == [
+        "it is 41", "it is 42"
+    ]  # fmt: skip
+    assert main.main(["samples", str(run), "--contains", "maybe"]) == 2
+    assert "--contains: wanted a text of one of these completions, 'maybe' is in none" in capsys.readouterr().err
+
+
+def test_empty_columns_are_left_out_and_an_answer_is_shown_once(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = shown(capsys, run, "--step", "2")
+    assert "answer" in text and len(re.findall("= +42 ", text)) == 2  # of two prompts
+    before = shown(capsys, run, "--step", "0")
+    assert "advantage" not in before and "note" not in before and "completion" in before
 
 
 def test_what_befell_a_completion_is_noted_without_control_characters(run, capsys, monkeypatch):

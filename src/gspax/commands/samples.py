@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]  # of a file of samples, with its `step` and its `source`
 SHOWN = 20  # rows without --best or --worst
 LONGEST = 600  # characters of a text in the table
+LINE = 40  # characters; if a text is longer, an empty line separates the rows
+TEXTS = ("prompt", "answer", "completion", "note")  # columns that are wrapped
 
 
 def make_parser() -> Parser:
@@ -29,7 +31,7 @@ def make_parser() -> Parser:
         "samples",
         "Show completions of a run with reward, advantage, and length, by default of the newest rollout whose samples "
         "were written.",
-        "gspax samples runs/sort --worst 5\n  gspax samples runs/sort --problem 3142=",
+        "gspax samples runs/sort --worst 5\n  gspax samples runs/sort --problem 4206=",
     )
     parser.add_argument("workdir", type=to_path, metavar="DIR", help="the run directory")
     which = parser.add_mutually_exclusive_group()
@@ -37,6 +39,7 @@ def make_parser() -> Parser:
         "--step", type=at_least(0), metavar="N", help="completions of step N; 0: held-out ones before training"
     )
     which.add_argument("--problem", metavar="TEXT", help="the problem whose prompt is or contains TEXT, over all steps")
+    parser.add_argument("--contains", metavar="TEXT", help="only completions that contain this text")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", type=at_least(1), metavar="N", help="the N with the highest rewards")
     order.add_argument("--worst", type=at_least(1), metavar="N", help="the N with the lowest rewards")
@@ -57,6 +60,10 @@ def execute(options: argparse.Namespace) -> int:
         rows = select_problem([*read(files)], options.problem)
     else:
         rows = select_step(files, options.step)
+    if options.contains is not None:
+        rows = [row for row in rows if options.contains in row["completion"]]
+        if not rows:
+            raise UserError(f"--contains: wanted a text of one of these completions, {options.contains!r} is in none")
     if count := options.best or options.worst:
         rows = sorted(rows, key=lambda row: float(row["reward"]), reverse=bool(options.best))[:count]
     if options.json:
@@ -119,20 +126,36 @@ def select_problem(rows: Sequence[Row], text: str) -> list[Row]:
 
 
 def make_table(rows: Sequence[Row]) -> Table:
-    """The rows as a table; a prompt is left out where it is that of the row above."""
+    """The rows as a table without empty columns; a prompt and its answer are left out below the row that has them."""
+    from rich import box
     from rich.table import Table
 
     from gspax.commands.terminal import dim_thinking, printable
 
-    table, before = Table("step", "of", "reward", "advantage", "length", "prompt", "completion", "note"), None
+    cells: list[dict[str, str | Text]] = []
+    before = None
     for row in rows:
-        prompt = "" if row["prompt"] == before else printable(shorten(row["prompt"]))
-        advantage = f"{float(row['advantage']):+.2f}" if "advantage" in row else ""
-        figures = str(row["step"]), row["source"], f"{float(row['reward']):.3g}", advantage, str(row.get("length", ""))
+        is_new, before = row["prompt"] != before, row["prompt"]
         notes = ["" if row.get("finished", True) else "truncated", row.get("reason", ""), row.get("error", "")]
-        note = printable(", ".join(filter(None, notes)))
-        table.add_row(*figures, prompt, dim_thinking(shorten(row["completion"])), note)
-        before = row["prompt"]
+        shown: dict[str, str | Text] = {
+            "step": str(row["step"]),
+            "source": row["source"],
+            "reward": f"{float(row['reward']):.3g}",
+            "advantage": f"{float(row['advantage']):+.2f}" if "advantage" in row else "",
+            "length": str(row.get("length", "")),
+            "prompt": printable(shorten(row["prompt"])) if is_new else "",
+            "answer": printable(shorten(str(row.get("answer", "")))) if is_new else "",
+            "completion": dim_thinking(shorten(row["completion"])),
+            "note": printable(", ".join(filter(None, notes))),
+        }
+        cells.append(shown)
+    names = [name for name in cells[0] if any(shown[name] for shown in cells)] if cells else []
+    has_long = any(len(shown[name]) > LINE for shown in cells for name in names)
+    table = Table(box=box.SIMPLE_HEAD, leading=int(has_long))
+    for name in names:
+        table.add_column(name, no_wrap=name not in TEXTS)
+    for shown in cells:
+        table.add_row(*[shown[name] for name in names])
     return table
 
 
