@@ -54,6 +54,7 @@ def test_a_card_has_base_settings_results_and_versions(run, tmp_path, monkeypatc
     for line in (
         "Parameters after step 2 of reinforcement learning with the loss `gspo`, trained with gspax from "
         "random parameters.",
+        "The problems are those of `gspax.data.tasks.sort.Problems`, the reward is `small_experiment.share_right`.",
         "| 0 | 0.125 | 0.250 | 0.0 % |",
         "| 2 | 0.502 [0.438, 0.562] | 0.625 | 0.0 % |",
         "| sums | 8 x 2 | 0.750 [0.500, 0.875] | 0.750 [0.500, 0.875], k = 2 |  | 25.0 % | 12.5 |",

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from tiny import CONFIGS, DELTA, OTHERS, one_device
 from gspax import config
 from gspax.commands.aot.programs import device_bytes
 from gspax.config import layers_of
+from gspax.data.tasks import sort
 from gspax.experiment import load, override
 from gspax.experiment.plan import overview, plan, render
 from gspax.experiment.validation import validate
@@ -103,7 +105,7 @@ def test_tokens_and_updates_are_counted():
     found = plan(EXPERIMENT, 1)
     assert found.checkpoint == 12 * parameter_count(EXPERIMENT.model)
     text = render(found)
-    assert "64 rows, 4 updates, at most 512 tokens sampled, 1,024 trained on" in text
+    assert "16 prompts x 4 responses, 4 updates, at most 512 tokens sampled, 1,024 trained on" in text
     assert "10 steps, 40 updates, at most 10,240 tokens" in text
     assert "60 supervised updates" in text
 
@@ -111,10 +113,24 @@ def test_tokens_and_updates_are_counted():
 def test_a_run_starts_with_a_table_of_its_model_objective_and_work():
     experiment = override(EXPERIMENT, ["loss.clip_high=0.25", "optimizer.learning_rate=3e-4"])
     rows = dict(overview(plan(experiment, 4)))
-    assert [*rows] == ["Experiment", "Model", "Objective", "Optimizer", "Mesh", "One step", "In total"]
+    assert [*rows] == ["Experiment", "Model", "Task", "Objective", "Optimizer", "Mesh", "One step", "In total"]
     assert rows["Objective"] == "experiment_file.gspo, clip_low=2e-4, clip_high=0.25, experiment_file.advantage"
     assert (rows["Optimizer"], rows["Mesh"]) == ("learning rate 3e-4, constant", "fsdp=4: 4 devices")
+    assert rows["Task"] == "experiment_file.Problems, experiment_file.reward"
     assert rows["In total"] in render(plan(experiment, 4))
+    assert dict(overview(plan(experiment, 1)))["Mesh"] == "1 device"
+
+
+def test_the_table_names_the_checkpoint_and_each_of_several_rewards():
+    model = replace(EXPERIMENT.model, checkpoint="Qwen/Qwen3-0.6B")
+    rewards = {"right": sort.reward, "short": partial(shorter_than, limit=3)}
+    rows = dict(overview(plan(replace(EXPERIMENT, model=model, reward=rewards), 1)))
+    assert rows["Model"].startswith("Qwen/Qwen3-0.6B, ")
+    assert rows["Task"].endswith(", gspax.data.tasks.sort.reward, test_plan.shorter_than")
+
+
+def shorter_than(problem, completion, *, limit):
+    return float(len(completion) < limit)
 
 
 def test_fsdp_shards_the_parameters_and_data_does_not():

@@ -147,6 +147,12 @@ def flatten(description: Mapping[str, object], prefix: str = "") -> dict[str, ob
     return flat
 
 
+def reward_names(flat: Mapping[str, object]) -> list[str]:
+    """The reward function of a flat description, or its functions if it has several by name."""
+    named = [value for key, value in flat.items() if key.startswith("reward.") and key.count(".") == 1]
+    return [str(value) for value in ([flat["reward"]] if "reward" in flat else named)]
+
+
 def difference(old: Mapping[str, object], new: Mapping[str, object], *, ignore: Iterable[str] = ()) -> list[str]:
     """The keys whose values differ between two descriptions, one line each: `optimizer.learning_rate: 1e-4 -> 3e-4`.
 

@@ -19,7 +19,7 @@ from gspax.config import (
     trained_dtype,
     updates_per_step,
 )
-from gspax.experiment.description import describe, flatten, show
+from gspax.experiment.description import describe, flatten, reward_names, show
 from gspax.model.sizes import (
     SamplerSizes,
     active_parameter_count,
@@ -125,17 +125,19 @@ def render(plan: Plan) -> str:
 
 
 def overview(plan: Plan) -> list[tuple[str, str]]:
-    """The table at the start of a run: a line for its model, its objective, its devices, and its work."""
+    """The table at the start of a run: a line for its model, its task, its objective, its devices, and its work."""
     experiment, settings = plan.experiment, flatten(describe(plan.experiment))
     numbers = [  # such as the clip range
         f"{key.removeprefix('loss.')}={show(value)}"
         for key, value in settings.items()
         if key.startswith("loss.") and isinstance(value, int | float) and not isinstance(value, bool)
     ]
+    start = f"{experiment.model.checkpoint}, " if experiment.model.checkpoint else ""
     rate, decay = experiment.optimizer.learning_rate, settings["optimizer.schedule"]
     return [
         ("Experiment", f"{experiment.name}, seed {experiment.seed}"),
-        ("Model", _parameters(experiment.model)),
+        ("Model", start + _parameters(experiment.model)),
+        ("Task", ", ".join([str(settings["data"]), *reward_names(settings)])),
         ("Objective", ", ".join([str(settings["loss"]), *numbers, str(settings["advantage"])])),
         ("Optimizer", f"learning rate {show(rate)}, {str(decay).rpartition('.')[2]}"),
         ("Mesh", _axes(plan.mesh)),
@@ -148,7 +150,9 @@ def _work(plan: Plan) -> list[tuple[str, str]]:
     sampling, schedule = plan.experiment.sampling, plan.experiment.schedule
     rows, updates, steps = sampling.prompts * sampling.group, updates_per_step(schedule), schedule.steps
     sampled, trained_on = rows * sampling.max_tokens, rows * (sampling.max_prompt_tokens + sampling.max_tokens)
-    step = f"{rows:,} rows, {updates} updates, at most {sampled:,} tokens sampled, {trained_on:,} trained on"
+    made = f"{sampling.prompts:,} prompts x {sampling.group:,} responses"
+    count = f"{updates} update{'s' if updates > 1 else ''}"
+    step = f"{made}, {count}, at most {sampled:,} tokens sampled, {trained_on:,} trained on"
     return [
         ("One step", step),
         ("In total", f"{steps:,} steps, {steps * updates:,} updates, at most {steps * trained_on:,} tokens"),
@@ -176,9 +180,8 @@ def _name(layer: Layer) -> str:
 
 
 def _axes(mesh: dict[str, int]) -> str:
-    devices = math.prod(mesh.values())
-    named = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "all axes 1"
-    return f"{named}: {devices} device{'s' if devices > 1 else ''}"
+    named = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+    return f"{named}: {math.prod(mesh.values())} devices" if named else "1 device"
 
 
 def _explain_sampler(plan: Plan) -> list[str]:

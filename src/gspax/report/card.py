@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import gspax
-from gspax.experiment.description import flatten, show
+from gspax.experiment.description import flatten, reward_names, show
 from gspax.hf.source import HUB_NAME
 from gspax.report import statistics
 from gspax.report.run_page import TASK_COLUMNS, describe_task
@@ -46,12 +46,15 @@ def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bo
         *("tags:", "- gspax", "- reinforcement-learning", f"- {loss}", "---", "", f"# {name}", ""),
         f"{'Adapters' if adapter else 'Parameters'} after step {step} of {how}, trained with gspax from "
         f"{f'`{base}`' if base else 'random parameters'}.",
+        "",
+        f"The problems are those of `{flat['data']}`, the reward is {', '.join(f'`{n}`' for n in reward_names(flat))}.",
     ]
     if results := [] if of_warm_start else [*_held_out(run, step), *_tasks(run, step)]:
         lines += ["", "## Results", "", *results]
     settings = {key: value for key, value in flat.items() if key.partition(".")[0] in PARTS and value is not None}
     rows = [(key, _public(show(value))) for key, value in settings.items() if not is_secret(key)]
-    lines += ["", "## Settings", "", *_table(("field", "value"), [(f"`{key}`", f"`{value}`") for key, value in rows])]
+    table = _table(("field", "value"), [(f"`{key}`", f"`{value}`") for key, value in rows])
+    lines += ["", "## Settings", "", f"<details><summary>{len(rows)} fields</summary>", "", *table, "", "</details>"]
     return "\n".join([*lines, "", "## Versions", "", *_versions(run), ""])
 
 
