@@ -46,9 +46,9 @@ def test_a_long_step_prints_its_phase_without_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "SILENCE", 0.05)
     file = io.StringIO()
     with progress.track(20, 4, "sort", console=Console(file=file, width=120, highlight=False)) as bar:
-        wait_for(file, "sort 4/20  running (the first step compiles), 0:00 so far\n")
+        wait_for(file, "sort 4/20  running (the first step compiles: 0 programs so far), 0:00 so far\n")
         progress.phase("sampling")
-        wait_for(file, "sort 4/20  sampling (the first step compiles), 0:00 so far\n")
+        wait_for(file, "sort 4/20  sampling (the first step compiles: 0 programs so far), 0:00 so far\n")
         bar.update(5, {"reward/mean": 0.5})
         progress.phase("updating")
         wait_for(file, "sort 5/20  updating, 0:00 so far\n")
@@ -60,9 +60,8 @@ def test_a_long_step_prints_its_phase_without_a_terminal(monkeypatch):
 def test_a_phase_shows_the_time_that_it_took_in_the_last_step_but_not_in_the_first(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    compiled = Compilations()
     console = Console(file=io.StringIO(), force_terminal=True)
-    with progress.track(4, 0, "sort", console=console, compiled=compiled) as bar:
+    with progress.track(4, 0, "sort", console=console) as bar:
         said = []
 
         def run(name, seconds):
@@ -72,7 +71,7 @@ def test_a_phase_shows_the_time_that_it_took_in_the_last_step_but_not_in_the_fir
             now[0] += seconds / 2
 
         run("sampling", 60)
-        compiled.programs = 7
+        bar._clock.compiled.programs = 7
         run("updating", 80)
         bar.update(1, {})
         for step in (2, 3):
@@ -93,7 +92,7 @@ def test_a_phase_that_compiles_shows_the_time_that_it_took_before_the_run_was_co
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=True)
-    with progress.track(9, 5, "sort", console=console, compiled=Compilations(), took={"sampling": 70.0}) as bar:
+    with progress.track(9, 5, "sort", console=console, took={"sampling": 70.0}) as bar:
         progress.phase("sampling")
         now[0] += 30
         compiling = "(the first step compiles: 0 programs so far)"
@@ -106,7 +105,7 @@ def test_a_phase_that_compiles_shows_the_time_that_it_took_before_the_run_was_co
 
 
 def test_throughput_is_shown_without_an_exponent():
-    clock = progress._Clock(total=3, start=0)
+    clock = progress._Clock(3, 0, Compilations())
     assert clock.text(1, {"perf/tokens_per_second": 12345.6, "reward/mean": 0.25}).startswith(
         "tokens/s 12,346  reward 0.25"
     )
@@ -123,7 +122,7 @@ def test_a_bar_shows_the_phase_of_a_long_step(monkeypatch):
     file = io.StringIO()
     with progress.track(20, 0, "sort", console=Console(file=file, force_terminal=True, width=120)):
         progress.phase("sampling")
-        wait_for(file, "sampling (the first step compiles), 0:00 so far")
+        wait_for(file, "sampling (the first step compiles: 0 programs so far), 0:00 so far")
 
 
 def test_the_last_line_promises_no_time():
@@ -153,7 +152,7 @@ def test_on_a_terminal_messages_are_printed_above_a_bar():
 def test_the_remaining_time_ignores_the_first_step(monkeypatch):
     now = iter([0.0, 100.0, 101.0, 102.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    clock = progress._Clock(total=63, start=0)
+    clock = progress._Clock(63, 0, Compilations())
     assert clock.text(1, {}).endswith("1e+02 s/step  1:43:20 left")
     clock.text(2, {})
     assert clock.text(3, {}).endswith("1 s/step  1:00 left")

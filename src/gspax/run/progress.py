@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from gspax.run import interrupt
-from gspax.run.compilation import Compilations
+from gspax.run.compilation import Compilations, count_compilations
 
 # The metrics of a run (`group/name`) that are shown, and their labels. A metric without a group is always shown.
 SHOWN = {
@@ -89,34 +89,35 @@ def track(
     *,
     every: int = 10,
     console: Console | None = None,
-    compiled: Compilations | None = None,
     took: Mapping[str, float] | None = None,
 ) -> Iterator[Bar]:
-    """Show progress from `start` to `total` steps; during the first one also what was `compiled`.
+    """Show progress from `start` to `total` steps; during the first one also how many programs were compiled.
 
     `took` has the seconds that phases took in an earlier step that compiled.
 
     Without a terminal, print every `every`th step, the last, any that ends `SILENCE` seconds after the last line, and
     the current phase whenever `SILENCE` seconds pass without a line. Of several processes only process 0 shows it.
     """
-    console, clock = console or _console(), _Clock(total, start, compiled)
+    console = console or _console()
     phase("running")  # until another is named
     _phases.took = dict(took or {})
-    if console.is_terminal:
-        text = TextColumn("{task.fields[text]}", markup=False)
-        columns = (TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, _Phase(clock))
-        with Progress(*columns, console=console) as live:
-            live.add_task("", total=total, completed=start, text="")
-            yield Bar(console, clock, title, every, live)
-        return
-    bar, finished = Bar(console, clock, title, every), threading.Event()
-    thread = threading.Thread(target=bar.break_silence, args=(finished,), name="progress", daemon=True)
-    thread.start()
-    try:
-        yield bar
-    finally:
-        finished.set()
-        thread.join(1)  # not for long: it may hang in a write, as the run's own would
+    with count_compilations() as compiled:
+        clock = _Clock(total, start, compiled)
+        if console.is_terminal:
+            text = TextColumn("{task.fields[text]}", markup=False)
+            columns = (TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, _Phase(clock))
+            with Progress(*columns, console=console) as live:
+                live.add_task("", total=total, completed=start, text="")
+                yield Bar(console, clock, title, every, live)
+            return
+        bar, finished = Bar(console, clock, title, every), threading.Event()
+        thread = threading.Thread(target=bar.break_silence, args=(finished,), name="progress", daemon=True)
+        thread.start()
+        try:
+            yield bar
+        finally:
+            finished.set()
+            thread.join(1)  # not for long: it may hang in a write, as the run's own would
 
 
 def _console() -> Console:
@@ -162,7 +163,7 @@ def _hang_up_if_closed() -> Iterator[None]:
 class _Clock:
     """The latest values, and the remaining time by the mean step since the first one, which compiles."""
 
-    def __init__(self, total: int, start: int, compiled: Compilations | None = None) -> None:
+    def __init__(self, total: int, start: int, compiled: Compilations) -> None:
         self.total = total
         self.compiled = compiled
         self.values: dict[str, float] = {}
@@ -185,8 +186,7 @@ class _Clock:
         """The last finished step, and for how many seconds which phase of the next one has run, also as a phrase."""
         name, seconds, note = _phases.name, time.monotonic() - _phases.since, ""
         if len(self._marks) == 1 and self._marks[0][0] < self.total:
-            programs = f": {self.compiled.programs} programs so far" if self.compiled else ""
-            note = f" (the first step compiles{programs})"
+            note = f" (the first step compiles: {self.compiled.programs} programs so far)"
         left = _phases.took.get(name, 0.0) - seconds
         promise = f", {_duration(left)} left" if left > 0 else ""
         return self._marks[-1][0], seconds, f"{name}{note}, {_duration(seconds)} so far{promise}"

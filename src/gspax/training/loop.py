@@ -113,7 +113,7 @@ def train_from_newest(
 
     with (
         Recorder(run, done, trackers) as recorder,
-        progress.track(schedule.steps, done, experiment.name, compiled=compiled, took=longest_phases(recorder)) as bar,
+        progress.track(schedule.steps, done, experiment.name, took=longest_phases(recorder)) as bar,
         interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started else None),
     ):
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
