@@ -41,6 +41,10 @@ LATENT = {
     "latent": config.Latent(rank=16, query_rank=16, nope_dim=16, value_dim=16),
 }
 VARIANTS["latent attention"] = replace(VARIANTS["conversations"], model=replace(SMALL.model, **LATENT))
+DELTA = {"delta": config.GatedDelta(key_heads=4, value_heads=4, key_dim=8, value_dim=8), "delta_layers": (0,)}
+VARIANTS["delta nets"] = replace(  # a layer of each kind
+    VARIANTS["conversations"], model=replace(SMALL.model, num_hidden_layers=2, **DELTA)
+)
 KERNELS = {  # on TPU; of the programs that are not here: none
     programs.TRAIN: BACKWARD,
     programs.SCORE: FORWARD,
