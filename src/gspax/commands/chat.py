@@ -39,7 +39,7 @@ def make_parser() -> Parser:
         "chat",
         "Talk to the policy of a run, or to a published model. With a chat tokenizer messages continue a conversation; "
         "with another one every line is a prompt. Without a terminal, lines of standard input are messages.",
-        "gspax chat runs/sort --beside runs/sort/warm_start\n  echo 3142= | gspax chat runs/sort@50 --temperature 0",
+        "gspax chat runs/sort --beside runs/sort/warm_start\n  echo 3142= | gspax chat runs/sort@125 --temperature 0",
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="a run, DIR or DIR@STEP; a checkpoint's folder; a name on the Hub"
@@ -174,8 +174,8 @@ def describe_logps(talk: Talk, ids: Sequence[int]) -> str:
 
     logps = talk.dialogue.logp()
     pieces = [talk.tokenizer.decode([i]) or "(stop)" for i in ids]
-    shown = [f"{printable(repr(piece)[1:-1])} {logp:.2f}" for piece, logp in zip(pieces, logps, strict=True)]
-    return f"{' | '.join(shown)}; {len(logps)} tokens, sum {sum(logps):.2f}"
+    shown = [f"{printable(repr(piece)[1:-1])} {logp:z.2f}" for piece, logp in zip(pieces, logps, strict=True)]
+    return f"{' | '.join(shown)}; {len(logps)} tokens, sum {sum(logps):z.2f}"
 
 
 @contextlib.contextmanager

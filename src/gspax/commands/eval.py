@@ -33,7 +33,7 @@ def make_parser() -> Parser:
         "Measure a checkpoint: without --tasks on the experiment's held-out problems, sampled at temperature 1 and "
         "decoded greedily, and on its own tasks; with --tasks on those alone: mean reward, pass@k, maj@k, 95 % "
         "intervals, and files with every completion.",
-        "gspax eval experiments/sort_gspo.py --workdir runs/sort --step 100 evaluation.problems=1024\n"
+        "gspax eval experiments/sort_gspo.py --workdir runs/sort --step 125 evaluation.problems=1024\n"
         "  gspax eval gsm8k.py --workdir runs/gsm8k --tasks gsm8k=gsm8k/test.jsonl,math500 --samples 8\n"
         "  gspax eval --from Qwen/Qwen3-0.6B --workdir runs/qwen3 --tasks gsm8k --max-tokens 1024 sampling.prompts=32",
     )

@@ -112,7 +112,8 @@ class Dialogue:
         begin = self._length + len(ids)
         if begin >= limit:
             raise UserError(
-                f"the conversation is full: wanted at most {limit} tokens after its first message, got {begin}"
+                f"the conversation is full: wanted at most {limit} tokens after its first message, got {begin}; "
+                "/reset begins a new one, --context allows longer ones"
             )
         rows = state.rows  # of a turn that was cut no further token is sampled
         ended = replace(rows, waiting_W=rows.waiting_W | rows.active_W, active_W=jnp.zeros_like(rows.active_W))
