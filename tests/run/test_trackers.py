@@ -109,6 +109,43 @@ def test_a_package_that_cannot_be_imported_is_one_warning(fake, tmp_path, capsys
     assert line.startswith("gspax: warning: the tracker wandb cannot be used: import of wandb halted")
 
 
+def test_packages_are_imported_one_after_the_other(fake, tmp_path, monkeypatch):
+    """In two threads at once Python 3.11.7 raised "AST constructor recursion depth mismatch"."""
+    load, imported, most = trackers.importlib.import_module, [], []
+
+    def slowly(name):
+        imported.append(name)
+        most.append(len(imported))
+        time.sleep(0.05)
+        imported.remove(name)
+        return load(name)
+
+    for name in FAKES:
+        fake(name)
+    monkeypatch.setattr(trackers.importlib, "import_module", slowly)
+    track(tmp_path / "a", [*FAKES], [1])
+    assert most == [1] * len(FAKES)
+
+
+def test_an_import_that_hangs_does_not_stop_the_other_trackers(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "PATIENCE", 1.0)
+    monkeypatch.setattr(trackers, "IMPORT", 0.1)
+    fake("wandb")
+    runs, load, hang = fake("trackio"), trackers.importlib.import_module, threading.Event()
+
+    def hang_in_wandb(name):
+        if name.endswith("wandb"):
+            hang.wait()
+        return load(name)
+
+    monkeypatch.setattr(trackers.importlib, "import_module", hang_in_wandb)
+    id = track(tmp_path / "a", ["wandb", "trackio"], [1, 2])
+    assert len(runs[id].rows) == 2
+    hang.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "gspax_wandb"]:
+        thread.join(5)  # or it would write to the next test's package
+
+
 def test_a_tracker_that_hangs_neither_slows_the_run_nor_fills_the_memory(fake, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trackers, "PATIENCE", 0.3)
     monkeypatch.setattr(trackers, "SIZE", 20)

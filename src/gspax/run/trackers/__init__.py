@@ -26,6 +26,8 @@ from gspax.run.redaction import HIDDEN, is_secret, redact
 NAMES = ("tensorboard", "wandb", "trackio", "mlflow")  # modules of this package; but the first, of their packages too
 SIZE = 1000  # calls that wait for a tracker; beyond, metrics are dropped
 PATIENCE = 10.0  # seconds that the end of a run waits for all trackers
+IMPORT = 60.0  # seconds that a tracker waits for the imports of another one
+_importing = threading.Lock()  # in Python 3.11, `ast.parse` fails where two threads call it, as imports of trackers do
 
 
 class Tracker(Protocol):
@@ -117,10 +119,14 @@ class _Worker:
 
     def _run(self) -> None:
         method = "start"
+        has_turn = _importing.acquire(timeout=IMPORT)
         try:
             tracker: Tracker = importlib.import_module(f"{__name__}.{self._name}").Tracker()
         except BaseException as error:  # an import may do anything
             return self._warn(f"cannot be used: {brief(error)}")
+        finally:
+            if has_turn:
+                _importing.release()
         while method != "finish":
             method, arguments = self._calls.get()
             try:
