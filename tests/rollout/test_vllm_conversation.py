@@ -19,14 +19,16 @@ EXCHANGES = json.loads(Path(__file__).with_name("vllm_conversation.json").read_t
 MODEL = replace(experiment.model, hidden_size=64, head_dim=32)
 DIGEST = EXCHANGES[0]["answer"]["results"][0]["loaded"]["digest"]
 ASK = Ask([1, 2, 3], 4, 5, Sampling(), False, (11,), True)
+FILTERS = Sampling(temperature=0.8, top_k=5, top_p=0.6, min_p=0.05, mask_replay=5)
+FILTERED = Ask([1, 2, 3], 4, 6, FILTERS, False, (), False, mask_size=5)
 
 
 def talk(server):
-    """The recorded exchange: a state, a push, a state, a score, a sample with stop tokens and one without."""
+    """The recorded exchange: a state, a push, a state, a score, samples with stop tokens, without, and with filters."""
     found = [server.state(5.0)]
     server.load(Written(Path("WEIGHTS"), 2, DIGEST, 0, 0.0))
     found += [server.state(5.0), server.score([1, 2, 3, 4, 5]), server.sample(ASK)]
-    return [*found, server.sample(ASK._replace(seed=2**53 - 1, stop_ids=()))]
+    return [*found, server.sample(ASK._replace(seed=2**53 - 1, stop_ids=())), server.sample(FILTERED)]
 
 
 def test_our_requests_and_what_we_read_are_those_of_the_recorded_conversation(monkeypatch):
@@ -41,7 +43,7 @@ def test_our_requests_and_what_we_read_are_those_of_the_recorded_conversation(mo
         return recorded["answer"]
 
     monkeypatch.setattr(client.Client, "_exchange", exchange)
-    before, after, scores, stopped, whole = talk(vllm.VLLM("http://127.0.0.1:1", MODEL, 5.0))
+    before, after, scores, stopped, whole, filtered = talk(vllm.VLLM("http://127.0.0.1:1", MODEL, 5.0))
     assert next(left, None) is None
     assert before.version == after.version == 2 and after.digest == DIGEST and before.instance != after.instance
     assert after.limits["vocab_size"] == 12 and after.dtype == "float32"
@@ -50,6 +52,8 @@ def test_our_requests_and_what_we_read_are_those_of_the_recorded_conversation(mo
         assert isinstance(answer, Answer) and answer.stopped == (answer.tokens[-1] == 11) == (answer is stopped)
         assert answer.expert_TLA.shape == (3 + len(answer.tokens) - 1, 2, 2)
     assert len(whole.tokens) == 4
+    assert list(map(len, filtered.kept)) == [3, 3, 3, 3] and not any(filtered.cut)
+    assert all(token in ids for token, ids in zip(filtered.tokens, filtered.kept, strict=True))
 
 
 def shape_of(value):
@@ -76,8 +80,12 @@ def test_the_fake_answers_as_the_real_server(tmp_path, monkeypatch):
                 continue
             ours, real = ours["choices"][0], real["choices"][0]
             assert set(ours) <= set(real)
-            for key in ("token_ids", "finish_reason", "prompt_token_ids", "routed_experts"):
+            experts = () if body.get("top_k") else ("routed_experts",)  # the last server was started without
+            for key in ("token_ids", "finish_reason", "prompt_token_ids", *experts):
                 assert shape_of(ours[key]) == shape_of(real[key]), key
+            if body.get("top_k"):
+                lengths = [set(map(len, each["logprobs"]["top_logprobs"])) for each in (ours, real)]
+                assert lengths == [{5}, {5}]
             assert (ours["prompt_logprobs"] is None) == (real["prompt_logprobs"] is None)
 
 
