@@ -58,7 +58,7 @@ def wait_for(done, limit, what):
 
 
 @pytest.mark.timeout(3600)
-def test_the_small_experiment_trains_with_vllm_though_its_server_is_killed(tmp_path):
+def test_the_small_experiment_trains_with_vllm_though_its_server_is_killed(tmp_path, request):
     address, workdir, log = f"http://127.0.0.1:{free_port()}", tmp_path / "run", tmp_path / "vllm.log"
     settings = [
         "model.head_dim=32",
@@ -78,10 +78,11 @@ def test_the_small_experiment_trains_with_vllm_though_its_server_is_killed(tmp_p
         return [row for row in record.read_metrics(metrics) if "reward/mean" in row] if metrics.exists() else []
 
     run = gspax("train", EXPERIMENT, "--workdir", workdir, *settings, cwd=tmp_path, stderr=subprocess.PIPE)
+    request.addfinalizer(run.kill)
     with server(command, log):
         wait_for(lambda: run.poll() is not None or len(steps()) >= 3, 2 * START, "three steps")
     with server(command, log):
-        _, errors = run.communicate(timeout=START)
+        _, errors = run.communicate(timeout=2 * START)
     assert run.returncode == 0, errors
     assert "its requests are sent again" in errors and "is back, with the newest weights" in errors
     rows = steps()
