@@ -55,6 +55,7 @@ TEXTS = {
     "same": lambda text: text,
     "with errors": lambda text: np.where(np.arange(len(text)) % 4 == 3, 19, text),
     "longer": lambda text: np.concatenate([text, text, text]),
+    "wrong": lambda text: (text + 1) % 20,
 }
 
 
@@ -72,20 +73,37 @@ CASES = {
     "chunks": ("dense", {"chunk": 1, "slots": 3}, 1e-5),
     "a cache in 8 bits": ("dense", {"kv_cache_dtype": "int8", "weights_dtype": "int8"}, 0.05),
     "filters": ("dense", {"top_k": 4, "temperature": 0.8, "mask_size": 3}, 1e-5),
+    "drafts while they pay": ("dense", {"slots": 5, "draft_cost": 1.2, "max_tokens": 24}, 1e-5),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("texts", ["none", *TEXTS])
+@pytest.mark.parametrize("texts", ["none", "same", "with errors", "longer"])
 def test_samples_are_those_without_drafts(case, texts):
     name, settings, tolerance = CASES[case]
     want, got = generate(name, **settings), generate(name, texts, drafts=3, **settings)
     assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
     assert_same(got, want, tolerance)
     assert (got.passes_B <= want.length_B).all() and want.passes_B is None
-    if texts == "same":  # the first token is the prefill's; then four in each pass, of equal drafts
+    if (
+        texts == "same" and "draft_cost" not in settings
+    ):  # the first token is the prefill's; then four in each pass, of equal drafts
         short_B = np.ceil((want.length_B - 1) / 4) + 1
         assert (got.passes_B >= short_B).all() and got.passes_B.sum() < 1.15 * short_B.sum()
+
+
+def test_passes_have_drafts_while_these_give_more_tokens_than_they_cost():
+    """The most is k + 1 tokens, the least 1; between them it depends on how many drafts were right."""
+
+    def passes(texts, cost, drafted=3, slots=3):
+        rollout = generate("dense", texts, drafts=drafted, slots=slots, max_tokens=24, stops=(), draft_cost=cost)
+        return rollout.passes_B
+
+    length = SAMPLING.max_tokens * 2
+    assert (passes("same", 4.0) == length).all(), "no pass has drafts"
+    right, wrong = passes("same", 1.5), passes("wrong", 1.5)
+    assert right.sum() < 0.8 * length * len(right), "they start once drafts are seen to be right"
+    assert (right > passes("same", 0.0)).all() and wrong.sum() > 0.95 * length * len(wrong)
 
 
 @pytest.mark.slow
@@ -108,34 +126,42 @@ def test_samples_on_a_mesh_are_those_of_one_device_without_drafts(axes):
     assert got.passes_B.sum() < want.length_B.sum()
 
 
-def test_drafts_are_the_tokens_after_the_longest_match():
+@pytest.mark.parametrize(("group", "texts"), [(1, 1), (4, 3), (2, 2)])
+def test_drafts_are_the_tokens_after_the_longest_match(group, texts, monkeypatch):
     """Against a loop over positions; texts of few different tokens have many matches."""
+    monkeypatch.setattr(drafts, "TEXTS", texts)
     rng = np.random.default_rng(0)
     W, C, S, K = 40, 12, 6, 3
     for vocabulary in (2, 5):
         earlier = [rng.integers(0, vocabulary, rng.integers(0, C + 1)).tolist() for _ in range(W)]
-        prompts = [rng.integers(0, vocabulary, rng.integers(1, S + 1)).tolist() for _ in range(W)]
+        prompts = [rng.integers(0, vocabulary, rng.integers(1, S + 1)).tolist() for _ in range(W // group)]
         own = [rng.integers(0, vocabulary, rng.integers(1, C)).tolist() for _ in range(W)]
         (earlier_WC, _), (own_WC, length_W) = (sampler.pad_rows(rows, C) for rows in (earlier, own))
         earlier_WC[np.arange(C) >= np.array([*map(len, earlier)])[:, None]] = drafts.NONE
-        prompt_WS, prompt_length_W = sampler.pad_rows(prompts, S)
-        text_WH = drafts.join_texts(*map(jnp.asarray, (prompt_WS, prompt_length_W, earlier_WC[:, None])))
-        draft_WK, count_W = drafts.look_up(text_WH, jnp.asarray(own_WC), jnp.asarray(length_W), K)
+        prompt_PS, prompt_length_P = sampler.pad_rows(prompts, S)
+        earlier_PGC = earlier_WC.reshape(-1, group, C)
+        text_WH = drafts.join_texts(*map(jnp.asarray, (prompt_PS, prompt_length_P, earlier_PGC)))
+        draft_WK, count_W = drafts.look_up(text_WH, texts, jnp.asarray(own_WC), jnp.asarray(length_W), K)
         got = [draft[:count].tolist() for draft, count in zip(draft_WK, count_W, strict=True)]
-        assert got == [look_up(*texts, C, K) for texts in zip(earlier, prompts, own, strict=True)]
+        for row in range(W):
+            first = row // group * group
+            of_group = [earlier[first + (row + number) % group] for number in range(texts)]
+            assert got[row] == look_up(of_group, prompts[row // group], own[row], C, K)
         assert {*map(len, got)} == {0, 1, 2, 3} or vocabulary == 5
 
 
 def look_up(earlier, prompt, own, C, K):
-    best = 0, -np.inf, []
-    for number, text in enumerate((earlier, prompt, own)):
+    """Of equal matches the nearest in an earlier text, its own first; else the latest in prompt and own tokens."""
+    best, found = (0, -np.inf, 0), []
+    for number, text in enumerate((*earlier, prompt, own)):
         for index in range(len(text) - 1):
             matched = 0
             while matched < min(4, index + 1, len(own)) and text[index - matched] == own[len(own) - 1 - matched]:
                 matched += 1
-            nearness = -abs(index - (len(own) - 1)) if number == 0 else number * 100 - 1000 + index
-            best = max(best, (matched, nearness, text[index + 1 : index + 1 + K]))
-    return best[2][: max(C - 1 - len(own), 0)] if best[0] else []
+            nearness = -abs(index - (len(own) - 1)) if number < len(earlier) else number * 100 - 2000 + index
+            if (matched, nearness, -number) > best:
+                best, found = (matched, nearness, -number), text[index + 1 : index + 1 + K]
+    return found[: max(C - 1 - len(own), 0)] if best[0] else []
 
 
 @pytest.mark.parametrize("noise", ["fresh", "problem"])
@@ -167,5 +193,7 @@ def test_a_wrong_setting_is_one_sentence():
     assert any(problem.startswith("sampling.drafts: wanted 0 in a model with gated") for problem in validate(delta))
     many = replace(experiment, sampling=replace(experiment.sampling, drafts=32))
     assert "sampling.drafts: wanted at most 31, got 32" in validate(many)
+    priced = replace(experiment, sampling=replace(experiment.sampling, draft_cost=1.5))
+    assert "sampling.draft_cost: wanted 0 without sampling.drafts, got 1.5" in validate(priced)
     same = replace(experiment, sampling=replace(experiment.sampling, noise="same"))
     assert "sampling.noise: wanted 'fresh' or 'problem', got 'same'" in validate(same)

@@ -80,6 +80,8 @@ class Sampling:
     kv_cache_dtype: SamplerDtype = "auto"  # int8: 8-bit keys and values, with a scale for each token and head
     weights_dtype: SamplerDtype = "auto"  # int8: 8-bit inference weights, with a scale for each output channel
     drafts: Drafts = 0  # drafted tokens that a decoding pass checks besides the next token; 0: off
+    # Time of such a pass over that of one without drafts; drafts are only used while they give more tokens. 0: always
+    draft_cost: NonNegative = 0.0
     # The random numbers of a token depend on the seed, the sample's number in its group, the token's position, and:
     # fresh: how many problems came before it; problem: the prompt alone, so they are the same in every epoch
     noise: Noise = "fresh"
@@ -97,8 +99,8 @@ class Sampling:
     mask_replay: NonNegativeInt = 0
 
     def described(self) -> dict[str, object]:
-        """The fields in an experiment's description: a default `noise` is left out, so that older runs resume."""
-        return described_fields(self, ("noise",))
+        """The fields in an experiment's description: defaults of newer ones are left out, so that older runs resume."""
+        return described_fields(self, ("noise", "draft_cost"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,15 @@
-"""Drafts of a sample's next tokens without a draft model: looked up in its text of an earlier epoch, its prompt, and
-its own tokens.
+"""Drafts of a sample's next tokens without a draft model: looked up in what its group said in an earlier epoch, in its
+prompt, and in its own tokens.
 
 A decoding pass of k + 1 positions checks k drafts (`engine.advance`). A token is a function of (key, sample id,
 position) and the logits, so a draft is right if it is the token that is sampled at its position: samples and log-probs
 are those without drafts, up to rounding. Speculative decoding with another proposal (arXiv 2211.17192) accepts a draft
 with some probability instead, and prompt lookup is that of https://github.com/apoorvumang/prompt-lookup-decoding.
 
-Axes: P prompts, G samples per prompt, B = P·G, W slots, C positions after the prompt, S prompt positions,
-H = C + S + 2, T = H + C, K drafts.
+A pass with drafts may cost more than it gives: `renew_share` and `expected_tokens` estimate what it gives.
+
+Axes: P prompts, G samples per prompt, B = P·G, W slots, C positions after the prompt, S prompt positions, N earlier
+texts, H = N·(C + 1) + S + 1, T = H + C, K drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import jax.numpy as jnp
 from gspax.types import Array
 
 MATCH = 4  # of the last tokens, the most that are compared
+TEXTS = 8  # the most earlier texts that are looked up: the sample's own, and those of the next samples of its group
 NONE = -1  # no token
+NEWEST = 0.25  # weight of the newest draft in the share of right ones
 
 
 def join_texts(prompt_PS: Array, prompt_length_P: Array, earlier_PGC: Array) -> Array:
@@ -28,21 +32,23 @@ def join_texts(prompt_PS: Array, prompt_length_P: Array, earlier_PGC: Array) -> 
       prompt_length_P: int32.
       earlier_PGC: int32, what followed the prompt in an earlier epoch, then `NONE`.
     """
-    (P, G, C), S = earlier_PGC.shape, prompt_PS.shape[1]
+    (P, G, _), S = earlier_PGC.shape, prompt_PS.shape[1]
     prompt_PS = jnp.where(jnp.arange(S)[None] < prompt_length_P[:, None], prompt_PS, NONE)
-    prompt_PGS = jnp.broadcast_to(prompt_PS[:, None], (P, G, S))
-    gap_PG1 = jnp.full((P, G, 1), NONE)
-    return jnp.concatenate([earlier_PGC, gap_PG1, prompt_PGS, gap_PG1], axis=2).reshape(P * G, C + S + 2)
+    earlier = [jnp.roll(earlier_PGC, -number, axis=1) for number in range(min(G, TEXTS))]
+    texts = [*earlier, jnp.broadcast_to(prompt_PS[:, None], (P, G, S))]
+    apart = [jnp.pad(text, ((0, 0), (0, 0), (0, 1)), constant_values=NONE) for text in texts]
+    return jnp.concatenate(apart, axis=2).reshape(P * G, -1)
 
 
-def look_up(text_WH: Array, tokens_WC: Array, length_W: Array, drafts: int) -> tuple[Array, Array]:
+def look_up(text_WH: Array, texts: int, tokens_WC: Array, length_W: Array, drafts: int) -> tuple[Array, Array]:
     """The tokens after the best match of a slot's last tokens, int32 [W, K], and how many they are, int32 [W].
 
     The best match is the longest one, of at most `MATCH` tokens. Of equally long ones it is the nearest to the same
-    position in the earlier text, else the latest one in the prompt and the slot's own tokens.
+    position in an earlier text, the sample's own first, else the latest one in the prompt and the slot's own tokens.
 
     Args:
       text_WH: from `join_texts`.
+      texts: N, of an earlier epoch.
       tokens_WC: int32, the slot's own tokens.
       length_W: int32, the number of these, at least 1.
       drafts: K.
@@ -59,7 +65,7 @@ def look_up(text_WH: Array, tokens_WC: Array, length_W: Array, drafts: int) -> t
         shifted_WT = jnp.pad(text_WT, ((0, 0), (back, 0)), constant_values=NONE)[:, :T]
         agrees_WT &= (shifted_WT == token_W1) & (last_W1 >= back)
         matched_WT += agrees_WT
-    distance_WT = jnp.where(index_1T < C, jnp.abs(index_1T - last_W1), C + T - index_1T)
+    distance_WT = jnp.where(index_1T < texts * (C + 1), jnp.abs(index_1T % (C + 1) - last_W1), C + T - index_1T)
     best_W1 = (matched_WT * (C + T + 1) - distance_WT).argmax(axis=1)[:, None]
     place_WK = best_W1 + 1 + jnp.arange(drafts)[None]
     draft_WK = jnp.take_along_axis(text_WT, place_WK, axis=1, mode="fill", fill_value=NONE)
@@ -68,3 +74,14 @@ def look_up(text_WH: Array, tokens_WC: Array, length_W: Array, drafts: int) -> t
     drafted_WK = (draft_WK != NONE) & found_W1 & (jnp.arange(drafts)[None] < room_W1)
     count_W = jnp.cumprod(drafted_WK, axis=1, dtype=jnp.int32).sum(axis=1)
     return jnp.where(drafted_WK, draft_WK, 0), count_W
+
+
+def renew_share(share_W: Array, gets_W: Array, draft_WK: Array, count_W: Array, token_W: Array) -> Array:
+    """The moving share of right first drafts, float32 [W], with one more draft in the slots that got these tokens."""
+    right_W = (draft_WK[:, 0] == token_W) & (count_W > 0)
+    return jnp.where(gets_W, share_W + NEWEST * (right_W - share_W), share_W)
+
+
+def expected_tokens(share_W: Array, drafts: int) -> Array:
+    """The mean tokens of a pass, float32 [W], if each draft is right with this probability: 1 + p + … + p^K."""
+    return (share_W[:, None] ** jnp.arange(drafts + 1)[None]).sum(axis=1)

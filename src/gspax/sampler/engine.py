@@ -2,9 +2,9 @@
 
 `start` prefills all prompts once and samples the first token of every sample; `advance` decodes until no slot is
 active; `admit` puts new groups in the places of finished ones while the others continue; `resume` continues samples
-whose turn has ended with an environment's replies; `assemble` makes a rollout of the tokens so far. Samples without a
-slot are in a queue of indices on the devices, so the loop runs without the host. On a mesh a device's slots take
-samples of the device's own rows, so that no cache is moved.
+whose turn has ended with an environment's replies. Samples without a slot are in a queue of indices on the devices, so
+the loop runs without the host. On a mesh a device's slots take samples of the device's own rows, so that no cache is
+moved.
 
 A slot is active (its sample gets a token in each pass), waiting (its sample's turn has ended, and an environment is to
 reply) or free. A waiting slot keeps its sample and its cache.
@@ -34,12 +34,13 @@ from gspax.config import ModelConfig, Sampling, expert_id_dtype, layer_windows, 
 from gspax.model import decoding
 from gspax.model.decoding import Cache, Slots
 from gspax.model.sizes import sampler_sizes
-from gspax.parallel.sharding import batch_shards, constrain, named_sharding, sample_axis, spec
+from gspax.parallel.sharding import batch_shards, constrain, sample_axis, spec
 from gspax.sampler import drafts
 from gspax.sampler.token_sampling import Draw, is_stop, sample_at
-from gspax.types import Array, Params, PyTree, Rollout
+from gspax.types import Array, Params, PyTree
 
 T = TypeVar("T")
+CHECK_EVERY = 4  # passes without drafts: one of them looks up what it would have drafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ class Rows:
     cut_BC: Array | None  # bool
     text_BH: Array | None  # int32    with drafts, the texts that they come from (`drafts.join_texts`)
     passes_B: Array | None  # int32    with drafts, as in `Rollout`
+    right_W: Array | None  # float32    with `Sampling.draft_cost`, the share of the sample's drafts that are right
     order_B: Array  # int32    queued samples, which have no slot; only the first `queued_Q` count
     queued_Q: Array  # int32
     taken_Q: Array  # int32    of those, the samples that have got a slot since
@@ -109,11 +111,11 @@ class State:
 
 
 class Sampled(NamedTuple):
-    """New tokens of some slots."""
+    """Tokens at M positions of some slots."""
 
-    gets_W: Array  # bool     the slot gets one
-    draw: Draw
-    expert_WLA: Array | None  # of the token before
+    gets_W: Array  # bool     the slot gets some
+    draw: Draw  # [W, M, ...]
+    expert_WMLA: Array | None  # of the tokens before them
     step: Array  # int32 []  decoding passes before
     version: Array  # int32 []  of the parameters
 
@@ -188,8 +190,7 @@ def _sample_first(
         last_PD, cached, expert_PSLA = decoding.prefill(
             params,
             model,
-            prompts.tokens_PS,
-            prompts.length_P,
+            *prompts[:2],
             chunk=sizes.prefill_chunk,
             kv_cache_dtype=sampling.kv_cache_dtype,
             mesh=mesh,
@@ -222,6 +223,7 @@ def _sample_first(
         cut_BC=jax.tree.map(first, draw.cut_B),
         text_BH=None if prompts.earlier_PGC is None else drafts.join_texts(*prompts[:2], prompts.earlier_PGC),
         passes_B=jnp.ones(B, jnp.int32) if sampling.drafts else None,
+        right_W=jnp.zeros(W) if sampling.drafts and sampling.draft_cost else None,
         order_B=jnp.zeros(B, jnp.int32),
         queued_Q=zeros_Q,
         taken_Q=zeros_Q,
@@ -267,64 +269,101 @@ def advance(
 ) -> State:
     """Decode until no slot is active, or `tokens` times; with drafts a pass may give a slot several tokens.
 
+    With `Sampling.draft_cost` passes have drafts only while these pay (`_drafts_pay`).
+
     The parameters may be newer than at earlier tokens, whose cached keys and values are not recomputed.
     """
     last = state.step + tokens
+    decode, decode_drafts = (
+        partial(_decode_pass, params, key=key, options=options, version=version, drafted=drafted)
+        for drafted in (False, True)
+    )
 
-    def decode(state: State) -> State:
-        rows = state.rows
-        slots, id_W, greedy_W = describe_slots(rows, options)
-        if at_one_position(rows, options):
-            slots = slots._replace(first=state.step)
-        with jax.named_scope("decode"):
-            hidden_WD, cache, expert_WLA = decoding.decode(
-                params, options.model, rows.token_W, state.cache, slots, mesh=options.mesh
-            )
-        logits_WV = decoding.logits(params, hidden_WD)
-        position_W = slots.prompt_length_W + rows.length_W
-        draw = _sample_next(logits_WV, key, id_W, position_W, greedy_W, options)
-        kept_WLA, at_version = expert_WLA if options.keep_experts else None, jnp.asarray(version, jnp.int32)
-        sampled = Sampled(rows.active_W, draw, kept_WLA, state.step, at_version)
-        rows = on_devices(partial(_write_back, options=options), options, rows, sampled)
-        return replace(state, rows=rows, step=state.step + 1, cache=cache)
+    def goes_on(state: State) -> Array:
+        return (state.step < last) & state.rows.active_W.any()
 
-    def decode_with_drafts(state: State) -> State:
-        rows, at_version = state.rows, jnp.asarray(version, jnp.int32)
-        slots, id_W, greedy_W = describe_slots(rows, options)
+    def alternate(state: State) -> State:
+        def pays(state: State) -> Array:
+            return _drafts_pay(state.rows, options)
+
+        state = jax.lax.while_loop(lambda state: goes_on(state) & pays(state), decode_drafts, state)
+        return jax.lax.while_loop(lambda state: goes_on(state) & ~pays(state), decode, state)
+
+    run = decode_drafts if options.sampling.drafts else decode
+    return jax.lax.while_loop(goes_on, run if state.rows.right_W is None else alternate, state)
+
+
+def _decode_pass(
+    params: Params, state: State, key: Array, options: SampleOptions, version: Array | int, *, drafted: bool
+) -> State:
+    """A pass of the model over the active slots' last tokens, and over drafts of the next ones."""
+    rows, model, mesh = state.rows, options.model, options.mesh
+    slots, id_W, greedy_W = describe_slots(rows, options)
+    if drafted:
         draft_WK, count_W = on_devices(partial(_draft, options=options), options, rows)
         tokens_WM = jnp.concatenate([rows.token_W[:, None], draft_WK], axis=1)
         slots = slots._replace(count_W=slots.count_W * (1 + count_W))
         with jax.named_scope("decode"):
             hidden_WMD, cache, expert_WMLA = decoding.decode_block(
-                params, options.model, tokens_WM, state.cache, slots, mesh=options.mesh
+                params, model, tokens_WM, state.cache, slots, mesh=mesh
             )
-        W, M, D = hidden_WMD.shape
-        each = partial(jnp.repeat, repeats=M, axis=0)
-        position_WM = (slots.prompt_length_W + rows.length_W)[:, None] + jnp.arange(M)[None]
-        logits_BV = decoding.logits(params, hidden_WMD.reshape(W * M, D))
-        draw_B = _sample_next(
-            logits_BV, key, each(id_W), position_WM.reshape(-1), jax.tree.map(each, greedy_W), options
-        )
-        draw_WM = jax.tree.map(lambda x_B: x_B.reshape(W, M, *x_B.shape[1:]), draw_B)
-        kept_WMLA = expert_WMLA if options.keep_experts else None
-        sampled = Sampled(rows.active_W, draw_WM, kept_WMLA, state.step, at_version)
-        write = partial(_write_drafted, options=options)
-        rows = on_devices(write, options, rows, draft_WK, count_W, sampled)
-        return replace(state, rows=rows, step=state.step + 1, cache=cache)
+    else:
+        if at_one_position(rows, options):
+            slots = slots._replace(first=state.step)
+        with jax.named_scope("decode"):
+            hidden_WD, cache, expert_WLA = decoding.decode(params, model, rows.token_W, state.cache, slots, mesh=mesh)
+        hidden_WMD, expert_WMLA = hidden_WD[:, None], expert_WLA[:, None]
+    W, M, D = hidden_WMD.shape
+    each = partial(jnp.repeat, repeats=M, axis=0)
+    position_WM = (slots.prompt_length_W + rows.length_W)[:, None] + jnp.arange(M)[None]
+    logits_BV = decoding.logits(params, hidden_WMD.reshape(W * M, D))
+    draw_B = _sample_next(logits_BV, key, each(id_W), position_WM.reshape(-1), jax.tree.map(each, greedy_W), options)
+    draw_WM = jax.tree.map(lambda x_B: x_B.reshape(W, M, *x_B.shape[1:]), draw_B)
+    kept_WMLA, at_version = expert_WMLA if options.keep_experts else None, jnp.asarray(version, jnp.int32)
+    sampled = Sampled(rows.active_W, draw_WM, kept_WMLA, state.step, at_version)
+    if drafted:
+        rows = on_devices(partial(_write_drafted, options=options), options, rows, draft_WK, count_W, sampled)
+    else:
+        rows = on_devices(partial(_write_sampled, options=options), options, rows, sampled)
+    return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
-    run = decode_with_drafts if options.sampling.drafts else decode
-    return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.active_W.any(), run, state)
+
+def _drafts_pay(rows: Rows, options: SampleOptions) -> Array:
+    """Whether a pass with drafts is expected to give more tokens than it costs.
+
+    While samples wait for slots, the mean of the active slots counts. After that the slowest one does, because the loop
+    runs until the last sample finishes.
+    """
+    assert rows.right_W is not None
+    tokens_W = drafts.expected_tokens(rows.right_W, options.sampling.drafts)
+    mean = jnp.mean(tokens_W, where=rows.active_W)
+    least = jnp.min(tokens_W, where=rows.active_W, initial=jnp.inf)
+    return jnp.where((rows.taken_Q < rows.queued_Q).any(), mean, least) > options.sampling.draft_cost
 
 
 def _draft(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
     """`drafts.look_up` for the samples of the slots."""
     assert rows.text_BH is not None, "see `Prompts.earlier_PGC`"
-    sample_W = rows.sample_W
-    return drafts.look_up(rows.text_BH[sample_W], rows.tokens_BC[sample_W], rows.length_W, options.sampling.drafts)
+    sample_W, texts = rows.sample_W, min(options.sampling.group, drafts.TEXTS)
+    text_WH, tokens_WC = rows.text_BH[sample_W], rows.tokens_BC[sample_W]
+    return drafts.look_up(text_WH, texts, tokens_WC, rows.length_W, options.sampling.drafts)
+
+
+def _write_sampled(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows:
+    """`_write_back` for a pass without drafts; now and then it looks some up, to know whether they would be right."""
+    if (share_W := rows.right_W) is None:
+        return _write_back(rows, sampled, options=options)
+    gets_W, token_W = sampled.gets_W, sampled.draw.token_B[:, 0]
+    renewed_W = jax.lax.cond(
+        sampled.step % CHECK_EVERY == 0,
+        lambda: drafts.renew_share(share_W, gets_W, *_draft(rows, options=options), token_W),
+        lambda: share_W,
+    )
+    return _write_back(replace(rows, right_W=renewed_W), sampled, options=options)
 
 
 def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled, *, options: SampleOptions) -> Rows:
-    """`_write_back` for a pass with drafts: what `sampled` has for each slot, it has for each of its M positions.
+    """`_write_back` for a pass with drafts.
 
     A position's token counts if those before it were drafted right and none of them ends the turn.
     """
@@ -332,32 +371,10 @@ def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled
     stops_WM = is_stop(token_WM.reshape(-1), options.stop_ids).reshape(token_WM.shape)
     right_WK = (draft_WK == token_WM[:, :-1]) & (index_1K < count_W[:, None]) & ~stops_WM[:, :-1]
     right_W = jnp.cumprod(right_WK, axis=1, dtype=jnp.int32).sum(axis=1) * sampled.gets_W
-    beyond = rows.tokens_BC.shape[1] + 1  # so is the position before it: both are dropped
-    place_WK = jnp.where(index_1K < right_W[:, None], rows.length_W[:, None] + index_1K, beyond)
-
-    def record(x_BC: PyTree, x_WM: Array | None, back: int = 0) -> PyTree:
-        """With the values of the right drafts' positions, or of those before."""
-        if x_BC is None or x_WM is None:
-            return x_BC
-        return x_BC.at[rows.sample_W[:, None], place_WK - back].set(x_WM[:, :-1].astype(x_BC.dtype), mode="drop")
-
-    def last(x_WM: Array) -> Array:
-        return jax.vmap(lambda x_M, number: x_M[number])(x_WM, right_W)
-
-    draw = sampled.draw
-    rows = replace(
-        rows,
-        tokens_BC=record(rows.tokens_BC, draw.token_B),
-        logp_BC=record(rows.logp_BC, draw.logp_B),
-        sampled_BC=record(rows.sampled_BC, jnp.ones_like(stops_WM)),
-        expert_BCLA=record(rows.expert_BCLA, sampled.expert_WLA, back=1),
-        version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, token_WM.shape)),
-        kept_BCK=record(rows.kept_BCK, draw.kept_BK),
-        cut_BC=record(rows.cut_BC, draw.cut_B),
-        length_W=rows.length_W + right_W,
-    )
-    draw, expert_WLA = jax.tree.map(last, (draw, sampled.expert_WLA))
-    return _write_back(rows, sampled._replace(draw=draw, expert_WLA=expert_WLA), options=options)
+    if rows.right_W is not None:
+        share_W = drafts.renew_share(rows.right_W, sampled.gets_W, draft_WK, count_W, token_WM[:, 0])
+        rows = replace(rows, right_W=share_W)
+    return _write_back(rows, sampled, right_W, options=options)
 
 
 def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Array | None]:
@@ -415,26 +432,36 @@ def _refill(rows: Rows, options: SampleOptions) -> Rows:
         sample_W=sample_W,
         token_W=token_W,
         length_W=jnp.where(takes_W, 1, rows.length_W),
+        right_W=None if rows.right_W is None else jnp.where(takes_W, 0, rows.right_W),
         active_W=rows.active_W | (takes_W & ~stops_W),
         waiting_W=rows.waiting_W | (takes_W & stops_W),
     )
 
 
-def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows:
-    """Record the slots' new tokens. Samples that finish leave their slots to others; with turns, a stop token waits."""
+def _write_back(rows: Rows, sampled: Sampled, right_W: Array | int = 0, *, options: SampleOptions) -> Rows:
+    """Record the slots' new tokens. Samples that finish leave their slots to others; with turns, a stop token waits.
+
+    Args:
+      sampled: with values for M positions of each slot, of which those up to number `right_W` count.
+    """
     C, gets_W, draw = rows.tokens_BC.shape[1], sampled.gets_W, sampled.draw
-    stops_W = is_stop(draw.token_B, options.stop_ids) & gets_W
+    at_W1 = jnp.broadcast_to(right_W, gets_W.shape)[:, None]
+    token_W = jnp.take_along_axis(draw.token_B, at_W1, axis=1)[:, 0]
+    stops_W, length_W = is_stop(token_W, options.stop_ids) & gets_W, rows.length_W + right_W
     sample_W = None
     if not at_one_position(rows, options):
         sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # of the other slots: dropped
+    index_1M = jnp.arange(draw.token_B.shape[1])[None]
+    beyond = C + 1  # so is the position before it: both are dropped
+    place_WM = jnp.where(index_1M <= at_W1, rows.length_W[:, None] + index_1M, beyond)
 
-    def record(x_BC: PyTree, x_W: Array | None, back: int = 0) -> PyTree:
-        """With a value for the new token of each slot, or for the one before."""
-        if x_BC is None or x_W is None:
+    def record(x_BC: PyTree, x_WM: Array | None, back: int = 0) -> PyTree:
+        """With the values of the new tokens' positions, or of those before."""
+        if x_BC is None or x_WM is None:
             return x_BC
         if sample_W is None:
-            return jax.lax.dynamic_update_index_in_dim(x_BC, x_W.astype(x_BC.dtype), sampled.step + 1 - back, axis=1)
-        return x_BC.at[sample_W, rows.length_W - back].set(x_W.astype(x_BC.dtype), mode="drop")
+            return jax.lax.dynamic_update_slice_in_dim(x_BC, x_WM.astype(x_BC.dtype), sampled.step + 1 - back, axis=1)
+        return x_BC.at[sample_W[:, None], place_WM - back].set(x_WM.astype(x_BC.dtype), mode="drop")
 
     def of_sample(x_B: Array, x_W: Array) -> Array:
         return jnp.where(gets_W, x_W, x_B) if sample_W is None else x_B.at[sample_W].set(x_W, mode="drop")
@@ -443,17 +470,17 @@ def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows
         rows,
         tokens_BC=record(rows.tokens_BC, draw.token_B),
         logp_BC=record(rows.logp_BC, draw.logp_B),
-        sampled_BC=record(rows.sampled_BC, gets_W),
-        expert_BCLA=record(rows.expert_BCLA, sampled.expert_WLA, back=1),
-        version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, stops_W.shape)),
+        sampled_BC=record(rows.sampled_BC, jnp.broadcast_to(gets_W[:, None], place_WM.shape)),
+        expert_BCLA=record(rows.expert_BCLA, sampled.expert_WMLA, back=1),
+        version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, place_WM.shape)),
         kept_BCK=record(rows.kept_BCK, draw.kept_BK),
         cut_BC=record(rows.cut_BC, draw.cut_B),
         passes_B=None if rows.passes_B is None else rows.passes_B.at[sample_W].add(1, mode="drop"),
-        length_B=of_sample(rows.length_B, rows.length_W + 1),
+        length_B=of_sample(rows.length_B, length_W + 1),
         finished_B=rows.finished_B if options.turns else of_sample(rows.finished_B, stops_W),
-        token_W=jnp.where(gets_W, draw.token_B, rows.token_W),
-        length_W=rows.length_W + gets_W,
-        active_W=jnp.where(gets_W, ~stops_W & (rows.length_W + 1 < C), rows.active_W),
+        token_W=jnp.where(gets_W, token_W, rows.token_W),
+        length_W=length_W + gets_W,
+        active_W=jnp.where(gets_W, ~stops_W & (length_W + 1 < C), rows.active_W),
         waiting_W=rows.waiting_W | stops_W if options.turns else rows.waiting_W,
     )
     return _refill(rows, options) if has_queue(rows, options) else rows
@@ -486,8 +513,9 @@ def resume(
     )
     position_W = slots.prompt_length_W + rows.length_W + count_W
     logits_WV = decoding.logits(params, hidden_WD)
-    draw = _sample_next(logits_WV, key, id_W, position_W, greedy_W, options)
-    sampled = Sampled(resumed_W, draw, None, state.step, jnp.asarray(version, jnp.int32))
+    draw_W = _sample_next(logits_WV, key, id_W, position_W, greedy_W, options)
+    draw_W1 = jax.tree.map(lambda x_W: x_W[:, None], draw_W)
+    sampled = Sampled(resumed_W, draw_W1, None, state.step, jnp.asarray(version, jnp.int32))
     write = partial(_write_replies, options=options)
     rows = on_devices(write, options, rows, (reply_WX, count_W, expert_WYLA), sampled)
     return replace(state, rows=rows, cache=cache)
@@ -519,47 +547,6 @@ def _write_replies(
         waiting_W=jnp.zeros_like(rows.waiting_W),
     )
     return _write_back(rows, sampled, options=options)
-
-
-def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:
-    """The rollout of the tokens so far: what follows each prompt directly after it."""
-    rows, (P, S) = state.rows, tokens_PS.shape
-    B, C = rows.tokens_BC.shape
-    index_BT = jnp.broadcast_to(jnp.arange(S + C)[None], (B, S + C))
-    after_BT = index_BT - rows.prompt_length_B[:, None]
-    prompt_BT, within_BT = after_BT < 0, (after_BT >= 0) & (after_BT < rows.length_B[:, None])
-
-    def place(x_BC: Array, x_PS: Array | None = None, padding: int = 0) -> Array:
-        """By position in the row, with values for the prompt."""
-        more = [1] * (x_BC.ndim - 2)
-        x_BT = jnp.take_along_axis(x_BC, jnp.clip(after_BT, 0, C - 1).reshape(B, S + C, *more), axis=1)
-        x_BT = jnp.where(within_BT.reshape(B, S + C, *more), x_BT, jnp.asarray(padding, x_BC.dtype))
-        if x_PS is None:
-            return x_BT
-        of_prompt = jnp.pad(jnp.repeat(x_PS, B // P, axis=0), ((0, 0), (0, C), *[(0, 0) for _ in more]))
-        return jnp.where(prompt_BT.reshape(B, S + C, *more), of_prompt, x_BT)
-
-    mask_BT, reply_B, expert_BLTA = within_BT, None, None
-    if rows.sampled_BC is not None:
-        mask_BT = place(rows.sampled_BC)
-        reply_B = rows.length_B - mask_BT.sum(axis=1, dtype=jnp.int32)
-    if rows.expert_BCLA is not None and state.prompt_expert_PSLA is not None:
-        expert_BLTA = place(rows.expert_BCLA, state.prompt_expert_PSLA, options.model.num_experts).swapaxes(1, 2)
-    rollout = Rollout(
-        tokens_BT=place(rows.tokens_BC, tokens_PS),
-        mask_BT=mask_BT,
-        logp_BT=place(rows.logp_BC),
-        prompt_length_B=rows.prompt_length_B,
-        length_B=rows.length_B,
-        finished_B=rows.finished_B,
-        reply_B=reply_B,
-        expert_BLTA=expert_BLTA,
-        version_BT=None if rows.version_BC is None else place(rows.version_BC),
-        kept_BTK=None if rows.kept_BCK is None else place(rows.kept_BCK),
-        cut_BT=None if rows.cut_BC is None else place(rows.cut_BC),
-        passes_B=rows.passes_B,
-    )
-    return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
 
 
 def row_axis(mesh: jax.sharding.Mesh, B: int, W: int) -> str:

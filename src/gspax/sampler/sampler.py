@@ -20,6 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import ModelConfig, Sampling
@@ -109,10 +110,7 @@ def hand_over(progress: Progress, handed_over_B: np.ndarray, ended: Finished) ->
 @partial(jax.jit, static_argnames="options")
 def _generate(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> Rollout:
     state = engine.start(params, prompts, key, options)
-    return engine.assemble(prompts.tokens_PS, engine.advance(params, state, key, options), options)
-
-
-assemble = jax.jit(engine.assemble, static_argnames="options")
+    return assemble(prompts.tokens_PS, engine.advance(params, state, key, options), options=options)
 
 
 @partial(jax.jit, static_argnames="options")
@@ -158,6 +156,48 @@ def describe_progress(state: State, options: SampleOptions) -> Progress:
         (rows.tokens_BC, rows.length_B, ended_B, waiting_B), named_sharding(options.mesh, "batch")
     )
     return Progress(tokens_BC, length_B, ended_B, waiting_B, left=(~ended_B).any())
+
+
+@partial(jax.jit, static_argnames="options")
+def assemble(tokens_PS: Array, state: State, *, options: SampleOptions) -> Rollout:
+    """The rollout of the tokens so far: what follows each prompt directly after it."""
+    rows, (P, S) = state.rows, tokens_PS.shape
+    B, C = rows.tokens_BC.shape
+    index_BT = jnp.broadcast_to(jnp.arange(S + C)[None], (B, S + C))
+    after_BT = index_BT - rows.prompt_length_B[:, None]
+    prompt_BT, within_BT = after_BT < 0, (after_BT >= 0) & (after_BT < rows.length_B[:, None])
+
+    def place(x_BC: Array, x_PS: Array | None = None, padding: int = 0) -> Array:
+        """By position in the row, with values for the prompt."""
+        more = [1] * (x_BC.ndim - 2)
+        x_BT = jnp.take_along_axis(x_BC, jnp.clip(after_BT, 0, C - 1).reshape(B, S + C, *more), axis=1)
+        x_BT = jnp.where(within_BT.reshape(B, S + C, *more), x_BT, jnp.asarray(padding, x_BC.dtype))
+        if x_PS is None:
+            return x_BT
+        of_prompt = jnp.pad(jnp.repeat(x_PS, B // P, axis=0), ((0, 0), (0, C), *[(0, 0) for _ in more]))
+        return jnp.where(prompt_BT.reshape(B, S + C, *more), of_prompt, x_BT)
+
+    mask_BT, reply_B, expert_BLTA = within_BT, None, None
+    if rows.sampled_BC is not None:
+        mask_BT = place(rows.sampled_BC)
+        reply_B = rows.length_B - mask_BT.sum(axis=1, dtype=jnp.int32)
+    if rows.expert_BCLA is not None and state.prompt_expert_PSLA is not None:
+        expert_BLTA = place(rows.expert_BCLA, state.prompt_expert_PSLA, options.model.num_experts).swapaxes(1, 2)
+    rollout = Rollout(
+        tokens_BT=place(rows.tokens_BC, tokens_PS),
+        mask_BT=mask_BT,
+        logp_BT=place(rows.logp_BC),
+        prompt_length_B=rows.prompt_length_B,
+        length_B=rows.length_B,
+        finished_B=rows.finished_B,
+        reply_B=reply_B,
+        expert_BLTA=expert_BLTA,
+        version_BT=None if rows.version_BC is None else place(rows.version_BC),
+        kept_BTK=None if rows.kept_BCK is None else place(rows.kept_BCK),
+        cut_BT=None if rows.cut_BC is None else place(rows.cut_BC),
+        passes_B=rows.passes_B,
+    )
+    return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
 
 
 def score_rows(

@@ -187,7 +187,8 @@ def _make_sampler(
         rollouts = placement.staleness if placement.partial is None else 1
         rollout_bytes = device_bytes(abstract_rollout(model, experiment.sampling, mesh))
         resident = rollouts * (device_bytes(params) + rollout_bytes)
-    sampling = sampler.split_groups(with_carried(experiment.sampling, placement), mesh)
+    sampling = replace(experiment.sampling, draft_cost=0.0)  # else two kinds of passes would be counted as one
+    sampling = sampler.split_groups(with_carried(sampling, placement), mesh)
     P, rows = sampling.prompts, partial(abstract_rows, mesh)
     prompts = Prompts(rows((P, sampling.max_prompt_tokens), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.uint32))
     if sampling.drafts:

@@ -8,7 +8,10 @@ from urllib.parse import urlsplit
 from gspax.config import Engine, Mesh, ModelConfig, Placement, Sampling, filters_in_use
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30.0 on a CPU
-IN_PROCESS = ("chunk", "slots", "cache_gib", "prefill_prompts", "kv_cache_dtype", "weights_dtype", "drafts", "noise")
+IN_PROCESS = (
+    *("chunk", "slots", "cache_gib", "prefill_prompts", "kv_cache_dtype", "weights_dtype"),
+    *("drafts", "draft_cost", "noise"),
+)
 
 
 def engine_problems(

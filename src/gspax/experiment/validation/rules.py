@@ -109,7 +109,7 @@ def validate(
         lambda: _tasks(e.evaluation, e.sampling, e.model),
         lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
         lambda: chain(_delta_nets(e.model, e.sampling, e.engine), _shared_prompts(e.schedule, e.model)),
-        lambda: _sampled_ahead(e.sampling, e.placement or e.engine),
+        lambda: chain(_drafts(e.sampling, e.model), _sampled_ahead(e.sampling, e.placement or e.engine)),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: chain(_tokens(e.sampling), _filters(e.sampling, e.teacher)),
         lambda: chain(_updates(e.schedule), _adapters(e.lora, e.model)),
@@ -333,15 +333,21 @@ def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
         yield "schedule.share_prompts: wanted False in a model with gated delta nets, got True"
 
 
-def _delta_nets(model: ModelConfig, sampling: Sampling, engine: Engine | None) -> Iterator[str]:
-    """A state is in float32, and servers do not get the tensors that are not read."""
-    if model.delta is not None and sampling.kv_cache_dtype == "int8":
-        yield 'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"'
-    if model.delta is not None and sampling.drafts:
+def _drafts(sampling: Sampling, model: ModelConfig) -> Iterator[str]:
+    """A wrong draft is forgotten, and passes without drafts cost nothing more."""
+    if sampling.drafts and model.delta is not None:
         yield (
             "sampling.drafts: wanted 0 in a model with gated delta nets, whose states cannot forget a wrong draft, got "
             f"{sampling.drafts}"
         )
+    if sampling.draft_cost and not sampling.drafts:
+        yield f"sampling.draft_cost: wanted 0 without sampling.drafts, got {sampling.draft_cost:g}"
+
+
+def _delta_nets(model: ModelConfig, sampling: Sampling, engine: Engine | None) -> Iterator[str]:
+    """A state is in float32, and servers do not get the tensors that are not read."""
+    if model.delta is not None and sampling.kv_cache_dtype == "int8":
+        yield 'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"'
     if model.delta is not None and engine is not None:
         yield "engine: wanted null for a model with gated delta nets, got an Engine"
 

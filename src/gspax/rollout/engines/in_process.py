@@ -26,6 +26,7 @@ from gspax.sampler.placement import Sampler
 from gspax.sampler.sampler import (
     Progress,
     advance_chunk,
+    assemble,
     describe_progress,
     place_prompts,
     resume,
@@ -158,5 +159,5 @@ def _admit(
 
 @partial(jax.jit, static_argnames="options")
 def _take(tokens_RS: Array, state: engine.State, row_B: Array, *, options: SampleOptions) -> Rollout:
-    rollout = jax.tree.map(lambda leaf: leaf[row_B], engine.assemble(tokens_RS, state, options))
+    rollout = jax.tree.map(lambda leaf: leaf[row_B], assemble(tokens_RS, state, options=options))
     return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
