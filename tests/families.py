@@ -21,7 +21,7 @@ from gspax.hf import parameters
 from gspax.hf.config_json import read_config
 from gspax.hf.parameters import named_leaves, read_params
 from gspax.learner import adapters
-from gspax.learner.forward import forward
+from gspax.learner.forward import Inputs, forward
 from gspax.learner.state import abstract_params
 from gspax.model import decoding, transformer
 from gspax.model.low_rank import dense
@@ -571,7 +571,7 @@ def conversation_difference(params, config):
     rollout = sampler.assemble(prompts_PS, state, options=options)
     length_B1 = np.asarray(rollout.prompt_length_B + rollout.length_B)[:, None]
     segment_BT = (np.arange(rollout.tokens_BT.shape[1])[None] < length_B1).astype(np.int32)
-    logp_BT = forward(params, tiny.settings(config), rollout.tokens_BT, segment_BT).logp_BT
+    logp_BT = forward(params, tiny.settings(config), Inputs(rollout.tokens_BT, segment_BT)).logp_BT
     return float(np.abs(np.asarray(rollout.logp_BT - logp_BT))[np.asarray(rollout.mask_BT)].max())
 
 

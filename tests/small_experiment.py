@@ -7,7 +7,7 @@ from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Sampling, Schedule, WarmStart
 from gspax.data import Problem
 from gspax.data.tasks import sort
-from gspax.learner.objective import Objective, make_objective
+from gspax.learner.objective import Objective, RoutingSettings, make_objective
 from gspax.rewards.environments import Step
 
 
@@ -76,6 +76,7 @@ class Countdown:
 
 def objective_of(variant: Experiment) -> Objective:
     """The objective that an experiment's train step minimizes."""
-    fields = ("loss", "correction", "rejection", "reference", "teacher", "regularizers", "calibration", "router_shift")
+    fields = ("loss", "correction", "rejection", "reference", "teacher", "regularizers", "calibration")
     options = {name: getattr(variant, name) for name in fields}
-    return make_objective(options.pop("loss"), **options)
+    routing = RoutingSettings(variant.model.router, variant.router_shift)
+    return make_objective(options.pop("loss"), **options, routing=routing)

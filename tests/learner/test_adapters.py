@@ -20,7 +20,7 @@ from gspax.hf import peft
 from gspax.hf.parameters import named_leaves as by_path
 from gspax.hf.peft import write_adapters
 from gspax.learner import adapters, objective, train_step
-from gspax.learner.forward import forward
+from gspax.learner.forward import Inputs, forward
 from gspax.learner.state import abstract_state, add_adapters, init_state, load_reference, new_state
 from gspax.model import transformer
 from gspax.model.low_rank import combine, dense, is_low_rank, partition
@@ -178,7 +178,7 @@ def test_an_update_changes_only_the_factors_by_the_chain_rule(rows):
     chex.assert_trees_all_equal(base(state.params), base(before))
 
     def value(params):
-        outputs = forward(params, tiny.settings(CONFIG), batch.tokens_BT, batch.segment_BT)
+        outputs = forward(params, tiny.settings(CONFIG), Inputs(batch.tokens_BT, batch.segment_BT))
         terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
         return losses.reduce(terms)[0]
 

@@ -15,8 +15,8 @@ from gspax.config import Optimizer, RouterShift, RowShape
 from gspax.config.optimizers import adamw
 from gspax.errors import UserError
 from gspax.learner import minibatches, train_step
-from gspax.learner.forward import forward
-from gspax.learner.objective import Outputs, UpdateConstants, make_objective, router_logp
+from gspax.learner.forward import Inputs, forward
+from gspax.learner.objective import Outputs, RoutingSettings, UpdateConstants, make_objective, router_logp
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import new_state
 from gspax.losses.router_shift import log_factor
@@ -138,9 +138,8 @@ def test_scoring_routes_to_the_experts_given_and_returns_the_routers_log_probs()
     score = train_step.make_score(tiny.settings(MODEL, microbatch_rows=2), keep_experts=True, keep_router_logp=True)
     found = score(params, tokens_BT, segment_BT, mask_BT, forced_BLTA)
     np.testing.assert_array_equal(found.expert_BLTA, forced_BLTA)
-    wanted = jax.jit(partial(forward, settings=tiny.settings(MODEL)))(
-        params, tokens_BT=tokens_BT, segment_BT=segment_BT, expert_BLTA=forced_BLTA
-    )
+    rows = Inputs(tokens_BT, segment_BT, expert_BLTA=forced_BLTA)
+    wanted = jax.jit(partial(forward, settings=tiny.settings(MODEL)))(params, rows=rows)
     np.testing.assert_allclose(found.logp_BT[mask_BT], wanted.logp_BT[mask_BT], rtol=1e-5, atol=1e-6)
     log_prob_BLTE = np.asarray(jax.nn.log_softmax(wanted.routing.logits)).swapaxes(0, 1)
     chosen_BLTA = np.take_along_axis(log_prob_BLTE, np.asarray(forced_BLTA, np.int64), -1)
@@ -185,7 +184,7 @@ def test_the_factor_of_a_shift_by_loops(floor):
 def test_a_router_shift_multiplies_ratios_before_clipping(loss):
     outputs, batch = routed()
     constants = UpdateConstants(Adapted(*jnp.zeros(3)), None)
-    found = make_objective(loss, router_shift=RouterShift(floor=0.5))(outputs, batch, constants)
+    found = make_objective(loss, routing=RoutingSettings(shift=RouterShift(floor=0.5)))(outputs, batch, constants)
     gamma_BT = np.exp(
         log_factor(router_logp(outputs.routing, batch.expert_BLTA), batch.router_logp_BLTA, batch.mask_BT)
     )
@@ -201,7 +200,8 @@ def test_a_router_shift_has_no_gradient_and_does_nothing_while_routers_stand_sti
     outputs, batch = routed()
     still = replace(batch, router_logp_BLTA=router_logp(outputs.routing, batch.expert_BLTA))
     constants = UpdateConstants(Adapted(*jnp.zeros(3)), None)
-    shifted, plain = make_objective(losses.gspo, router_shift=RouterShift()), make_objective(losses.gspo)
+    shift = RoutingSettings(shift=RouterShift())
+    shifted, plain = make_objective(losses.gspo, routing=shift), make_objective(losses.gspo)
     np.testing.assert_array_equal(shifted(outputs, still, constants).value, plain(outputs, still, constants).value)
 
     def value(logits):

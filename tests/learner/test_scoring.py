@@ -17,7 +17,7 @@ from gspax import config, losses
 from gspax.commands.aot import hlo
 from gspax.config import Mesh
 from gspax.learner import objective, train_step
-from gspax.learner.forward import head_logp
+from gspax.learner.forward import Scoring, Target, TeacherRows, head_logp
 from gspax.learner.state import abstract_state
 from gspax.parallel import sharding
 from gspax.types import Batch
@@ -72,16 +72,9 @@ def scored(mesh, head, hidden, tokens, chunk, tied=False, masked=False, sets=Fal
 
     def total(head, hidden):
         params = {"embedding": head.T} if tied else {"head": head}
-        logp, entropy, _ = head_logp(
-            params,
-            hidden,
-            tokens,
-            temperature=0.7,
-            chunk=chunk,
-            mesh=mesh,
-            mask_BT=MASK if masked else None,
-            kept_BTK=kept,
-        )
+        target = Target(jnp.where(MASK, tokens, -1) if masked else tokens, kept)
+        scoring = Scoring(0.7, None, chunk, not masked)
+        logp, entropy, _ = head_logp(params, hidden, target, scoring, mesh, TeacherRows())
         return (WEIGHT * logp + WEIGHT[:, ::-1] * entropy).sum(), (logp, entropy)
 
     return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(head, hidden)

@@ -18,7 +18,7 @@ from gspax.config import optimizers
 from gspax.config.optimizers import adamw
 from gspax.learner import objective, train_step
 from gspax.learner.diagnostics import make_route
-from gspax.learner.forward import forward
+from gspax.learner.forward import Inputs, forward
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state, applied_updates, init_state, new_state
@@ -262,8 +262,8 @@ def test_an_objective_with_every_term_equals_its_microbatches_and_balances_the_r
     assert {"load_balance", "router_z", "entropy_bonus", "ref_kl", "correction_mean"} <= want.keys()
     counted = jnp.where(data.mask_BT[:, None, :, None], data.expert_BLTA, CONFIG.num_experts)
     load = expert_load(counted.swapaxes(0, 1), CONFIG.num_experts)
-    arrays = data.tokens_BT, data.segment_BT
-    outputs = forward(tiny.params(CONFIG), tiny.settings(CONFIG), *arrays, expert_BLTA=data.expert_BLTA)
+    rows = Inputs(data.tokens_BT, data.segment_BT, expert_BLTA=data.expert_BLTA)
+    outputs = forward(tiny.params(CONFIG), tiny.settings(CONFIG), rows)
     logits = outputs.routing.logits
     share = (jax.nn.softmax(logits) * load[:, None, None]).sum(-1).mean(0)[data.mask_BT].mean()
     np.testing.assert_allclose(want["load_balance"], share, rtol=1e-4)

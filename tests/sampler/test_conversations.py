@@ -16,7 +16,7 @@ from gspax import config, losses
 from gspax.config import Grading, Sampling, Turns
 from gspax.data import CharChat, Problem
 from gspax.errors import UserError
-from gspax.learner.forward import forward
+from gspax.learner.forward import Inputs, forward
 from gspax.model import transformer
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import concurrent
@@ -42,7 +42,7 @@ def from_scratch(model, params, rollout, key, sampling):
     total_B = rollout.prompt_length_B + rollout.length_B
     T = rollout.tokens_BT.shape[1]
     segment_BT = jnp.asarray((np.arange(T)[None] < np.asarray(total_B)[:, None]).astype(np.int32))
-    outputs = forward(params, tiny.settings(model), rollout.tokens_BT, segment_BT)
+    outputs = forward(params, tiny.settings(model), Inputs(rollout.tokens_BT, segment_BT))
     hidden_BTD, routing = transformer.apply(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
     logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(params))
     id_B = np.repeat(IDS, G) + np.tile(np.arange(G, dtype=np.uint32), P)

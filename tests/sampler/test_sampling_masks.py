@@ -11,7 +11,7 @@ import reference
 import tiny
 
 from gspax.config import Mesh, Sampling, sampling_mask_size, token_id_dtype
-from gspax.learner.forward import forward
+from gspax.learner.forward import Inputs, forward
 from gspax.model import transformer
 from gspax.parallel import sharding
 from gspax.sampler import sampler, token_sampling
@@ -99,7 +99,8 @@ def assert_sets_are_the_filters(rollout, model=tiny.MOE, sampling=SAMPLING, size
     segment = jnp.asarray(np.arange(mask.shape[1])[None] < np.asarray(total)[:, None], jnp.int32)
     tokens, kept = jnp.asarray(rollout.tokens_BT), jnp.asarray(rollout.kept_BTK)
     learner = tiny.settings(model, temperature=sampling.temperature)
-    logp = forward(params, learner, tokens, segment, mask_BT=jnp.asarray(mask), kept_BTK=kept).logp_BT
+    rows = Inputs(tokens, segment, mask_BT=jnp.asarray(mask), kept_BTK=kept)
+    logp = forward(params, learner, rows).logp_BT
     np.testing.assert_allclose(rollout.logp_BT[mask], np.asarray(logp)[mask], atol=2e-6)
     hidden, _ = transformer.apply(params, model, tokens, segment, mesh=tiny.one_device())
     logits = np.asarray(transformer.logits(params, hidden), np.float64) / sampling.temperature

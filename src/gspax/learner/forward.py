@@ -40,7 +40,7 @@ Rows = TypeVar("Rows")  # a tree of arrays [B, T, ...]
 class Target(NamedTuple):
     """The tokens that are scored, and what each of them was chosen from; of any leading axes."""
 
-    token: Array  # int32
+    token: Array  # int32; -1 for those that are not scored
     kept: Array | None  # [..., S] as in `Batch`; None: the whole vocabulary
 
 
@@ -63,13 +63,23 @@ class StepSettings:
     compare: Compare | None = None  # the logits of a teacher with the policy's
 
 
-class TeacherRows(NamedTuple):
-    """The teachers' part of a pass: what is compared, the parameters that `transformer.head` reads, hidden states."""
+class Inputs(NamedTuple):
+    """The rows of a forward pass, as in `Batch`."""
 
-    compare: Compare
-    heads: tuple[Params, ...]  # of each teacher
-    hidden_BTE: Array | None  # None: there is no teacher, and `compare` gets the policy's logits twice
-    number_BT: Array | None  # float32, of the token's teacher; None: there is one
+    tokens_BT: Array
+    segment_BT: Array
+    mask_BT: Array | None = None  # the tokens whose log-probs and entropies are computed; None: all
+    expert_BLTA: Array | None = None  # the experts that the tokens go to; None: those that the routers choose
+    prefix_BT: Array | None = None
+    kept_BTK: Array | None = None  # log-probs and entropies are of the distribution over these tokens; None: over all
+
+
+class TeacherRows(NamedTuple):
+    """The teachers' part of a pass, for `StepSettings.compare`."""
+
+    heads: tuple[Params, ...] = ()  # the parameters that `transformer.head` reads, of each teacher
+    hidden_BTE: Array | None = None  # None: there is no teacher, and `compare` gets the policy's logits twice
+    number_BT: Array | None = None  # float32, of the token's teacher; None: there is one
 
 
 class Scoring(NamedTuple):
@@ -97,58 +107,31 @@ class Hidden(NamedTuple):
     number: Array | None
 
 
-def forward(
-    params: Params,
-    settings: StepSettings,
-    tokens_BT: Array,
-    segment_BT: Array,
-    *,
-    mask_BT: Array | None = None,
-    expert_BLTA: Array | None = None,
-    prefix_BT: Array | None = None,
-    teacher: tuple[tuple[Params, ...], Array, Array | None] | None = None,
-    kept_BTK: Array | None = None,
-) -> Outputs:
-    """Log-probs, entropies, and routing of these tokens under the policy.
+def forward(params: Params, settings: StepSettings, rows: Inputs, teacher: TeacherRows | None = None) -> Outputs:
+    """Log-probs, entropies, and routing of these tokens under the policy; the first two are 0 outside the mask.
 
-    Logits exist for one chunk of tokens at a time (`sizes.logit_chunk`) and are recomputed in the backward pass.
-
-    Args:
-      mask_BT: the tokens whose log-probs and entropies are computed; they are 0 elsewhere. None, or `worst_case`: all.
-      expert_BLTA: the experts that the tokens go to; None: those that the routers choose.
-      prefix_BT: as for `transformer.apply`.
-      teacher: for `settings.compare`, what `TeacherRows` has besides. None: it is of the policy's logits alone.
-      kept_BTK: as in `Batch`; log-probs and entropies are of the distribution over these tokens. None: over all.
+    Logits exist for one chunk of tokens at a time (`sizes.logit_chunk`) and are recomputed in the backward pass. With
+    `settings.worst_case` all log-probs are computed.
     """
     config, mesh = settings.config, settings.mesh
-    T, sizes = tokens_BT.shape[1], axis_sizes(mesh)
-    mask_BT = None if settings.worst_case else mask_BT
-    arrays = tokens_BT, segment_BT, mask_BT, prefix_BT, kept_BTK
+    T, sizes = rows.tokens_BT.shape[1], axis_sizes(mesh)
+    mask_BT = None if settings.worst_case else rows.mask_BT
+    arrays = rows.tokens_BT, rows.segment_BT, mask_BT, rows.prefix_BT, rows.kept_BTK
     tokens_BT, segment_BT, mask_BT, prefix_BT, kept_BTK = pad_rows(arrays, mesh)
     forced_LBTA = None
-    if expert_BLTA is not None:
+    if rows.expert_BLTA is not None:
         fill = (0, tokens_BT.shape[1] - T)
-        forced_LBTA = jnp.pad(expert_BLTA.astype(jnp.int32).swapaxes(0, 1), ((0, 0), (0, 0), fill, (0, 0)))
+        forced_LBTA = jnp.pad(rows.expert_BLTA.astype(jnp.int32).swapaxes(0, 1), ((0, 0), (0, 0), fill, (0, 0)))
     hidden_BTD, routing = transformer.apply(
         params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, forced_LBTA=forced_LBTA, mesh=mesh
     )
     chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
-    rows = None
-    if settings.compare is not None:
-        heads, hidden_BTE, number_BT = teacher or ((), None, None)
-        rows = TeacherRows(settings.compare, heads, hidden_BTE, pad_rows(number_BT, mesh))
-        chunk = math.ceil(chunk / (1 + len(heads)))  # the logits of as many models
-    scored = head_logp(
-        params,
-        hidden_BTD,
-        tokens_BT,
-        temperature=settings.temperature,
-        chunk=chunk,
-        mesh=mesh,
-        mask_BT=mask_BT,
-        kept_BTK=kept_BTK,
-        teacher=rows,
-    )
+    if teacher is not None:
+        teacher = teacher._replace(number_BT=pad_rows(teacher.number_BT, mesh))
+        chunk = math.ceil(chunk / (1 + len(teacher.heads)))  # the logits of as many models
+    target_BT = Target(tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1), kept_BTK)
+    scoring = Scoring(settings.temperature, settings.compare, chunk, mask_BT is None)
+    scored = head_logp(params, hidden_BTD, target_BT, scoring, mesh, teacher or TeacherRows())
     logp_BT, entropy_BT, compared = jax.tree.map(lambda x_BT: x_BT[:, :T], scored)
     routing = routing._replace(expert=routing.expert[:, :, :T], logits=routing.logits[:, :, :T])
     return Outputs(logp_BT, entropy_BT, routing, compared)
@@ -163,30 +146,20 @@ def pad_rows(arrays: Rows, mesh: jax.sharding.Mesh) -> Rows:
 def head_logp(
     params: Params,
     hidden_BTD: Array,
-    tokens_BT: Array,
-    *,
-    temperature: float,
-    chunk: int,
+    target_BT: Target,
+    scoring: Scoring,
     mesh: jax.sharding.Mesh,
-    mask_BT: Array | None = None,
-    kept_BTK: Array | None = None,
-    teacher: TeacherRows | None = None,
+    teacher: TeacherRows,
 ) -> Scored:
-    """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32, and what `teacher` compares.
+    """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32, and what is compared.
 
     Args:
       hidden_BTD: from `transformer.apply`, in the compute dtype.
-      chunk: tokens at a time on each device.
-      mask_BT, kept_BTK: as for `forward`.
       mesh: rows and positions are sharded over it by `token_spec`, and must divide evenly.
       teacher: its rows and positions are those of `hidden_BTD`.
     """
-    target_BT = Target(tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1), kept_BTK)
-    scoring = Scoring(temperature, None if teacher is None else teacher.compare, chunk, mask_BT is None)
-    hidden_BT, dtype = Hidden(hidden_BTD, None, None), hidden_BTD.dtype
-    if teacher is not None:
-        numbers = None if teacher.number_BT is None else teacher.number_BT[..., None]
-        hidden_BT = Hidden(hidden_BTD, teacher.hidden_BTE, numbers)
+    numbers, dtype = None if teacher.number_BT is None else teacher.number_BT[..., None], hidden_BTD.dtype
+    hidden_BT = Hidden(hidden_BTD, teacher.hidden_BTE, numbers)
     if mesh.size == 1:
         head_DV = transformer.head(params)
         heads = Heads(jax.lax.stop_gradient(head_DV).astype(dtype), head_DV.astype(jnp.float32), _heads(teacher))
@@ -196,7 +169,7 @@ def head_logp(
     def on_mesh(heads_1: Heads, hidden_BT: Hidden, target_BT: Target) -> Scored:
         return _device_logp(scoring, jax.tree.map(lambda x_1: x_1[0], heads_1), hidden_BT, target_BT, over=split)
 
-    own, into = PartitionSpec(split), token_spec(mesh, *tokens_BT.shape)
+    own, into = PartitionSpec(split), token_spec(mesh, *target_BT.token.shape)
     mapped = jax.shard_map(
         on_mesh, mesh=mesh, in_specs=(own, into, into), out_specs=into, axis_names=set(split), check_vma=False
     )
@@ -208,9 +181,9 @@ def head_logp(
     return shift(partial(mapped, heads), hidden_BT._replace(policy=hidden_BTD), target_BT, keep_length=True)
 
 
-def _heads(teacher: TeacherRows | None) -> tuple[Array, ...]:
+def _heads(teacher: TeacherRows) -> tuple[Array, ...]:
     """The output projections of the teachers, in the dtype of their hidden states."""
-    if teacher is None or teacher.hidden_BTE is None:
+    if teacher.hidden_BTE is None:
         return ()
     return tuple(transformer.head(params).astype(teacher.hidden_BTE.dtype) for params in teacher.heads)
 

@@ -64,6 +64,14 @@ class UpdateConstants(NamedTuple):
     teacher_heads: tuple[Params, ...] = ()  # what `transformer.head` reads of each teacher whose logits are computed
 
 
+class RoutingSettings(NamedTuple):
+    """The settings of an objective that are about routers."""
+
+    router: Router = SOFTMAX  # the model's
+    shift: RouterShift | None = None  # `Experiment.router_shift`
+
+
+SOFTMAX_ROUTING = RoutingSettings()
 Objective = Callable[[Outputs, Batch, UpdateConstants], losses.Terms]
 
 
@@ -76,10 +84,9 @@ def make_objective(
     teacher: Teacher | None = None,
     regularizers: Regularizers = NO_REGULARIZERS,
     calibration: Calibration | None = None,
-    router_shift: RouterShift | None = None,
-    router: Router = SOFTMAX,
+    routing: RoutingSettings = SOFTMAX_ROUTING,
 ) -> Objective:
-    """The objective of a policy loss; the arguments are the fields of `Experiment` and of its model of the same names.
+    """The objective of a policy loss; the other arguments are the fields of `Experiment` of the same names.
 
     The metrics of `ratio_metrics` are added where the loss does not report them, `token_ratio` unless its ratio is that
     of a sequence. With `calibration` the clip range is in `constants.adapted`, and there are those of `range_metrics`.
@@ -89,7 +96,9 @@ def make_objective(
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
         batch, added = mix_advantage(teacher, batch)
         old_logp_BT, ids, mask_BT = known(batch, "old_logp_BT"), segment_ids(batch), batch.mask_BT
-        log_factor_BT = None if router_shift is None else shift_factor(router_shift, router, outputs.routing, batch)
+        log_factor_BT = None
+        if routing.shift is not None:
+            log_factor_BT = shift_factor(routing.shift, routing.router, outputs.routing, batch)
         if log_factor_BT is not None:
             old_logp_BT = old_logp_BT - log_factor_BT
         rows = outputs.logp_BT, old_logp_BT, known(batch, "advantage"), mask_BT
@@ -118,7 +127,7 @@ def make_objective(
         if reference is not None and reference.loss is not None:
             penalty = reference_kl(reference.loss, outputs.logp_BT, batch, aggregate)
             terms = add_penalty(terms, penalty, coefficient=reference.coefficient)
-        more = penalties(regularizers, teacher, outputs, batch, constants, aggregate, router=router)
+        more = penalties(regularizers, teacher, outputs, batch, constants, aggregate, router=routing.router)
         for coefficient, penalty in more:
             terms = add_penalty(terms, penalty, coefficient=coefficient)
         return terms

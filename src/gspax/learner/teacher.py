@@ -18,7 +18,7 @@ from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
 from gspax.hf.source import locate
-from gspax.learner.forward import StepSettings, forward, pad_rows
+from gspax.learner.forward import Inputs, StepSettings, forward, pad_rows
 from gspax.learner.state import abstract_params, load_model
 from gspax.learner.train_step import count_held, run_microbatches
 from gspax.model import transformer
@@ -142,7 +142,7 @@ def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
     ) -> Array:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Array]:
             with jax.named_scope("teacher"):
-                return (), last_hidden(params, **part) if compares else forward(params, own, **part).logp_BT
+                return (), last_hidden(params, **part) if compares else forward(params, own, Inputs(**part)).logp_BT
 
         arrays = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT, "prefix_BT": prefix_BT}
         result = run_microbatches(of_microbatch, arrays, own.microbatch_rows, count_held(own, segment_BT))[1]

@@ -29,7 +29,7 @@ from gspax import losses, unstable
 from gspax.config import AdaptiveEntropy, Guard, expert_id_dtype, has_experts
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
-from gspax.learner.forward import StepSettings, forward
+from gspax.learner.forward import Inputs, StepSettings, TeacherRows, forward
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.objective import Objective, Scores, UpdateConstants, router_logp
 from gspax.losses.proximal import interpolated_logp
@@ -180,17 +180,9 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         on_mesh = replace(settings, mesh=mesh)
 
         def loss_sum(trained: Params, part: Batch) -> tuple[Array, PyTree]:
-            outputs = forward(
-                combine(trained, frozen),
-                on_mesh,
-                part.tokens_BT,
-                part.segment_BT,
-                mask_BT=part.mask_BT,
-                expert_BLTA=known(part, "expert_BLTA") if settings.routing_replay else None,
-                prefix_BT=part.prefix_BT,
-                teacher=_of_teacher(settings, part, constants),
-                kept_BTK=part.kept_BTK,
-            )
+            expert_BLTA = known(part, "expert_BLTA") if settings.routing_replay else None
+            rows = Inputs(part.tokens_BT, part.segment_BT, part.mask_BT, expert_BLTA, part.prefix_BT, part.kept_BTK)
+            outputs = forward(combine(trained, frozen), on_mesh, rows, _of_teacher(settings, part, constants))
             with jax.named_scope("loss"):
                 if part.version_BT is not None:
                     part = interpolate_old_logp(part, outputs.logp_BT, constants.updates, settings.updates_per_rollout)
@@ -239,13 +231,11 @@ def _own_head(settings: StepSettings, state: TrainState) -> tuple[Params, ...]:
     return (head_params(combine(state.teacher, partition(state.params)[1])),)
 
 
-def _of_teacher(
-    settings: StepSettings, part: Batch, constants: UpdateConstants
-) -> tuple[tuple[Params, ...], Array, Array | None] | None:
-    """The argument of `forward` for teachers: heads, hidden states, and each token's teacher; None without any."""
+def _of_teacher(settings: StepSettings, part: Batch, constants: UpdateConstants) -> TeacherRows | None:
+    """The teachers' part of the pass; None if no teacher's logits are compared."""
     if settings.compare is None:
         return None
-    return constants.teacher_heads, known(part, "teacher_hidden_BTE"), part.teacher_BT
+    return TeacherRows(constants.teacher_heads, known(part, "teacher_hidden_BTE"), part.teacher_BT)
 
 
 def make_score(
@@ -276,7 +266,7 @@ def make_score(
     ) -> Scores:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
-                logp_BT, entropy_BT, routing, norm_BT = forward(params, settings, **part)
+                logp_BT, entropy_BT, routing, norm_BT = forward(params, settings, Inputs(**part))
             expert_BLTA = routing.expert.swapaxes(0, 1)
             return (), Scores(
                 logp_BT,

@@ -23,7 +23,7 @@ from gspax.config.functions import keywords, takes_score_norms
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
 from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import Select, make_select, selections
-from gspax.learner.objective import NO_REGULARIZERS, Scores, make_objective
+from gspax.learner.objective import NO_REGULARIZERS, RoutingSettings, Scores, make_objective
 from gspax.learner.state import applied_updates
 from gspax.learner.teacher import Teach, Teachers, make_passes
 from gspax.learner.train_step import (
@@ -113,8 +113,7 @@ def make_steps(
         teacher=teacher,
         regularizers=experiment.regularizers,
         calibration=experiment.calibration,
-        router_shift=experiment.router_shift,
-        router=model.router,
+        routing=RoutingSettings(model.router, experiment.router_shift),
     )
     diagnostics = experiment.diagnostics
     return Steps(
