@@ -1,5 +1,6 @@
 """The docs: links resolve, code blocks run, commands parse, names and paths exist."""
 
+import ast
 import configparser
 import contextlib
 import importlib
@@ -95,7 +96,8 @@ def test_the_api_reference_names_modules():
     names = re.findall(r"^::: (\S+)$", text, re.M)
     assert len(names) > 20
     for name in names:
-        assert importlib.import_module(name).__doc__, name
+        file = importlib.util.find_spec(name).origin  # not imported: some modules need optional packages
+        assert ast.get_docstring(ast.parse(read(Path(file)))), name
 
 
 def test_gspax_is_installed_from_a_clone():
