@@ -362,6 +362,43 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
     assert update._cache_size() == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layers", [{}, {"num_hidden_layers": 5, "decoder_sparse_step": 2}], ids=["run", "alternate"])
+def test_correction_biases_move_toward_equal_loads(dtype, layers):
+    """By the speed, up where an expert has fewer tokens than the mean; everything else moves as without it."""
+    model, speed = replace(tiny.CONFIGS["a router of sigmoids"], param_dtype=dtype, **layers), 0.01
+    before = jax.tree.map(lambda leaf: leaf.astype(dtype), tiny.params(replace(model, param_dtype="float32")))
+    before = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.astype("float32") if path[-1].key == "correction_bias" else leaf, before
+    )
+
+    def update(speed):
+        optimizer = make_optimizer(config.Optimizer(learning_rate=0.1), dtype)
+        settings = tiny.settings(model, bias_update_speed=speed)
+        step = train_step.make_update(settings, objective.make_objective(losses.gspo), optimizer)
+        state = jax.tree.map(jnp.copy, new_state(before, optimizer, jax.random.key(0)))
+        state, _, scores = step(state, batch(), False)
+        return state.params, np.asarray(scores.count_LE)
+
+    (moved, count_LE), (still, _) = update(speed), update(0.0)
+    wanted_LE = speed * np.sign(count_LE.mean(axis=1, keepdims=True) - count_LE)
+    assert count_LE.shape == (config.sparse_layers(model), model.num_experts) and (wanted_LE > 0).any()
+    for number, wanted_E in zip(config.sparse_numbers(model), wanted_LE, strict=True):
+        place = config.layer_places(model)[number]
+        bias_E = [
+            functools.reduce(lambda tree, key: tree[key], (*place.stack, "mlp", "correction_bias"), params["runs"])
+            for params in (before, still, moved)
+        ]
+        old_E, same_E, new_E = (np.asarray(leaf)[place.position] for leaf in bias_E)
+        np.testing.assert_array_equal(old_E, same_E)
+        close(new_E - old_E, wanted_E, atol=1e-6)
+    others = [
+        [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key != "correction_bias"]
+        for params in (moved, still)
+    ]
+    chex.assert_trees_all_equal(*others)
+
+
 def test_unknown_arrays_of_a_batch_are_refused_where_they_are_used():
     unknown, step = replace(batch(), old_logp_BT=None), make_step(losses.gspo, SGD)
     with pytest.raises(ValueError, match=r"batch\.old_logp_BT: wanted log-probs of the old policy .*, got None"):

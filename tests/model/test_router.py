@@ -147,6 +147,18 @@ def test_routers_and_rotations_that_cannot_be_are_one_sentence(changes, sentence
     assert list(architecture_problems(replace(SIGMOIDS, **changes))) == [sentence]
 
 
+def test_correction_biases_can_only_be_moved_where_they_are_trained():
+    optimizer = Optimizer(bias_update_speed=0.001)
+    balanced = replace(stub_experiment.experiment, optimizer=optimizer)
+    without = "optimizer.bias_update_speed: wanted 0 with a model without correction biases, got 0.001"
+    frozen = "optimizer.bias_update_speed: wanted 0 with lora, which does not train the routers, got 0.001"
+    assert without in validate(balanced)
+    assert frozen in validate(replace(balanced, model=SIGMOIDS, lora=config.Lora(rank=2)))
+    stage = config.WarmStart(demonstration=lambda problem, rng: "", optimizer=optimizer)
+    assert f"warm_start.{without}" in validate(replace(stub_experiment.experiment, warm_start=stage))
+    assert not any("bias_update_speed" in each for each in validate(replace(balanced, model=SIGMOIDS)))
+
+
 def test_a_regularizer_without_a_meaning_for_sigmoids_is_refused():
     penalties = config.Regularizers(router_z=0.1, load_balance=0.1)
     problems = validate(replace(stub_experiment.experiment, model=SIGMOIDS, regularizers=penalties))

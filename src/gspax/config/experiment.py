@@ -140,6 +140,13 @@ class Optimizer:
     max_grad_norm: NonNegative = 1.0  # 0: no clipping
     offload: bool = False  # keep the optimizer state in host memory between updates
     frozen: tuple[str, ...] = ()  # names of parameters that are not trained, such as ("router",)
+    # How far each update moves the routers' correction biases toward equal loads of the experts, without a gradient
+    # (auxiliary-loss-free balancing); 0: off, as is usual in reinforcement learning
+    bias_update_speed: NonNegative = 0.0
+
+    def described(self) -> dict[str, object]:
+        """The fields in an experiment's description: a default `bias_update_speed` is left out, as in older runs."""
+        return described_fields(self, ("bias_update_speed",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,7 @@ class StepSettings:
     routing_replay: bool = False
     updates_per_rollout: int = 1  # for old log-probs that are interpolated
     compare: Compare | None = None  # the logits of a teacher with the policy's
+    bias_update_speed: float = 0.0  # `Optimizer.bias_update_speed`
 
 
 class Inputs(NamedTuple):

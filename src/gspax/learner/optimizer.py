@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gspax import config
+from gspax.config import ModelConfig, layer_places, sparse_numbers
 from gspax.errors import UserError
 from gspax.types import Array, Params, PyTree
 
@@ -25,9 +27,10 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
     Args:
       trained_dtype: dtype of the trained arrays; unless it is float32, the state holds a float32 copy (`with_master`).
     """
-    optimizer = hold(settings.transform(learning_rate(settings)))
+    optimizer = settings.transform(learning_rate(settings))
     if settings.max_grad_norm != 0:
         optimizer = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), optimizer)
+    optimizer = balance(optimizer)
     if settings.frozen:
         optimizer = freeze(optimizer, settings.frozen)
     if trained_dtype != "float32":
@@ -35,23 +38,55 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
     return offloaded(optimizer) if settings.offload else optimizer
 
 
-HELD = ("correction_bias",)  # parameters that no optimizer moves: they balance the experts and have no gradient
+BALANCING = "correction_bias"  # parameters that balance the experts and have no gradient of the loss
 
 
-def hold(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer without updates of the `HELD` parameters, which a weight decay or a sign would move.
+def balance(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, except for correction biases: these move by the steps of `balancing_steps`, and by nothing else.
 
-    The state is that of the optimizer itself.
+    A weight decay or a sign would move them too. The state is that of the optimizer itself.
     """
 
     def update(grads: Params, state: optax.OptState, params: Params = None) -> tuple[Params, optax.OptState]:
-        updates, state = inner.update(grads, state, params)
-        return jax.tree_util.tree_map_with_path(_still, updates), state
+        others = jax.tree_util.tree_map_with_path(_without_step, grads)
+        updates, state = inner.update(others, state, params)
+        return jax.tree_util.tree_map_with_path(_with_step, updates, grads), state
 
-    def _still(path: tuple[object, ...], update: Array) -> Array:
-        return update if _names(path).isdisjoint(HELD) else jnp.zeros_like(update)
+    def _without_step(path: tuple[object, ...], grad: Array) -> Array:
+        return jnp.zeros_like(grad) if _balances(path) else grad
+
+    def _with_step(path: tuple[object, ...], update: Array, grad: Array) -> Array:
+        return grad if _balances(path) else update
 
     return optax.GradientTransformation(inner.init, update)
+
+
+def balancing_steps(grads: Params, count_LE: Array, config: ModelConfig, speed: float) -> Params:
+    """The gradients, with the next steps of the correction biases in the places of theirs.
+
+    b_e += speed · sign(mean of the counts - count_e) in each layer, so that experts with few tokens are chosen more
+    often (auxiliary-loss-free balancing, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Args:
+      count_LE: the tokens that each sparse layer sent to each expert.
+      speed: `Optimizer.bias_update_speed`.
+    """
+    step_LE = speed * jnp.sign(count_LE.mean(axis=-1, keepdims=True) - count_LE)
+    places = layer_places(config)
+    stacks = [places[number].stack for number in sparse_numbers(config)]
+
+    def of_stack(path: tuple[object, ...], grad: Array) -> Array:
+        if not _balances(path):
+            return grad
+        keys = [getattr(key, "key", None) for key in path]
+        stack = tuple(key for key in keys[1:] if isinstance(key, int))
+        return step_LE[np.array([row for row, own in enumerate(stacks) if own == stack])].astype(grad.dtype)
+
+    return jax.tree_util.tree_map_with_path(of_stack, grads)
+
+
+def _balances(path: Iterable[object]) -> bool:
+    return BALANCING in _names(path)
 
 
 def freeze(inner: optax.GradientTransformation, names: Sequence[str]) -> optax.GradientTransformation:

@@ -92,6 +92,7 @@ def make_steps(
         routing_replay=experiment.routing_replay != "off",
         updates_per_rollout=updates_per_step(schedule) if experiment.old_logp == "interpolated" else 1,
         compare=make_compare(teacher),
+        bias_update_speed=experiment.optimizer.bias_update_speed,
     )
     # The sampler's experts are in the rollout; the old policy's are found by the pass that computes its log-probs.
     reference, replay, shift = experiment.reference, experiment.routing_replay, experiment.router_shift

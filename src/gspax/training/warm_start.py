@@ -77,7 +77,9 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
     rows = microbatch_rows(stage.rows, sampling, experiment.schedule, mesh)
-    train_step = make_train_step(StepSettings(config=model, mesh=mesh, microbatch_rows=rows), imitation, optimizer)
+    speed = stage.optimizer.bias_update_speed
+    settings = StepSettings(config=model, mesh=mesh, microbatch_rows=rows, bias_update_speed=speed)
+    train_step = make_train_step(settings, imitation, optimizer)
     demonstrations = Demonstrations(
         stage=stage,
         data=experiment.data,

@@ -18,6 +18,7 @@ from gspax.config import (
     Lora,
     Mesh,
     ModelConfig,
+    Optimizer,
     PartialRollouts,
     Placement,
     Reference,
@@ -25,8 +26,10 @@ from gspax.config import (
     Schedule,
     Teacher,
     Turns,
+    WarmStart,
     adapted_weights,
     filters_in_use,
+    has_experts,
     layer_windows,
     updates_per_step,
 )
@@ -111,8 +114,8 @@ def validate(
         lambda: chain(_delta_nets(e.model, e.sampling, e.engine), _shared_prompts(e.schedule, e.model)),
         lambda: chain(_drafts(e.sampling, e.model), _sampled_ahead(e.sampling, e.placement or e.engine)),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
-        lambda: chain(_tokens(e.sampling), _filters(e.sampling, e.teacher)),
-        lambda: chain(_updates(e.schedule), _adapters(e.lora, e.model)),
+        lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling, e.teacher)),
+        lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
@@ -206,6 +209,16 @@ def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> I
         if name not in known:
             hint = did_you_mean(name, known, cutoff=0.7)
             yield f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {name!r}{hint and f'; {hint}'}"
+
+
+def _balancing(own: Optimizer, stage: WarmStart | None, model: ModelConfig, lora: Lora | None) -> Iterator[str]:
+    """There are correction biases to move, and they are trained parameters."""
+    optimizers = {"optimizer": own} | ({} if stage is None else {"warm_start.optimizer": stage.optimizer})
+    for key, speed in ((key, each.bias_update_speed) for key, each in optimizers.items() if each.bias_update_speed):
+        if not (has_experts(model) and model.router.correction_bias):
+            yield f"{key}.bias_update_speed: wanted 0 with a model without correction biases, got {speed:g}"
+        elif lora is not None:
+            yield f"{key}.bias_update_speed: wanted 0 with lora, which does not train the routers, got {speed:g}"
 
 
 def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:
