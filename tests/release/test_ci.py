@@ -34,8 +34,8 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def run(checkout):
-    settings = {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "HOME": str(checkout / "home")}
+def run(checkout, **settings):
+    settings |= {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "HOME": str(checkout / "home")}
     command = [checkout / "repository" / ".ci" / "run"]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -63,6 +63,11 @@ def test_every_other_working_python_is_tested(checkout):
         f"test-python PYTHON={found} VENV=.venv-3.13",
     ]
     assert last == "Tested with Python 3.11, and in a shorter round with 3.12 3.13."
+
+
+def test_another_python_is_left_out_when_it_is_late(checkout):
+    script(checkout / "bin" / "python3.12", "exit 0")
+    assert run(checkout, CI_LATEST="-1") == (["test", "release", "docs"], "Tested with Python 3.11 only.")
 
 
 def test_a_failure_ends_the_script(checkout):
