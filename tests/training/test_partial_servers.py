@@ -74,7 +74,7 @@ def test_tokens_have_the_version_that_sampled_them_and_its_log_probs_and_experts
             assert (np.diff(versions) >= 0).all() and done - 2 <= versions[0] and versions[-1] <= done
             ages, continued = ages + (done - versions).tolist(), continued + (versions[0] < versions[-1])
             logps, expert_LTA = of_params(settings.model, states, rollout, row, sampled)
-            np.testing.assert_allclose(rollout.logp_BT[row, sampled], logps, atol=5e-5)  # a prefix and a row round apart
+            np.testing.assert_allclose(rollout.logp_BT[row, sampled], logps, atol=5e-5)  # of a prefix: other rounding
             if expert_LTA is not None:
                 np.testing.assert_array_equal(rollout.expert_BLTA[row, :, : expert_LTA.shape[1]], expert_LTA)
     assert continued > 5 and set(ages) == {0, 1, 2}
