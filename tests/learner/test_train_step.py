@@ -226,8 +226,8 @@ def test_replay_forces_the_experts_of_the_batch():
     data, params = with_experts(batch()), tiny.params(CONFIG)
     free_logp, _, free_expert = direct(params, data)
     run = jax.jit(functools.partial(forward, settings=tiny.settings(CONFIG, temperature=TEMPERATURE)))
-    tokens = {"tokens_BT": data.tokens_BT, "segment_BT": data.segment_BT}
-    replayed = run(params, **tokens, expert_BLTA=data.expert_BLTA.astype(np.uint8))
+    experts = data.expert_BLTA.astype(np.uint8)
+    replayed = run(params, rows=Inputs(data.tokens_BT, data.segment_BT, expert_BLTA=experts))
     np.testing.assert_array_equal(replayed.routing.expert, data.expert_BLTA.swapaxes(0, 1))
     assert (free_expert != replayed.routing.expert).any()
     assert np.abs(replayed.logp_BT - free_logp)[data.mask_BT].max() > 1e-3
