@@ -145,7 +145,7 @@ def test_gated_delta_nets_are_sharded_by_heads(mesh):
     assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // 2
     generated, want = jax.device_get(generate(DELTA, made, slots=8)), generated_alone(DELTA)
     np.testing.assert_array_equal(generated.tokens_BT, want.tokens_BT)
-    np.testing.assert_allclose(generated.logp_BT, want.logp_BT, atol=1e-5)
+    np.testing.assert_allclose(generated.logp_BT, want.logp_BT, atol=5e-5)
 
 
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -127,7 +127,7 @@ def test_two_processes_sample_with_servers_that_restart(tmp_path):
         assert first.faults.restart_after == 0, "it did restart"
         loads = [body["args"][1] for path, body in first.seen if body and body.get("method") == "gspax_load"]
         assert len(loads) == len(set(loads)) == 2
-        assert f"{first.address} is back" in output[0] and "is back" not in output[1]
+        assert f"{first.address} was started again" in output[0] and "is back" not in output[1]
         params = jax.device_get(first.params)
     tokens, logps = (np.load(tmp_path / f"{name}0.npy") for name in ("tokens", "logps"))
     np.testing.assert_array_equal(tokens, np.load(tmp_path / "tokens1.npy"))
