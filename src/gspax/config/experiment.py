@@ -80,7 +80,8 @@ class Sampling:
     kv_cache_dtype: SamplerDtype = "auto"  # int8: 8-bit keys and values, with a scale for each token and head
     weights_dtype: SamplerDtype = "auto"  # int8: 8-bit inference weights, with a scale for each output channel
     drafts: Drafts = 0  # drafted tokens that a decoding pass checks besides the next token; 0: off
-    # Time of such a pass over that of one without drafts; drafts are only used while they give more tokens. 0: always
+    # The time of a pass with drafts divided by that of one without; passes have drafts only while these are expected to
+    # give more tokens than that. 0: all passes have drafts
     draft_cost: NonNegative = 0.0
     # The random numbers of a token depend on the seed, the sample's number in its group, the token's position, and:
     # fresh: how many problems came before it; problem: the prompt alone, so they are the same in every epoch

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from gspax.errors import UserError, brief, describe_error
+from gspax.storage.buckets import is_bucket
 
 LONGEST = 2**26  # bytes of a JSON file
 DEEPEST = 64  # nested containers
@@ -86,8 +87,11 @@ def show(value: Json) -> str:
 def require_own_files(folder: Path) -> None:
     """Refuse a folder with a pipe, or with a link that leads out of it, whose target an export would copy.
 
-    The cache of the Hugging Face Hub is made of links from `snapshots/REVISION` to `blobs`, which are permitted.
+    The cache of the Hugging Face Hub is made of links from `snapshots/REVISION` to `blobs`, which are permitted. A
+    bucket has neither pipes nor links.
     """
+    if is_bucket(folder):
+        return
     place = folder.resolve()
     permitted = [place, *([place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [])]
     for file in sorted(folder.iterdir()):

@@ -166,16 +166,15 @@ def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
     with reading(folder):
         if not (folder / "tokenizer.json").is_file():
             raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
-    if not is_bucket(folder):
-        require_own_files(folder)
+    require_own_files(folder)
     return HFTokenizer(os.fspath(path))
 
 
 @contextlib.contextmanager
 def _local(folder: Path) -> Iterator[Path]:
     """A folder for transformers, which reads no bucket; UserError if a link leads out of it."""
+    require_own_files(folder)
     if not is_bucket(folder):
-        require_own_files(folder)
         yield folder
         return
     with tempfile.TemporaryDirectory() as copy:

@@ -69,9 +69,7 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
         the folder.
     """
     folder = to_path(checkpoint)
-    if is_bucket(folder):
-        return folder
-    if folder.is_dir():
+    if is_bucket(folder) or folder.is_dir():
         require_own_files(folder)
         return folder
     if folder.exists():
@@ -103,8 +101,7 @@ def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
     """
     folders = [folder for folder in sources if folder.is_dir()]
     for folder in folders:
-        if not is_bucket(folder):
-            require_own_files(folder)
+        require_own_files(folder)
     files = {name: folder / name for name in COMPANIONS for folder in reversed(folders) if (folder / name).is_file()}
     for name, file in files.items():
         (target / name).write_bytes(file.read_bytes())

@@ -50,7 +50,8 @@ def make_parser() -> Parser:
 def execute(options: argparse.Namespace) -> int:
     """Print the table of versions and a line for each result; 1 if one is wrong."""
     if options.workdir is not None:
-        require_usable(options.workdir) if is_bucket(options.workdir) else require_directory(options.workdir)
+        require = require_usable if is_bucket(options.workdir) else require_directory
+        require(options.workdir)
     is_primary = processes.join("doctor", options, None)
     from gspax.commands.terminal import make_console
 

@@ -23,7 +23,7 @@ from gspax.config import Experiment, ModelConfig, Optimizer, Sampling, Schedule
 from gspax.config.optimizers import adamw
 from gspax.data.tasks import sort
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state, init_state
+from gspax.learner.state import abstract_state, device_memory, init_state
 from gspax.learner.train_step import fill_old_logp
 from gspax.learner.updates import Steps, make_steps
 from gspax.model.sizes import forward_flops, inference_weights_bytes, parameter_count
@@ -221,7 +221,7 @@ def speed_model(device: jax.Device) -> tuple[ModelConfig, Sampling]:
     if device.platform == "cpu":
         model = replace(MODEL, num_experts=0, hidden_size=512, intermediate_size=1536, vocab_size=4096)
         return model, replace(SAMPLING, group=2, max_tokens=96, chunk=16)
-    memory = (device.memory_stats() or {}).get("bytes_limit", 2**34)
+    memory = device_memory(device) or 2**34
     width = int((memory / 8 / 16 / 96) ** 0.5) // 512 * 512  # 8 layers of 12 width², 16 bytes for each parameter
     width = min(max(width, 512), 4096)
     model = replace(

@@ -214,10 +214,11 @@ def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> I
 def _balancing(own: Optimizer, stage: WarmStart | None, model: ModelConfig, lora: Lora | None) -> Iterator[str]:
     """There are correction biases to move, and they are trained parameters."""
     optimizers = {"optimizer": own} | ({} if stage is None else {"warm_start.optimizer": stage.optimizer})
-    for key, speed in ((key, each.bias_update_speed) for key, each in optimizers.items() if each.bias_update_speed):
-        if not (has_experts(model) and model.router.correction_bias):
+    for key, optimizer in optimizers.items():
+        speed = optimizer.bias_update_speed
+        if speed and not (has_experts(model) and model.router.correction_bias):
             yield f"{key}.bias_update_speed: wanted 0 with a model without correction biases, got {speed:g}"
-        elif lora is not None:
+        elif speed and lora is not None:
             yield f"{key}.bias_update_speed: wanted 0 with lora, which does not train the routers, got {speed:g}"
 
 
@@ -347,7 +348,7 @@ def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
 
 
 def _drafts(sampling: Sampling, model: ModelConfig) -> Iterator[str]:
-    """A wrong draft is forgotten, and passes without drafts cost nothing more."""
+    """The model can forget wrong drafts, and a cost of drafts needs drafts."""
     if sampling.drafts and model.delta is not None:
         yield (
             "sampling.drafts: wanted 0 in a model with gated delta nets, whose states cannot forget a wrong draft, got "

@@ -273,7 +273,12 @@ def agree(pusher: Pusher) -> None:
         interrupt.wait(waits)
     finally:
         stop.set()
-    state = on_primary(lambda: (waits[0].result(), tuple(servers.state()))[1])
+
+    def read_state() -> tuple[dict[str, str], ...]:
+        waits[0].result()  # raises if no server is there
+        return tuple(servers.state())
+
+    state = on_primary(read_state)
     if not is_primary:
         servers.take_over(State(*state))
 
