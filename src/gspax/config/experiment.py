@@ -57,7 +57,7 @@ RoutingReplay = Literal["off", "old", "sampler"]
 Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)]
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
 SamplingTemperature = Annotated[float, Range("0, or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)]  # 0: greedy
-Drafts = Annotated[int, at_least(0), at_most(31)]  # with the next token at most one `model.decoding.BLOCK`
+Drafts = Annotated[int, at_least(0), at_most(31)]  # they and the next token fit into one `model.decoding.BLOCK`
 GroupSize = Annotated[int, at_least(1), at_most(2**20)]
 Noise = Literal["fresh", "problem"]
 SamplerDtype = Literal["auto", "int8"]  # auto: the dtype of the model
@@ -80,16 +80,16 @@ class Sampling:
     kv_cache_dtype: SamplerDtype = "auto"  # int8: 8-bit keys and values, with a scale for each token and head
     weights_dtype: SamplerDtype = "auto"  # int8: 8-bit inference weights, with a scale for each output channel
     drafts: Drafts = 0  # drafted tokens that a decoding pass checks besides the next token; 0: off
-    # The time of a pass with drafts divided by that of one without; passes have drafts only while these are expected to
-    # give more tokens than that. 0: all passes have drafts
+    # The time of a pass with drafts divided by the time of one without. Passes have drafts only while the expected
+    # number of tokens per pass is above this ratio. 0: all passes have drafts
     draft_cost: NonNegative = 0.0
-    # The random numbers of a token depend on the seed, the sample's number in its group, the token's position, and:
-    # fresh: how many problems came before it; problem: the prompt alone, so they are the same in every epoch
+    # What the random numbers of a token depend on, besides the seed, the sample's index in its group, and the position.
+    # fresh: the number of problems before; problem: the prompt, so that they are the same in every epoch
     noise: Noise = "fresh"
-    # The largest fraction of loaded problems (of at least 1,000) that may be skipped because they cannot be read or
-    # their prompts are too long
+    # The largest fraction of the loaded problems that may be skipped, because they cannot be read or their prompts are
+    # too long. Of fewer than 1,000 problems, it is a fraction of 1,000
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
-    # Dynamic sampling (DAPO): how often groups whose rewards are all equal may be replaced by new prompts. 0: off
+    # Dynamic sampling (DAPO): how many times per rollout groups of equal rewards may be replaced by new prompts. 0: off
     max_refills: NonNegativeInt = 0
     temperature: Temperature = 1.0
     top_k: NonNegativeInt = 0  # 0: off
@@ -106,13 +106,13 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Multi-turn rollouts with `Experiment.environment`. `Grading` says how its steps are called."""
+    """Multi-turn rollouts with `Experiment.environment`. `Grading` applies to the calls of its steps, too."""
 
     limit: PositiveInt = 8  # the policy's turns; a conversation that reaches the limit counts as truncated
     # conversation: all tokens have the advantage of the whole conversation. turn: the advantage of a token is that of
     # the rewards of its turn and the later ones; this needs a loss with advantages of tokens (gspo_token)
     credit: Literal["conversation", "turn"] = "conversation"
-    discount: Share = 1.0  # with credit="turn": the factor per turn by which later rewards count less
+    discount: Share = 1.0  # the discount factor per turn of later rewards, with credit="turn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,9 +254,9 @@ class Collapse:
 class Guard:
     """How a run reacts to bad updates. Updates that are not finite are always skipped (`training.run_guard`)."""
 
-    rollbacks: NonNegativeInt = 2  # how often a run may return to the same checkpoint, each time with other problems
+    rollbacks: NonNegativeInt = 2  # returns to the same checkpoint, each of which goes on with other problems
     max_grad_norm: NonNegative = 0.0  # skip updates whose gradient norm, before clipping, is larger; 0: off
-    max_ratio: NonNegative = 0.0  # skip updates with a larger ratio (of sequences or tokens, as the loss); 0: off
+    max_ratio: NonNegative = 0.0  # skip updates with a larger ratio of a sequence, or of a token, as the loss; 0: off
     min_entropy: NonNegative = 0.01  # nats per token; warn below it
     max_truncated: NonNegative = 0.9  # fraction of responses cut at the length limit; warn above it
     collapse: Collapse | None = None
@@ -329,9 +329,9 @@ class Teacher:
     refresh_every: NonNegativeInt = 0  # 0: never
     refresh_share: Share = 1.0
     # distill.full_reverse_kl, .full_forward_kl, or .jensen_shannon, over the whole vocabulary. None: the reverse KL,
-    # exact for the `kept` most probable tokens of a position and estimated from the sampled token for all others
+    # exact over the `kept` tokens and estimated from the sampled token for the rest
     divergence: Divergence | None = None
-    kept: NonNegativeInt = 0
+    kept: NonNegativeInt = 0  # the number of most probable tokens per position over which the KL is exact
     kept_by: Literal["teacher", "policy"] = "teacher"  # the model that decides which tokens are most probable
     prompt: TeacherPrompt | None = None  # (problem, completion, feedback) -> a prompt of its own for the teacher
     max_prompt_tokens: OptionalSize = 0  # the length limit of that prompt; 0: `sampling.max_prompt_tokens`
@@ -410,9 +410,9 @@ class RouterShift:
 class Calibration:
     """A clip range that adapts to the measured ratios and replaces that of the loss (`losses.calibration`)."""
 
-    share: Between0And1 = 0.15  # fraction of the sequences with a nonzero advantage to clip (at most half can be)
-    tolerance: Below1 = 0.05  # the range moves only if the measured fraction differs by more
-    gain: NonNegative = 0.5  # how far the range moves toward the measured one: 0 not at all, 1 all the way
+    share: Between0And1 = 0.15  # wanted fraction of clipped sequences, of those with a nonzero advantage; at most half
+    tolerance: Below1 = 0.05  # keep the range while the measured fraction is within this distance of `share`
+    gain: NonNegative = 0.5  # step toward the range that would have clipped `share`: 0 none, 1 all the way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +422,7 @@ class Mesh:
     `sharding.RULES` maps the dimensions of arrays to these axes.
     """
 
-    slice: Annotated[int, CHOSEN_AXIS] = 0  # TPU slices, connected by the data-center network; 0: all there are
+    slice: Annotated[int, CHOSEN_AXIS] = 0  # TPU slices, connected by the data-center network; 0: all slices
     data: Annotated[int, AXIS] = 1  # shards rows, replicates parameters
     fsdp: Annotated[int, AXIS] = -1  # shards rows and parameters
     expert: Annotated[int, CHOSEN_AXIS] = 0  # shards rows and experts; 0: chosen by `sharding.choose_expert_axis`
@@ -432,19 +432,22 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRollouts:
-    """A rollout ends when `prompts` groups are finished; newer weights continue the others (`rollout.group_pool`)."""
+    """A rollout ends once `Sampling.prompts` groups have finished; the rest go on with newer parameters.
 
-    carried: NonNegativeInt = 0  # additional groups in flight: the most that are carried over to the next rollout
-    ahead: NonNegativeInt = 1  # chunks sampled while the learner updates; later ones use the new parameters
+    See `rollout.group_pool`.
+    """
+
+    carried: NonNegativeInt = 0  # additional groups in flight, and so the most that go on in the next rollout
+    ahead: NonNegativeInt = 1  # chunks sampled while the learner updates; later chunks use the new parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A sampler on devices of its own; `Experiment.mesh` has the others (`gspax.sampler.placement`)."""
+    """A sampler on devices of its own; the learner's `Experiment.mesh` has the others (`gspax.sampler.placement`)."""
 
-    devices: PositiveInt  # the last ones
+    devices: PositiveInt  # the number of devices of the sampler, the last ones of `jax.devices()`
     staleness: NonNegativeInt = 0  # rollouts sampled ahead; 0: each is sampled with the newest parameters
-    partial: PartialRollouts | None = None  # `staleness` then limits the age of a group's first tokens
+    partial: PartialRollouts | None = None  # `staleness` then limits how many rollouts old a group's first tokens are
     mesh: Mesh = field(default_factory=Mesh)  # the sampler's
 
 
@@ -456,15 +459,16 @@ class Engine:
     """
 
     server: Literal["vllm", "sglang"] = "vllm"  # the program that runs at all addresses
-    # The folder of the weights, which the run and every server see; relative to the run's working directory
+    # The folder for the weights, which the run and every server must see. A relative path begins at the directory in
+    # which the command was typed, not at --workdir
     folder: Annotated[str, NOT_EMPTY] = "engine_weights"
     addresses: Annotated[tuple[str, ...], NOT_EMPTY] = ("http://127.0.0.1:8000",)
     requests: PositiveInt = 64  # concurrent requests per server
-    staleness: NonNegativeInt = 0  # rollouts sampled ahead while the learner updates; 0: none
-    partial: PartialRollouts | None = None  # `staleness` then limits the age of a group's first tokens
+    staleness: NonNegativeInt = 0  # rollouts sampled ahead; 0: each is sampled with the newest parameters
+    partial: PartialRollouts | None = None  # `staleness` then limits how many rollouts old a group's first tokens are
     timeout: Positive = 600.0  # seconds to wait for an answer, and for a lost server to return
     probes: PositiveInt = 8  # sequences whose log-probs the servers and the learner must agree on after every step
-    # The largest mean difference of a probe's log-probs that is accepted; 0: chosen by the model's dtype
+    # The largest mean difference of a probe's log-probs, in nats, that is accepted; 0: by the dtype and the first push
     tolerance: NonNegative = 0.0
 
 
@@ -506,7 +510,7 @@ class Experiment:
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
     placement: Placement | None = None  # None: the sampler runs on the learner's devices
-    sampler_mesh: Mesh | None = None  # the sampler's axes there; None: chosen by `model.sizes`
+    sampler_mesh: Mesh | None = None  # the sampler's mesh on the learner's devices; None: chosen by `model.sizes`
     engine: Engine | None = None  # None: no server, gspax's own sampler is used
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
