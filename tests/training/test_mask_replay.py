@@ -56,8 +56,8 @@ def test_every_ratio_on_policy_is_1(tmp_path, filters):
     assert len(rows) == 2
     for row in rows:
         found = [row[f"policy/token_ratio_{which}"] for which in ("min", "mean", "max")]
-        np.testing.assert_allclose(found, 1, rtol=0, atol=1e-6)
-        assert row["mismatch/abs_diff_largest_max"] <= 1e-6
+        np.testing.assert_allclose(found, 1, rtol=0, atol=1e-5)
+        assert row["mismatch/abs_diff_largest_max"] <= 1e-5
         assert 1 <= row["sampling/mask_size"] <= filters["mask_replay"]
         assert 0 <= row["policy/entropy"] <= np.log(row["sampling/mask_size"]) + 1e-6, "of the set"
         assert row["optim/grad_norm"] == 0 or row["sampling/mask_size"] > 1
