@@ -331,6 +331,15 @@ def test_test_files_have_unique_names():
     assert sorted(set(names)) == sorted(names)
 
 
+def test_the_list_of_costly_tests_names_tests_that_exist():
+    """A test that was renamed runs with `make test` until `make costs` has measured it."""
+    lines = (ROOT / "tests" / "costly.txt").read_text(encoding="utf-8").splitlines()
+    assert len(lines) > 100 and lines == sorted({*lines}, key=str.encode)
+    for line in lines:
+        path, name = line.split("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), line
+
+
 def test_warnings_go_through_one_function():
     found = [label(path) for path in FILES.values() if "gspax: warning" in path.read_text(encoding="utf-8")]
     assert found == ["src/gspax/errors.py"]
