@@ -104,11 +104,11 @@ def updated(model, settings, updates=2, rows=0):
     return state
 
 
-def test_a_state_on_the_host_gives_the_same_bits_and_stays_on_the_host(tmp_path):
+def test_a_state_on_the_host_gives_the_same_update_and_stays_on_the_host(tmp_path):
     model = replace(MODEL, param_dtype="bfloat16")
     here, away = updated(model, SETTINGS), updated(model, replace(SETTINGS, offload=True))
-    chex.assert_trees_all_equal(away.params, here.params)
-    chex.assert_trees_all_equal(jax.device_get(away.opt_state), jax.device_get(here.opt_state))
+    states = (jax.device_get((state.params, state.opt_state)) for state in (away, here))
+    chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.opt_state)} == {"pinned_host"}
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.params)} == {"device"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(away.params)} == {"bfloat16"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -171,3 +172,24 @@ def offloaded(inner: optax.GradientTransformation) -> Offloaded:
         return updates, jax.device_put(state, jax.memory.Space.Host)
 
     return Offloaded(inner.init, update)
+
+
+def update_if(
+    applied: Array, optimizer: optax.GradientTransformation, grads: Params, state: optax.OptState, params: Params
+) -> tuple[Params, optax.OptState]:
+    """The parameters and the optimizer's state after an update, or as they are.
+
+    Every array is selected in the loop that computes it, so the new one takes the place of the old; the branch of a
+    `lax.cond` would hold both. A state in host memory is on the devices within such a branch only.
+
+    Args:
+      applied: whether the update counts; a bool.
+    """
+
+    def update() -> tuple[Params, optax.OptState]:
+        updates, new_state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), new_state
+
+    if isinstance(optimizer, Offloaded):
+        return jax.lax.cond(applied, update, lambda: (params, state))
+    return jax.tree.map(partial(jax.lax.select, applied), update(), (params, state))

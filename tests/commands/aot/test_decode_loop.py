@@ -97,17 +97,18 @@ EQUAL = replace(presets.qwen3_30b_a3b, intermediate_size=8)
 @pytest.mark.parametrize(
     ("changes", "few"),
     [
-        ({}, (2, 3, 48)),
+        ({}, (4, 6, 48)),
         ({"num_hidden_layers": 5}, None),
-        ({"mlp_only_layers": (0,)}, (3, 4, 48)),
-        ({"mlp_only_layers": (20,)}, (23, 24, 48)),
+        ({"mlp_only_layers": (0,)}, (6, 8, 48)),
+        ({"mlp_only_layers": (17,)}, (22, 24, 48)),
+        ({"mlp_only_layers": (20,)}, None),
         ({"mlp_only_layers": (24,)}, None),
-        ({"sliding_window": 8, "sliding_layers": tuple(range(0, 48, 2))}, (2, 4, 48)),
-        ({"sliding_window": 8, "sliding_layers": tuple(range(0, 47, 2)), "num_hidden_layers": 47}, (3, 5, 47)),
+        ({"sliding_window": 8, "sliding_layers": tuple(range(0, 48, 2))}, (4, 6, 48)),
+        ({"sliding_window": 8, "sliding_layers": tuple(range(0, 47, 2)), "num_hidden_layers": 47}, (5, 7, 47)),
         ({"sliding_window": 8, "sliding_layers": tuple(n for n in range(48) if n % 4 != 3)}, (4, 8, 48)),
     ],
 )
-def test_small_models_are_the_leading_layers_and_at_least_two_that_repeat_a_pattern(changes, few):
+def test_small_models_are_the_leading_layers_and_at_least_four_that_repeat_a_pattern(changes, few):
     model = replace(EQUAL, **changes)
     found = programs.few_layers(model)
     assert found == few

@@ -103,6 +103,7 @@ LINES = {
         '%r = f32[64]{0} custom-call(%x, %y), custom_call_target="tpu_custom_call"',
         3 * 256,
     ),
+    "memory that is not written": ('%r = f32[64]{0} custom-call(), custom_call_target="AllocateBuffer"', 0),
     "names for what is there": ("%r = (f32[64]{0}, f32[64]{0}) tuple(%x, %y)", 0),
     "an order of instructions": ("%r = f32[64]{0} add-dependency(%x, %t)", 0),
     "the end of a copy": ("%r = f32[64]{0} copy-done(%x)", 0),

@@ -7,8 +7,8 @@ a pod of 256 chips of v5e, 25.6 to one of v6e (page v6e). `memory` is what the c
 error messages (libtpu 0.0.42).
 
 libtpu compiles for all devices of a topology, or for a part of a single slice. For a part of several slices it produces
-an empty slice or ends the process. So where the learner and the sampler have whole slices of their own, each is
-compiled for its slices as a topology of their own.
+an empty slice or ends the process. So where the parts of a run have whole slices of their own, each is compiled for its
+slices as a topology of their own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from gspax import unstable
 from gspax.commands.aot.hlo import UNKNOWN
-from gspax.config import Experiment, Placement
+from gspax.config import Experiment, Placement, TeacherPlacement
 from gspax.errors import UserError, did_you_mean, how_to_install
 from gspax.sampler.placement import make_meshes
 
@@ -106,7 +107,6 @@ class Topology:
 class Target:
     """The devices that some of a run's programs are compiled for."""
 
-    name: str  # "learner" or "sampler"
     mesh: jax.sharding.Mesh
     topology: Topology  # of the slices that hold the mesh
 
@@ -174,33 +174,48 @@ def _environment() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def make_targets(experiment: Experiment, topology: Topology) -> tuple[Target, Target]:
-    """The learner's and the sampler's target: the same devices, with other axes, unless the sampler is disaggregated.
+class Targets(NamedTuple):
+    """The targets of a run: the same devices, unless the sampler or the teacher has devices of its own."""
+
+    learner: Target
+    sampler: Target
+    teacher: Target
+
+
+def make_targets(experiment: Experiment, topology: Topology) -> Targets:
+    """The devices of a run's parts, and their slices: the same ones, or whole slices for each.
 
     Raises:
       UserError: libtpu is missing or does not support the topology, the experiment does not fit its number of devices,
-        or the sampler would have part of a slice among several.
+        or a part would have some of a slice among several.
     """
-    learner, sampler = _split_slices(experiment.placement, topology)
-    devices = [*describe_devices(learner), *([] if learner is sampler else describe_devices(sampler))]
-    mesh, sampler_mesh = make_meshes(experiment, devices, topology.chip.memory)
-    return (
-        Target(name="learner", mesh=mesh, topology=learner),
-        Target(name="sampler", mesh=sampler_mesh, topology=sampler),
+    taught = None if experiment.teacher is None else experiment.teacher.placement
+    teacher = _take_slices("teacher.placement.devices", taught, topology)
+    sampler = _take_slices("placement.devices", experiment.placement, topology)
+    own = [part for part in (teacher, sampler) if part is not None]
+    if (left := topology.slices - sum(part.slices for part in own)) < 1:
+        raise UserError(f"teacher.placement.devices: wanted a slice of {topology} left for the learner, got none")
+    learner = replace(topology, slices=left)
+    devices = [device for part in (learner, *own) for device in describe_devices(part)]
+    meshes = make_meshes(experiment, devices, topology.chip.memory)
+    return Targets(
+        Target(mesh=meshes.learner, topology=learner),
+        Target(mesh=meshes.sampler, topology=sampler or learner),
+        Target(mesh=meshes.teacher, topology=teacher or learner),
     )
 
 
-def _split_slices(placement: Placement | None, topology: Topology) -> tuple[Topology, Topology]:
-    """The slices of learner and sampler: the same ones, or whole slices for each."""
+def _take_slices(field: str, placement: Placement | TeacherPlacement | None, topology: Topology) -> Topology | None:
+    """The slices of a part of a run that has whole ones of its own; None without them, or if there is one slice."""
     if placement is None or topology.slices == 1:
-        return topology, topology
-    sampler_slices, rest = divmod(placement.devices, topology.slice_devices)
-    if rest or not 0 < sampler_slices < topology.slices:
+        return None
+    slices, rest = divmod(placement.devices, topology.slice_devices)
+    if rest or not 0 < slices < topology.slices:
         raise UserError(
-            f"placement.devices: wanted whole slices of {topology.slice_devices} devices on {topology}, and fewer than "
-            f"all, got {placement.devices} (part of a slice is supported only where there is a single slice)"
+            f"{field}: wanted whole slices of {topology.slice_devices} devices on {topology}, and fewer than all, got "
+            f"{placement.devices} (part of a slice is supported only where there is a single slice)"
         )
-    return replace(topology, slices=topology.slices - sampler_slices), replace(topology, slices=sampler_slices)
+    return replace(topology, slices=slices)
 
 
 def link_rate(axes: tuple[str, ...], coords: np.ndarray, mesh: dict[str, int], topology: Topology) -> float:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import jax
 
 from gspax.commands.aot import hlo
-from gspax.commands.aot.chips import Chip, Rate, Target, Topology, make_targets
+from gspax.commands.aot.chips import Chip, Rate, Target, Targets, Topology, make_targets
 from gspax.commands.aot.hlo import Collective
 from gspax.commands.aot.programs import (
     COPY,
@@ -119,24 +119,25 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
     """
     jax.config.update("jax_platforms", "cpu")  # a TPU on this machine is not used
     model = experiment.model
-    learner, sampler = make_targets(experiment, topology)
-    print(heading(experiment.name, topology, learner, sampler, turns=experiment.environment is not None), flush=True)
+    targets = learner, sampler, teacher = make_targets(experiment, topology)
+    print(heading(experiment.name, topology, targets, turns=experiment.environment is not None), flush=True)
 
     def make(model: ModelConfig) -> list[Program]:
-        return make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh)
+        return make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh, teacher.mesh)
 
     compiled = [_compile(program, model, make, all_layers=all_layers) for program in make(model)]
     succeeded = [program for program in compiled if not program.error]
     print("\n" + memory_table(succeeded, topology))
     work = Work(model=model, sampling=experiment.sampling, minibatches=experiment.schedule.minibatches)
-    estimates = estimate(succeeded, learner, sampler, work)
+    estimates = estimate(succeeded, targets, work)
     if experiment.placement is not None:
         push = push_phase(work, learner, sampler)
         estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate)))
     if estimates:
         print("\n" + time_table(estimates, topology.chip))
         ahead = samples_ahead(experiment.placement, experiment.schedule.checkpoint_every)
-        print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
+        is_apart = teacher.mesh is not learner.mesh
+        print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead, is_apart=is_apart))
         if experiment.environment is not None:
             reply = reply_tokens(experiment.sampling.max_tokens)
             print(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
@@ -168,16 +169,16 @@ def _compile(
     return compiled
 
 
-def estimate(compiled: Sequence[Compiled], learner: Target, sampler: Target, work: Work) -> list[tuple[Phase, Times]]:
+def estimate(compiled: Sequence[Compiled], targets: Targets, work: Work) -> list[tuple[Phase, Times]]:
     """The phases of the compiled programs, and their times on their targets."""
-    estimates, few = [], few_layers(work.model)
+    estimates = []
     for program in compiled:
-        target = sampler if program.name in SAMPLER else learner
+        target = _target_of(program.name, targets)
         phases, *more = (
-            make_phases(small, work, target.sizes, target.topology.slices) for small in program.few or (program,)
+            make_phases(small, work, target.sizes, target.topology.slices) for small in program.small or (program,)
         )
-        if more and few is not None:
-            phases = extrapolate_phases(phases, more[0], few)
+        if program.few is not None:
+            phases = extrapolate_phases(phases, more[0], program.few)
         estimates += [(phase, estimate_times(phase, target.topology.chip, target.link_rate)) for phase in phases]
     return estimates
 
@@ -187,6 +188,13 @@ def samples_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
     if placement is None or checkpoint_every == 1:
         return False
     return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
+
+
+def _target_of(name: str, targets: Targets) -> Target:
+    """The target that a program is compiled for."""
+    if name in SAMPLER:
+        return targets.sampler
+    return targets.teacher if name.startswith(TEACHER) else targets.learner
 
 
 def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: int = 1) -> list[Phase]:
@@ -304,13 +312,13 @@ def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, in
     return int(weights + cache + 2 * rows * sizes.state)
 
 
-def heading(name: str, topology: Topology, learner: Target, sampler: Target, *, turns: bool) -> str:
+def heading(name: str, topology: Topology, targets: Targets, *, turns: bool) -> str:
     """The title: the programs, and the devices that they are compiled for."""
-    lines = [f"{name} on {topology}"]
     sampling = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
-    for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, sampling)):
-        lines.append(f"  {target.name}, {programs}: {target} of {target.topology}")
-    return "\n".join(lines)
+    parts = [(targets.learner, f"learner, {TRAIN}, {SCORE}"), (targets.sampler, f"sampler, {sampling}")]
+    if targets.teacher.mesh is not targets.learner.mesh:
+        parts.append((targets.teacher, TEACHER))
+    return "\n".join([f"{name} on {topology}", *(f"  {of}: {target} of {target.topology}" for target, of in parts)])
 
 
 def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
@@ -348,10 +356,13 @@ def time_table(estimates: Estimates, chip: Chip) -> str:
     return "\n".join(lines)
 
 
-def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool) -> str:
+def step_lines(
+    sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool, is_apart: bool = False
+) -> str:
     """The whole step: rollout, old log-probs, teachers' passes and updates, if all of them compiled.
 
-    With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step.
+    With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step. A teacher
+    that `is_apart` has devices of its own.
     """
     seconds = {phase.name: phase.runs * times.bound for phase, times in estimates}
     if not {TRAIN, SCORE, PREFILL, DECODE} <= set(seconds):
@@ -360,9 +371,13 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
     rollout = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
     teachers = sum(time for name, time in seconds.items() if name.startswith(TEACHER))
     learner = seconds[SCORE] + teachers + seconds[TRAIN]
+    if is_apart:  # while an update runs, the teacher reads the next minibatch
+        runs = {phase.name: phase.runs for phase, _ in estimates}
+        passes = max((count for name, count in runs.items() if name.startswith(TEACHER)), default=1)
+        learner -= (passes - 1) * min(teachers / passes, seconds[TRAIN] / runs[TRAIN])
     step = max(copied + rollout, learner) if ahead else copied + rollout + learner
     push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
-    taught = f"teacher {teachers:.2f}, " if teachers else ""
+    taught = f"teacher {teachers:.2f}{' and meanwhile' if is_apart else ','} " if teachers else ""
     devices = topology.slices * topology.slice_devices
     tokens = sampling.prompts * sampling.group * sampling.max_tokens
     flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)

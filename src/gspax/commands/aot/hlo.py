@@ -40,6 +40,7 @@ FREE = CONTROL | {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "optimization-barrier", "add-dependency"),
 }
+ALLOCATE = 'custom_call_target="AllocateBuffer"'  # memory that is not written
 FUSED = {"fusion", "custom-call"}  # their `calls` describe them; the instructions inside are not run one by one
 SLICES = {"dynamic-slice", "gather", "slice"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place -> the operand that is written
@@ -413,7 +414,7 @@ def _attention_bytes(op: Instruction, computation: Computation, fetched: Fetched
 
 
 def _moved(op: Instruction, computation: Computation, module: Module) -> int:
-    if op.opcode in FREE or op.opcode.endswith(("-done", "-update")):
+    if op.opcode in FREE or op.opcode.endswith(("-done", "-update")) or ALLOCATE in op.attributes:
         return 0
     if op.opcode == "copy-start":  # its type has both ends
         return op.memory

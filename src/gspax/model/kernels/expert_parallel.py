@@ -141,6 +141,11 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *like: PyTree) -> Array:
     return vary_alike(jnp.zeros(shape, dtype), like)[0]
 
 
+def _empty(shape: tuple[int, ...], x: Array, *like: PyTree) -> Array:
+    """Memory of x's dtype with any values."""
+    return vary_alike(lax.empty(shape, x.dtype), x, *like)[0]
+
+
 # --- ring ------------------------------------------------------------------------------------------------------------
 
 
@@ -367,29 +372,38 @@ def to_experts(
     order_M = local.sort_keys(device_M, X + 1)
     rows_XX = lax.all_gather(local.count_keys(device_M, X), axis)  # from device, to device
     starts_XX, places_XX = jnp.cumsum(rows_XX, 1) - rows_XX, jnp.cumsum(rows_XX, 0) - rows_XX
-    x_MD = x_ND[order_M // A]
+    x_MWD = _whole_words(x_ND)[order_M // A]
     # Gate and expert of a choice, as a row of a whole tile.
     about_M2 = jnp.stack([gate_NA.astype(jnp.float32), (expert_NA % K).astype(jnp.float32)], axis=-1).reshape(-1, 2)
     about_ML = jnp.pad(about_M2[order_M], ((0, 0), (0, LANES - 2)))
 
-    def add(number: Array, back_MD: Array) -> Array:
+    def add(number: Array, back_MWD: Array) -> Array:
         # Of the rows that a device sends to another: those that arrive in this round.
         first_XX, last_XX = (jnp.clip(n * R - places_XX, 0, rows_XX) for n in (number, number + 1))
         size_XX = last_XX - first_XX
         start_XX, place_XX = starts_XX + first_XX, jnp.maximum(places_XX - number * R, 0)
         there = start_XX[here], size_XX[here], place_XX[here], size_XX[:, here]
-        x_RD = exchange(x_MD, jnp.zeros_like(back_MD, shape=(R, x_ND.shape[1])), *there, axis_name=axis)
-        about_RL = exchange(about_ML, jnp.zeros_like(about_ML, shape=(R, LANES)), *there, axis_name=axis)
+        x_RD = exchange(x_MWD, _empty((R, *x_MWD.shape[1:]), x_MWD), *there, axis_name=axis).reshape(R, -1)
+        about_RL = exchange(about_ML, _empty((R, LANES), about_ML), *there, axis_name=axis)
         arrived_R = jnp.arange(R, dtype=jnp.int32) < size_XX[:, here].sum()
         expert_R = jnp.where(arrived_R, about_RL[:, 1].astype(jnp.int32), K)
         y_RD = _apply_own(x_RD, expert_R, about_RL[:, 0], experts)
-        return exchange(
-            y_RD, back_MD, place_XX[:, here], size_XX[:, here], start_XX[:, here], size_XX[here], axis_name=axis
-        )
+        home = place_XX[:, here], size_XX[:, here], start_XX[:, here], size_XX[here]
+        return exchange(_whole_words(y_RD), back_MWD, *home, axis_name=axis)
 
     rounds = -(-rows_XX.sum(0).max() // R)
-    back_MD = lax.fori_loop(0, rounds, add, _zeros(x_MD.shape, x_MD.dtype, x_MD, about_ML, experts))
+    back_MWD = lax.fori_loop(0, rounds, add, _empty(x_MWD.shape, x_MWD, about_ML, experts))
+    sent_M1 = (jnp.arange(N * A, dtype=jnp.int32) < rows_XX[here].sum())[:, None]
+    back_MD = jnp.where(sent_M1, back_MWD.reshape(N * A, -1), 0)
     return _sum_rows(order_M // A, back_MD, N).astype(x_ND.dtype)
+
+
+def _whole_words(x_RD: Array) -> Array:
+    """Rows [R, W, D / W] of W numbers to 32 bits, the shape in which TPUs exchange them.
+
+    XLA would otherwise rearrange all choices before the exchange, and not only the few rows that they are copies of.
+    """
+    return x_RD.reshape(x_RD.shape[0], max(1, 4 // x_RD.dtype.itemsize), -1)
 
 
 def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) -> Array:

@@ -136,7 +136,11 @@ def _write_array(cache: Array, new: Array, place: Array, within: Array, axis: in
     if place.ndim == 0:
         old = lax.dynamic_slice_in_dim(cache, place, 1, axis)
         return lax.dynamic_update_slice_in_dim(cache, jnp.where(within, new, old), place, axis)
-    return jax.vmap(partial(_write_array, axis=axis - 1))(cache, new, place, within)
+
+    def write_row(cache: Array, new: Array, place: Array) -> Array:
+        return cache.at[(slice(None),) * (axis - 1) + (place,)].set(new.squeeze(axis - 1), mode="drop")
+
+    return jax.vmap(write_row)(cache, new, jnp.where(within, place, cache.shape[axis]))
 
 
 def attend(
