@@ -95,11 +95,12 @@ def test_samples_are_those_without_drafts(case, texts):
 def test_passes_have_drafts_while_these_give_more_tokens_than_they_cost():
     """The most is k + 1 tokens, the least 1; between them it depends on how many drafts were right."""
 
+    length = 48
+
     def passes(texts, cost, drafted=3, slots=3):
-        rollout = generate("dense", texts, drafts=drafted, slots=slots, max_tokens=24, stops=(), draft_cost=cost)
+        rollout = generate("dense", texts, drafts=drafted, slots=slots, max_tokens=length, stops=(), draft_cost=cost)
         return rollout.passes_B
 
-    length = SAMPLING.max_tokens * 2
     assert (passes("same", 4.0) == length).all(), "no pass has drafts"
     right, wrong = passes("same", 1.5), passes("wrong", 1.5)
     assert right.sum() < 0.8 * length * len(right), "they start once drafts are seen to be right"

@@ -191,7 +191,7 @@ def test_no_rollout_is_drawn_across_a_checkpoint(staleness, wanted):
 
 def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
     half = replace(DISAGGREGATED, model=replace(experiment.model, dtype="bfloat16"), lora=Lora(rank=2))
-    mesh, sampler_mesh = make_meshes(half)
+    mesh, sampler_mesh, _ = make_meshes(half)
     push = make_sampler(half.model, sampler_mesh, mesh).push
     state = init_state(half.model, optax.identity(), jax.random.key(0), mesh)
     whole = push(state.params)
@@ -237,10 +237,10 @@ def test_parameters_are_sharded_over_the_devices_of_one_slice():
     )
     too_few = "model.hidden_size: wanted a multiple of mesh.fsdp (64), got 32"
     assert too_few in validate(wide, 64)
-    assert validate(wide, 64, slices=(2, 1)) == []
+    assert validate(wide, 64, slices=(2, 1, 1)) == []
     disaggregated = replace(wide, placement=Placement(devices=64))
-    assert validate(disaggregated, 128, slices=(2, 1)) == ["placement: " + too_few]
-    assert validate(disaggregated, 128, slices=(2, 2)) == []
+    assert validate(disaggregated, 128, slices=(2, 1, 1)) == ["placement: " + too_few]
+    assert validate(disaggregated, 128, slices=(2, 2, 1)) == []
 
 
 @pytest.mark.parametrize(("devices", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (6, True)])
@@ -264,7 +264,7 @@ def test_staleness_without_a_correction_warns():
 
 
 def test_checkpoint_every_may_change_on_resumption_only_without_staleness(tmp_path):
-    open_run(tmp_path, describe(DISAGGREGATED))
+    open_run(tmp_path, describe(DISAGGREGATED)).metrics.touch()
     rarer = replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, checkpoint_every=4))
     with pytest.raises(UserError, match=r"schedule\.checkpoint_every: 2 -> 4"):
         open_run(tmp_path, describe(rarer))

@@ -118,7 +118,7 @@ class GatedDeltaNet(nnx.Module):
         before_BKJ: Array | None,
     ) -> tuple[Array, Array]:
         """The convolution of a projection [B, T, K, ...], and its last inputs [B, K, J, ...]."""
-        equation = "btd,dkh->btkh" if weight.ndim == 3 else "btd,dkru->btkru"
+        equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
         projected = contract(equation, x_BTD, weight.get_value())
         before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
         y_BTK, after_BJK = convolve(projected, taps[...], segment_BT, before_BJK)

@@ -60,10 +60,11 @@ def look_up(text_WH: Array, texts: int, tokens_WC: Array, length_W: Array, draft
     index_1T = jnp.arange(T)[None]
     agrees_WT = jnp.pad(text_WT[:, 1:], ((0, 0), (0, 1)), constant_values=NONE) != NONE  # there is a token to draft
     matched_WT = jnp.zeros_like(text_WT)
+    padded_WT = jnp.pad(text_WT, ((0, 0), (MATCH - 1, 0)), constant_values=NONE)
     for back in range(MATCH):
         token_W1 = jnp.take_along_axis(tokens_WC, jnp.maximum(last_W1 - back, 0), axis=1)
-        shifted_WT = jnp.pad(text_WT, ((0, 0), (back, 0)), constant_values=NONE)[:, :T]
-        agrees_WT &= (shifted_WT == token_W1) & (last_W1 >= back)
+        start = MATCH - 1 - back
+        agrees_WT &= (padded_WT[:, start : start + T] == token_W1) & (last_W1 >= back)
         matched_WT += agrees_WT
     distance_WT = jnp.where(index_1T < texts * (C + 1), jnp.abs(index_1T % (C + 1) - last_W1), C + T - index_1T)
     best_W1 = (matched_WT * (C + T + 1) - distance_WT).argmax(axis=1)[:, None]
@@ -84,4 +85,7 @@ def renew_share(share_W: Array, gets_W: Array, draft_WK: Array, count_W: Array, 
 
 def expected_tokens(share_W: Array, drafts: int) -> Array:
     """The mean tokens of a pass, float32 [W], if each draft is right with this probability: 1 + p + … + p^K."""
-    return (share_W[:, None] ** jnp.arange(drafts + 1)[None]).sum(axis=1)
+    tokens_W = jnp.ones_like(share_W)
+    for _ in range(drafts):
+        tokens_W = 1 + share_W * tokens_W
+    return tokens_W

@@ -40,7 +40,7 @@ from gspax.sampler.token_sampling import Draw, is_stop, sample_at
 from gspax.types import Array, Params, PyTree
 
 T = TypeVar("T")
-CHECK_EVERY = 4  # passes without drafts: one of them looks up what it would have drafted
+CHECK_EVERY = 16  # passes without drafts: one of them looks up what it would have drafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +344,10 @@ def _drafts_pay(rows: Rows, options: SampleOptions) -> Array:
 def _draft(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
     """`drafts.look_up` for the samples of the slots."""
     assert rows.text_BH is not None, "see `Prompts.earlier_PGC`"
-    sample_W, texts = rows.sample_W, min(options.sampling.group, drafts.TEXTS)
-    text_WH, tokens_WC = rows.text_BH[sample_W], rows.tokens_BC[sample_W]
+    text_WH, tokens_WC = rows.text_BH, rows.tokens_BC
+    if has_queue(rows, options):
+        text_WH, tokens_WC = text_WH[rows.sample_W], tokens_WC[rows.sample_W]
+    texts = min(options.sampling.group, drafts.TEXTS)
     return drafts.look_up(text_WH, texts, tokens_WC, rows.length_W, options.sampling.drafts)
 
 

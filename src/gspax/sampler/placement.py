@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import jax
 
-from gspax.config import Experiment, ModelConfig, SamplerDtype
+from gspax.config import Experiment, ModelConfig, SamplerDtype, divide_devices, teacher_models
 from gspax.errors import UserError
 from gspax.experiment.validation import check
 from gspax.model.sizes import choose_sampler_layout
@@ -41,13 +42,20 @@ class Sampler:
     fetch: Callable[[Rollout], Rollout]  # a rollout, to the learner; arrays on the host stay there
 
 
+class Meshes(NamedTuple):
+    """Where the parts of a run compute."""
+
+    learner: jax.sharding.Mesh  # log-probs and updates
+    sampler: jax.sharding.Mesh  # the learner's devices, unless `experiment.placement` disaggregates it
+    teacher: jax.sharding.Mesh  # the learner's mesh, unless `teacher.placement` gives it devices of its own
+
+
 def make_meshes(
     experiment: Experiment, devices: Sequence[jax.Device] | None = None, memory: int | None = None
-) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """The learner's mesh and the sampler's, which has the same devices unless `experiment.placement` disaggregates it.
+) -> Meshes:
+    """The meshes of a run on `devices` (default: all), which jax sorts by process.
 
-    Log-probs and updates are computed on the learner's. A disaggregated sampler's devices are the last of `devices`
-    (default: all), which jax sorts by process.
+    The first are the learner's, then come those of a teacher of its own, and then those of a disaggregated sampler.
 
     Args:
       memory: bytes that a program may use on a device; default: what the device states, if it does.
@@ -56,17 +64,24 @@ def make_meshes(
       UserError: the experiment is invalid, on these devices or on any (`validation.check`).
     """
     devices = jax.devices() if devices is None else list(devices)
-    placement, config = experiment.placement, experiment.model
-    first = len(devices) - (placement.devices if placement else 0)
-    learners, own = devices[:first], devices[first:]
-    check(experiment, len(devices), (len(group_by_slice(learners)), len(group_by_slice(own))))
+    placement, teacher, config = experiment.placement, experiment.teacher, experiment.model
+    count = divide_devices(teacher, placement, len(devices))
+    last = len(devices) - count.sampler
+    learners, teachers, samplers = devices[: count.learner], devices[count.learner : last], devices[last:]
+    slices = [len(group_by_slice(part)) for part in (learners, samplers, teachers)]
+    check(experiment, len(devices), (slices[0], slices[1], slices[2]))
     mesh = make_mesh(experiment.mesh, learners, config)
-    sampler = mesh if placement is None else make_mesh(placement.mesh, own, config)
-    layout = choose_sampler_layout(experiment, dict(sampler.shape), memory or device_memory(sampler))
-    return mesh, reshape_mesh(sampler, layout)
+    sampler = mesh if placement is None else make_mesh(placement.mesh, samplers, config)
+    layout = choose_sampler_layout(experiment, dict(sampler.shape), memory or stated_memory(sampler))
+    taught = mesh
+    if teacher is not None and teacher.placement is not None:
+        taught = make_mesh(teacher.placement.mesh, teachers, teacher_models(teacher)[0])
+        if jax.process_count() > 1 and (problem := size_mismatch(mesh.size, taught.size)):
+            raise UserError(f"teacher.placement.devices: {problem}")
+    return Meshes(mesh, reshape_mesh(sampler, layout), taught)
 
 
-def device_memory(mesh: jax.sharding.Mesh) -> int | None:
+def stated_memory(mesh: jax.sharding.Mesh) -> int | None:
     """Bytes that a program may use on a device; None if the device does not state it. Equal on all processes."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     stats = local[0].memory_stats() if local and local[0].platform != "cpu" else None
@@ -86,7 +101,7 @@ def make_sampler(
     if set(mesh.devices.flat) == set(learner.devices.flat):
         push = partial(make_inference_weights, config=config, mesh=mesh, weights_dtype=weights_dtype)
         return Sampler(mesh, push, partial(_move_arrays, move=_resharder(by_row)))
-    if jax.process_count() > 1 and (problem := size_mismatch(jax.device_count() - mesh.size, mesh.size)):
+    if jax.process_count() > 1 and (problem := size_mismatch(learner.size, mesh.size)):
         raise UserError(f"placement.devices: {problem}")
     shardings = inference_shardings(config, mesh, weights_dtype)
     convert_on_learner = jax.jit(partial(convert, config=config, weights_dtype=weights_dtype))

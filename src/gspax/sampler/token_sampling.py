@@ -66,13 +66,16 @@ def sample_tokens(
     temperature = sampling.temperature or 1.0
     scaled_BV = logits_BV / (temperature if greedy_B is None else jnp.where(greedy_B, 1.0, temperature)[:, None])
     if sampling.temperature == 0:
-        token_B = _argmax(scaled_BV)
+        token_B, total_B = _argmax(scaled_BV), jax.nn.logsumexp(scaled_BV, axis=-1)
     else:
-        token_B = _sample(filter_logits(scaled_BV, sampling), key_B)
+        filtered_BV = filter_logits(scaled_BV, sampling)
+        token_B, total_B = _sample(filtered_BV, key_B)
+        if filtered_BV is not scaled_BV:
+            total_B = jax.nn.logsumexp(scaled_BV, axis=-1)
         if greedy_B is not None:
             token_B = jnp.where(greedy_B, _argmax(scaled_BV), token_B)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
-    return token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+    return token_B, chosen_B - total_B
 
 
 def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: int) -> Draw:
@@ -88,7 +91,7 @@ def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: i
     index_BV = jax.lax.broadcasted_iota(jnp.int32, filtered_BV.shape, 1)
     last_B1, last_id_B1 = best_BK[:, -1:], id_BK[:, -1:]
     fits_BV = (filtered_BV > last_B1) | ((filtered_BV == last_B1) & (index_BV <= last_id_B1))
-    token_B = _sample(jnp.where(fits_BV, filtered_BV, -jnp.inf), key_B)
+    token_B, _ = _sample(jnp.where(fits_BV, filtered_BV, -jnp.inf), key_B)
     chosen_B = jnp.take_along_axis(filtered_BV, token_B[:, None], axis=-1)[:, 0]
     return Draw(
         token_B,
@@ -98,8 +101,8 @@ def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: i
     )
 
 
-def _sample(logits_BV: Array, key_B: Array) -> Array:
-    """An index of each row with probability softmax(logits), int32.
+def _sample(logits_BV: Array, key_B: Array) -> tuple[Array, Array]:
+    """An index of each row with probability softmax(logits), int32, and the row's logsumexp, float32.
 
     Gumbel-max twice: one of M blocks by its mass, then one of the block's N entries. The distribution is the same as
     with one noise for each of V logits, whose hashes would take ten times as long as the rest at V = 151,936. Block m
@@ -110,10 +113,12 @@ def _sample(logits_BV: Array, key_B: Array) -> Array:
     M = V // N
     noise_BH = jax.vmap(partial(jax.random.gumbel, shape=(M + N,)))(key_B)
     logits_BNM = logits_BV.reshape(B, N, M)
-    mass_BM = jnp.exp(logits_BNM - logits_BNM.max(axis=(1, 2), keepdims=True)).sum(axis=1)
+    largest_B = logits_BV.max(axis=1)
+    mass_BM = jnp.exp(logits_BNM - largest_B[:, None, None]).sum(axis=1)
+    mass_BM = jax.lax.optimization_barrier(mass_BM)  # else XLA sums V exponentials for the logsumexp once more
     block_B = _argmax(jnp.log(mass_BM) + noise_BH[:, :M])
     logits_BN = jnp.take_along_axis(logits_BNM, block_B[:, None, None], axis=2)[:, :, 0]
-    return _argmax(logits_BN + noise_BH[:, M:]) * M + block_B
+    return _argmax(logits_BN + noise_BH[:, M:]) * M + block_B, largest_B + jnp.log(mass_BM.sum(axis=1))
 
 
 def _argmax(score_BV: Array) -> Array:
