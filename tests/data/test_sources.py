@@ -393,7 +393,7 @@ def test_moving_a_file_keeps_the_source_and_changing_its_rows_does_not(digits, t
 
 
 def test_a_run_resumes_with_a_moved_file_but_not_with_changed_rows(digits, tmp_path):
-    open_run(tmp_path / "run", describe(digits))
+    open_run(tmp_path / "run", describe(digits)).metrics.touch()
     moved = (tmp_path / "digits.jsonl").rename(tmp_path / "moved.jsonl")
     assignment = f"data.train_rows.paths={moved}"
     open_run(tmp_path / "run", describe(override(digits, [assignment])))

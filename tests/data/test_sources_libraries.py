@@ -48,6 +48,27 @@ def test_parquet(tmp_path, expected):
     assert {split.heldout(i).prompt for i in range(40)} == {row["question"] for row in ROWS[60:]}
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_files_in_a_bucket(form, tmp_path, bucket, expected):
+    """Their problems and their hash are those of local files. They are read once, whatever happens to them later."""
+    read, local = getattr(data, form), tmp_path / f"rows.{form}"
+    if form == "jsonl":
+        write_lines(local, ROWS)
+    else:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(ROWS), local)
+    run, server = bucket
+    path = run.parent / local.name
+    path.write_bytes(local.read_bytes())
+    source = read(str(path), **SETTINGS)
+    assert source.opened.content == read(local, **SETTINGS).opened.content
+    asked = server.count()
+    path.unlink()
+    assert problems(source) == expected and server.count()["GET"] == asked["GET"]
+    with pytest.raises(UserError, match=rf"^{path}: cannot be read: .*[Nn]o "):
+        read(str(path), **SETTINGS).train(0)
+
+
 def test_a_file_that_is_not_parquet_is_one_error(tmp_path):
     pytest.importorskip("pyarrow")
     write_lines(tmp_path / "rows.parquet", ROWS)

@@ -18,6 +18,10 @@ from gspax.storage import objects
 from gspax.storage.objects import SCHEME
 
 URL = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^/]+)+/*")
+AMAZON = (
+    "a URL of S3, where Orbax cannot write the arrays of a checkpoint: "
+    "use a directory and copy it (docs/howto/bucket.md#s3)"
+)
 OLDEST = {"orbax-checkpoint": (0, 12, 5), "tensorstore": (0, 1, 84)}  # the first releases that write to a bucket
 
 
@@ -30,7 +34,8 @@ def to_path(text: str | os.PathLike[str]) -> Path:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/|(gs|gcs|s3)(:|//)", url) is None:
         return Path(url)
     if URL.fullmatch(url) is None:
-        raise UserError(f"{url}: wanted a directory or {SCHEME}BUCKET/NAME, got another URL")
+        got = AMAZON if re.match(r"s3[an]?(:|//)", url) else "another URL"
+        raise UserError(f"{url}: wanted a local path or {SCHEME}BUCKET/NAME, got {got}")
     from etils import epath
 
     from gspax.storage import object_files
@@ -39,7 +44,7 @@ def to_path(text: str | os.PathLike[str]) -> Path:
     return cast(Path, epath.Path(url.rstrip("/")))
 
 
-def is_bucket(path: Path) -> bool:
+def is_bucket(path: str | Path) -> bool:
     """Whether a path is of a bucket."""
     return str(path).startswith(SCHEME)
 

@@ -6,13 +6,13 @@ import functools
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from gspax.config.protocols import Tokenizer
 from gspax.data.problem import Problem, digest, encode_prompt
 from gspax.data.sources.tables import JsonLines
 from gspax.errors import UserError, brief
+from gspax.storage.buckets import to_path
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PassRate:
     @functools.cached_property
     def _rates(self) -> tuple[str, dict[int, float]]:
         """A hash of the samples, and the mean reward of each prompt by its digest."""
-        path = Path(self.path)
+        path = to_path(self.path)
         rewards = defaultdict[int, list[float]](list)
         files = [path]
         if path.is_dir():  # failed_STEP.jsonl has the failures of every step, but none of its other samples

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import io
 import json
 import os
 import re
@@ -18,10 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from gspax.data.files import reading, why_not_on_hub
 from gspax.errors import UserError, brief, describe_error, how_to_install
+from gspax.storage.buckets import is_bucket, to_path
 
 _SHOWN = 5  # different reasons that a message lists
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -82,7 +84,10 @@ class BadRows:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Files with one JSON object per line, one after the other. A line is read from disk when it is needed."""
+    """Files with one JSON object per line, one after the other. A line is read from disk when it is needed.
+
+    Files of a bucket are held in memory.
+    """
 
     paths: tuple[str, ...]
 
@@ -131,14 +136,16 @@ class _LineFile:
     path: str
     offsets: array[int]
     sha256: str
-    stamp: tuple[int, int]  # size and time of the last change
+    stamp: tuple[int, int] | None  # size and time of the last change
+    content: bytes | None  # of a file in a bucket
 
     @classmethod
     def open(cls, path: str) -> _LineFile:
         """Read the file once, for its offsets and its hash. UserError if it cannot be read."""
         offsets, offset, hashed = array("q"), 0, hashlib.sha256()
-        with reading(path), open(path, "rb") as stream:
-            stamp = _stamp(stream)
+        with reading(path), _open(path) as stream:
+            content = stream.getvalue() if isinstance(stream, io.BytesIO) else None
+            stamp = _stamp(stream) if content is None else None
             start = stream.read(6)
             if kind := next((kind for magic, kind in _COMPRESSED.items() if start.startswith(magic)), None):
                 raise UserError(f"{path}: wanted lines of JSON, got a file compressed by {kind}: decompress it first")
@@ -147,13 +154,13 @@ class _LineFile:
                 offsets.append(offset)
                 hashed.update(line)
                 offset += len(line)
-        return cls(path, offsets, hashed.hexdigest(), stamp)
+        return cls(path, offsets, hashed.hexdigest(), stamp, content)
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[BinaryIO]:
+    def stream(self) -> Iterator[io.BufferedIOBase]:
         """The open file. OSError if it has changed since `open`."""
-        with open(self.path, "rb") as stream:
-            if _stamp(stream) != self.stamp:
+        with io.BytesIO(self.content) if self.content is not None else open(self.path, "rb") as stream:
+            if self.stamp is not None and _stamp(stream) != self.stamp:
                 raise OSError(f"{self.path} has changed since it was opened")
             yield stream
 
@@ -185,7 +192,7 @@ class Parquet:
     def _table(self) -> Any:
         arrow, parquet = _import("pyarrow"), _import("pyarrow.parquet")
         with reading(", ".join(self.paths)):
-            tables = [parquet.read_table(path) for path in self.paths]
+            tables = [parquet.read_table(_open(path) if is_bucket(path) else path) for path in self.paths]
             table = arrow.concat_tables(tables, promote_options="default")
         return table
 
@@ -282,13 +289,18 @@ def _parse(line: bytes) -> Row:
         raise ValueError(f"wanted a JSON object, got {got} ({brief(problem)})") from None
 
 
-def _stamp(stream: BinaryIO) -> tuple[int, int]:
+def _stamp(stream: io.BufferedIOBase) -> tuple[int, int]:
     status = os.fstat(stream.fileno())
     return status.st_size, status.st_mtime_ns
 
 
+def _open(path: str) -> io.BufferedIOBase:
+    """A file, or an object of a bucket, which is read as a whole."""
+    return cast(io.BufferedIOBase, to_path(path).open("rb"))
+
+
 def _sha256(path: str) -> str:
-    with reading(path), open(path, "rb") as stream:
+    with reading(path), _open(path) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return digest
 
