@@ -313,6 +313,15 @@ def test_vespo_clamps_log_w_to_25():
     np.testing.assert_allclose(gradient[:, 0], -np.exp([12.5, 12.5, 10, -12.5]) / 4, rtol=1e-6)
 
 
+def test_the_weight_of_vespo_is_finite():
+    logp = np.full((1, 1000), 0.03, np.float32)
+    arguments = logp, 0 * logp, np.ones(1, np.float32), np.ones_like(logp, bool)
+    _, gradient = value_and_gradient(VESPO, arguments, k_positive=4.0, lambda_positive=0.0)
+    np.testing.assert_allclose(gradient, -np.exp(25) / 1000, rtol=1e-5)
+    with pytest.raises(ValueError, match="lambda_positive must be finite and at least 0; got inf"):
+        losses.vespo(*arguments, lambda_positive=np.inf)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gspo_token_with_one_advantage_per_sequence_equals_gspo(name):
     arguments = CASES[name].arguments(GSPO)

@@ -151,6 +151,17 @@ def test_the_reference_answer_is_extracted_from_a_solution(answer, bare):
         ("1/2", r"\frac 1 2", True),
         ("-3", "- 3", True),
         ("3/4", "3 / 4", True),
+        ("7", "7 squared", False),
+        ("3", "3 tenths", False),
+        ("2", "2 thirds", False),
+        ("5", "5 factorial", False),
+        ("2", "2 mod five", False),
+        ("7", "7 apples", True),
+        ("25", "25 cm squared", None),
+        ("3 tenths", "3 tenths", True),
+        ("1500", "1.5e3", True),
+        ("1.5", "1.5e3", False),
+        ("0.00025", "2.5E-4", True),
     ],
 )
 def test_strings_and_plain_numbers_are_compared_without_a_worker(expected, answer, equal):

@@ -81,6 +81,12 @@ def test_a_weight_without_a_reward_is_rejected():
         combine(Problem("", ""), "", rewards={"short": length.within}, weights={"shot": 1.0, "long": 1.0})
 
 
+@pytest.mark.parametrize("value", [np.float32(0.5), np.True_, np.array(2.0)])
+def test_a_number_may_be_one_of_numpy(value):
+    scores = combine(Problem("", ""), "", rewards={"a": lambda problem, completion: value}, weights={"a": 2.0})
+    assert scores["a"].value == 2 * float(value)
+
+
 def test_each_reward_must_return_one_number():
     with pytest.raises(UserError, match=r"rewards: wanted one number from 'both', got \{'a': 1.0\}"):
         combine(Problem("", ""), "", rewards={"both": lambda problem, completion: {"a": 1.0}})

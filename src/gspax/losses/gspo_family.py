@@ -313,18 +313,20 @@ def vespo(
     Returns:
       Terms with float32 [B] leaves: value = -Σ_t φ(W_i) A_i log π_it, weight = |y_i|.
 
-    Differs from the paper: log W, not each log r, is held within ±25; the authors put a correction into W, where φ
-    softens it too, while `correction` multiplies the objective as in every other loss.
+    Differs from the paper: log W, not each log r, is held within ±25, and log φ is at most 25; the authors put a
+    correction into W, where φ softens it too, while `correction` multiplies the objective as in every other loss.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    k_positive, k_negative = checks.at_least_0("k_positive", k_positive), checks.at_least_0("k_negative", k_negative)
-    lambda_positive = checks.at_least_0("lambda_positive", lambda_positive)
-    lambda_negative = checks.at_least_0("lambda_negative", lambda_negative)
+    k_positive = checks.finite_at_least_0("k_positive", k_positive)
+    k_negative = checks.finite_at_least_0("k_negative", k_negative)
+    lambda_positive = checks.finite_at_least_0("lambda_positive", lambda_positive)
+    lambda_negative = checks.finite_at_least_0("lambda_negative", lambda_negative)
 
     log_w_BS = sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
     log_w_BU = sequences.at_tokens(log_w_BS, x.segment_BT)
     log_w_BU = jnp.clip(log_w_BU, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k_BU = jnp.where(x.advantage_BU >= 0, k_positive, k_negative)
     lambda_BU = jnp.where(x.advantage_BU >= 0, lambda_positive, lambda_negative)
-    weight_BU = jnp.exp(k_BU * log_w_BU + lambda_BU * -jnp.expm1(log_w_BU))  # expm1(log W) is W - 1
+    log_weight_BU = k_BU * log_w_BU + lambda_BU * -jnp.expm1(log_w_BU)  # expm1(log W) is W - 1
+    weight_BU = jnp.exp(jnp.minimum(log_weight_BU, LOG_RATIO_LIMIT))
     return policy_terms(weight_BU * x.advantage_BU * x.logp_BT, x, aggregate)

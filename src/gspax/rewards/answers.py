@@ -15,20 +15,30 @@ from gspax.errors import UserError
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_EXPONENT = r"(?:[eE][-+]?\d{1,3}(?!\w))?"  # of 10
 _MIXED_NUMBER = rf"{_DIGITS} \d{{1,15}}/\d{{1,15}}(?!\d)"
 _LAST_NUMBER = re.compile(
-    rf"(?<![\w.])[-+]?\\?\$?(?:{_MIXED_NUMBER}|(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:\s*\\?%)?"
+    rf"(?<![\w.])[-+]?\\?\$?(?:{_MIXED_NUMBER}|(?:{_DIGITS}(?:\.\d+)?|\.\d+){_EXPONENT}(?:/\d+)?)(?:\s*\\?%)?"
 )
-_NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)")
+_NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+){_EXPONENT}")
 _FRACTION = re.compile(rf"([-+]?)({_DIGITS})?\\?frac(?:\{{([-+]?\d+)\}}\{{(\d+)\}}|(\d)(\d))|([-+]?\d+)/(\d+)")
 _BASED = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _UNIT = re.compile(r"(?<=[\d.}])(?:\s+[a-z]{2,})+\.?$", re.IGNORECASE)
 _POWER_OF_UNIT = re.compile(r"\\(?:mbox|text|textrm|mathrm) ?\{[^{}]*[a-z.] *\} ?\^ ?\{?(\d)\}?$", re.IGNORECASE)
 # Words that change a number, or that say it is not one. As units they would be dropped.
 _SCALES = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
-_NOT_UNITS = {*_SCALES, "percent", "or", "and", "not", "to", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp"}
+_PARTS = ("half", "third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth")
+_POWERS = ("squared", "cubed", "factorial")
+_NOT_UNITS = {
+    *("percent", "or", "and", "not", "to", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp"),
+    *("negative", "minus", "plus", "times", "over", "mod", "modulo", "halves"),
+    *(*_SCALES, *_POWERS, *_PARTS, *(f"{part}s" for part in _PARTS)),
+}
 # Marks that a parser drops although they change the meaning: an answer with one equals no answer without it.
-_CHANGES = re.compile(rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:{'|'.join(_SCALES)})s?\b")
+_CHANGES = re.compile(
+    rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:{'|'.join(_SCALES)})s?\b"
+    rf"|\d (?:{'|'.join((*_POWERS, *_PARTS))}|halve|mod(?:ulo)?)s?\b"
+)
 _SPACES = re.compile(r"(?:\s|\\[,;:! ]|\\(?:quad|left|right)(?![a-zA-Z])|~)+")
 _GAP = r"(?:\s|\\[,;: ]|~)++"
 _ALONE = r"(?<![\^_\d.a-zA-Z])(?<![a-zA-Z] )"  # digits that are not those of a word, an index or an exponent

@@ -58,7 +58,8 @@ def weighted_sum(
 
 def _weigh(name: str, value: object, weight: float) -> Score:
     """The reward times its weight, with its error and its reason."""
-    if not isinstance(value, int | float | Score):
-        raise UserError(f"rewards: wanted one number from {name!r}, got {value!r}")
-    score = to_score(value)
+    try:
+        score = to_score(value)
+    except (TypeError, ValueError):
+        raise UserError(f"rewards: wanted one number from {name!r}, got {value!r}") from None
     return replace(score, value=weight * score.value)

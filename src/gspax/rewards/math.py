@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
+from gspax.config.ranges import Positive, PositiveInt
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.answers import compare, extract, join_digits, reference
@@ -31,9 +33,9 @@ def reward(
     problem: Problem,
     completion: str,
     *,
-    form: str | None = None,
-    timeout: float = 5.0,
-    workers: int = 2,
+    form: Literal["boxed", "hash", "tag", "number"] | None = None,
+    timeout: Positive = 5.0,
+    workers: PositiveInt = 2,
     failed: float = 0.0,
 ) -> Score:
     r"""1.0 if the completion's final answer equals `problem.answer`, else 0.0.

@@ -129,13 +129,17 @@ def to_result(value: object) -> Result:
 
 
 def read_step(value: object) -> Step | Failure:
-    """The return value of `step`, with its reward as a float, or what is wrong with it."""
+    """The return value of `step`, with its reward and metrics as floats, or what is wrong with it."""
     if not isinstance(value, Step):
         return Failure(f"wanted a gspax.rewards.environments.Step, got {type(value).__name__}")
     result = to_result(value.reward)
     if result.error or len(result.rewards) != 1:
         return Failure(f"reward: {result.error or 'wanted one number, got several'}")
-    return value._replace(reward=result.rewards[0])
+    try:
+        metrics = {str(name): float(number) for name, number in value.metrics.items()}
+    except Exception:
+        return Failure(f"metrics: wanted numbers by name, got {shorten(repr(value.metrics))}")
+    return value._replace(reward=result.rewards[0], metrics=metrics)
 
 
 def _join(texts: Iterable[tuple[str, str]]) -> str:

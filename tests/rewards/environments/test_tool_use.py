@@ -8,9 +8,10 @@ import pytest
 from gspax.data import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.rewards.environments import Tool, ToolError, ToolUse, calculator, python
+from gspax.rewards.environments import Tool, ToolError, ToolUse, calculator, python, tools
 from gspax.rewards.environments.tool_use import Call, Malformed, parse_brackets, parse_hermes
 from gspax.rewards.environments.tools import calculate
+from gspax.rewards.workers.worker import Ran
 
 CALCULATE = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
 environment = ToolUse(tools=(calculator(),), call_reward=0.1, failure_reward=-0.5)
@@ -144,6 +145,13 @@ def test_the_calculator_evaluates_nothing_else(expression):
 def test_python_is_off_unless_it_is_allowed():
     with pytest.raises(UserError, match="allow_code_execution=True"):
         python()
+
+
+@pytest.mark.parametrize(("status", "raised"), [("crashed", RuntimeError), ("timeout", ToolError)])
+def test_a_program_that_could_not_run_is_no_mistake_of_the_policy(status, raised, monkeypatch):
+    monkeypatch.setattr(tools, "run_program", lambda *_, **__: Ran(status, -1, "", ""))
+    with pytest.raises(raised):
+        python(allow_code_execution=True).run(code="print(1)")
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

@@ -15,6 +15,7 @@ from functools import partial
 from gspax.errors import UserError
 from gspax.rewards.code import Sandbox, run_program
 from gspax.rewards.environments.tool_use import Tool, ToolError
+from gspax.rewards.scores import FAILED
 
 _LONGEST_EXPRESSION = 400  # characters
 _MOST_BITS = 4096  # of a numerator or a denominator
@@ -119,8 +120,13 @@ def python(*, allow_code_execution: bool = False, sandbox: Sandbox = _SANDBOX) -
 
 
 def run_python(code: str, *, sandbox: Sandbox) -> str:
-    """The output of a program. ToolError with the last line of its errors if it fails, or if it takes too long."""
+    """The output of a program. ToolError with the last line of its errors if it fails, or if it takes too long.
+
+    RuntimeError if it could not be run, which is no failure of the program.
+    """
     ran = run_program(code, allow_code_execution=True, sandbox=sandbox)
+    if ran.status in FAILED:
+        raise RuntimeError(f"the program could not be run: {ran.status}")
     if ran.status != "exited":
         raise ToolError(f"the program was ended after {sandbox.limits.timeout:g} s")
     if ran.code != 0:
