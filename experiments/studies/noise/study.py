@@ -11,9 +11,9 @@ measure: the reward of 512 held-out problems after the last step, one sample eac
 runs. Noise of problems harms if the 95 % interval of its difference from fresh noise with as many problems, paired by
 seed, is below 0; it helps if it is above 0. Two differences decide, so in one of ten such studies one would exclude 0
 by chance. The training reward, the entropy, and the share of groups whose rewards are all equal describe: the training
-reward with noise of problems is of samples that the policy was trained on. No drafts are used, because they change no
-sample; on seed 0 the runs with noise of problems are repeated with `sampling.drafts=3`, and their metrics are compared.
-Neither kind of noise was run on these problems before.
+reward with noise of problems is of samples that the policy was trained on. The runs with noise of problems are repeated
+with `sampling.drafts=3`, at first on seed 0 alone, and since those results on all seeds. Drafts change what is learned
+unless their difference in held-out reward is 0 in every seed. Neither kind of noise was run on these problems before.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ SORT = Start(
         *("sampling.prompts=32", "schedule.steps=60"),
     ),
 )
-SHARED = ("sampling.noise=problem",)
+SHARED, DRAFTS = ("sampling.noise=problem",), "sampling.drafts=3"
 HELDOUT = Measure("held-out reward", "eval/reward", over=0)
 REWARD = Measure("training reward", "reward/mean")
 
@@ -36,8 +36,17 @@ study = Study(
     variants=(
         Variant("128 problems, fresh noise", SORT, ("data.count=128",)),
         Variant("128 problems, their own noise", SORT, ("data.count=128", *SHARED)),
+        Variant(
+            "these 128 problems with 3 drafts",
+            SORT,
+            ("data.count=128", *SHARED, DRAFTS),
+            "128 problems, their own noise",
+        ),
         Variant("32 problems, fresh noise", SORT, ("data.count=32",)),
         Variant("32 problems, their own noise", SORT, ("data.count=32", *SHARED), "32 problems, fresh noise"),
+        Variant(
+            "these 32 problems with 3 drafts", SORT, ("data.count=32", *SHARED, DRAFTS), "32 problems, their own noise"
+        ),
     ),
     measures=(
         HELDOUT,
