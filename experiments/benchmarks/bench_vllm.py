@@ -37,7 +37,6 @@ from gspax.rollout.engines import vllm
 from gspax.rollout.engines.contract import Request
 from gspax.rollout.engines.remote import context_length
 from gspax.rollout.engines.weights import Writer
-from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.training.in_flight import InFlight, read_prompts, sample_options
 from gspax.training.step import run_step
@@ -93,7 +92,7 @@ def time_rollouts(settings: Experiment, params: Any, group: int | None) -> dict[
     """Medians of seconds and CPU-seconds of a rollout, after one that compiles."""
     runtime, taken = make_runtime(settings), []
     weights, places = runtime.engine.push(params, 0), settings.sampling.prompts
-    ids, ready = read_prompts(runtime, {place: place for place in range(places)}, places, Skipped())
+    ids, ready = read_prompts(runtime, {place: place for place in range(places)}, places, InFlight())
     options = sample_options(runtime)
     for number in range(1 + ROUNDS):
         key, begun, cpu = jax.random.key(number), time.monotonic(), cpu_seconds(group)
