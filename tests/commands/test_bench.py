@@ -7,7 +7,7 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.commands import bench, benchmarks
+from gspax.commands import bench, benchmarks, main
 from gspax.commands.benchmarks import Limits, table
 from gspax.model.sizes import forward_flops
 from gspax.rollout.runtime import make_runtime
@@ -34,6 +34,13 @@ def test_flops_of_a_dense_model():
 def test_all_experts_cost_more_than_two():
     more = forward_flops(tiny.CONFIGS["all experts"], 10) - forward_flops(tiny.MOE, 10)
     assert more == 3 * 2 * 3 * 3 * 16 * 12
+
+
+@pytest.mark.parametrize(("path", "sentence"), [("no/b.json", "there is no folder no"), (".", "it is a folder")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(path, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("measured"))
+    assert main.main(["bench", "experiments/sort_gspo.py", "--json", path]) == 2
+    assert f"wanted a file to write, but {sentence}" in capsys.readouterr().err
 
 
 def test_figures_divide_work_by_median_seconds():

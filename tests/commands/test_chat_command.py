@@ -112,6 +112,17 @@ def test_a_published_folder_answers_with_its_chat_template(tmp_path, monkeypatch
     assert (seen[1]["sampling"].temperature, seen[1]["sampling"].top_k, seen[1]["limit"]) == (0.5, 3, 6)
 
 
+@pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"temperature": -1.0}, {"top_p": 1.5}, {"top_k": -1}])
+def test_recommended_settings_are_checked(settings, tmp_path, capsys):
+    model = replace(EXPERIMENT.model, vocab_size=272)
+    folder = write_folder(save(tmp_path, model, published(model, random_params(model))))
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert main.main(["chat", str(folder)]) == 2
+    ((name, value),) = settings.items()
+    err = capsys.readouterr().err
+    assert f"{name}: wanted" in err and str(value) in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "lines", "sentence"),
     [

@@ -28,6 +28,7 @@ from gspax.experiment.description import describe
 from gspax.hf import hf, parameters, peft
 from gspax.hf.config_json import read_config
 from gspax.hf.peft import read_adapters
+from gspax.hf.source import copy_companions
 from gspax.learner import adapters
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, drop_frozen, init_state, new_state, save_start
@@ -525,6 +526,30 @@ def test_a_process_killed_while_writing_leaves_no_target(tmp_path):
     assert names_in(tmp_path / "new") == ["whole"]
     (tmp_path / "other").mkdir()
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "other").stat().st_mode, "readable as any new folder"
+
+
+def test_the_working_directory_and_the_target_of_a_link_are_written(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    monkeypatch.chdir(tmp_path / "here")
+    for place in (".", "../link"):
+        with folders.atomic_folder(Path(place)) as temporary:
+            (temporary / "whole").touch()
+    assert names_in(tmp_path / "here") == names_in(tmp_path / "target") == ["whole"]
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "disk")
+    (tmp_path / "disk").mkdir()
+    with pytest.raises(UserError, match="it is a mount point"), folders.atomic_folder(tmp_path / "disk"):
+        pass
+
+
+def test_a_tokenizer_is_copied_from_a_bucket_and_named_if_it_is_gone(bucket, tmp_path, capsys):
+    folder, _ = bucket
+    (folder / "tokenizer.json").write_text("{}")
+    companions = export._find_companions({"path": str(folder)}, "")
+    assert copy_companions(companions, tmp_path) == ["tokenizer.json"] and names_in(tmp_path) == ["tokenizer.json"]
+    assert capsys.readouterr().err == ""
+    assert copy_companions(export._find_companions({"path": "gone"}, ""), tmp_path) == []
+    assert "the tokenizer is not exported: there is no folder gone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

@@ -103,6 +103,27 @@ def test_what_is_not_there_is_one_sentence(run, arguments, sentence, capsys):
     assert sentence in line
 
 
+def test_files_and_folders_of_other_names_are_left_out(run, capsys):
+    (run / "samples" / "step_000010 (copy).jsonl").write_text("")
+    (run / "evaluations" / "step_old").mkdir()
+    (run / "evaluations" / "step_old" / "small.jsonl").write_text("")
+    assert len(objects(capsys, run)) == 30
+
+
+def test_a_text_is_folded_and_not_cut(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    (run / "samples" / "step_000011.jsonl").write_text(json.dumps(row("6*7=", "a" * 70, 0.0)) + "\n")
+    text = shown(capsys, run)
+    assert text.count("a" * 2) and sum(line.count("a") for line in text.splitlines()[2:]) >= 70 and "…" not in text
+
+
+def test_a_run_with_evaluations_alone_is_one_sentence(run, capsys):
+    for file in (run / "samples").iterdir():
+        file.unlink()
+    assert main.main(["samples", str(run)]) == 2
+    assert "wanted completions of a training step, there are only" in capsys.readouterr().err
+
+
 def test_a_run_without_samples_is_one_sentence(tmp_path, capsys):
     assert main.main(["samples", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"gspax: {RunDir(tmp_path).samples}: wanted completions, none were written yet\n"

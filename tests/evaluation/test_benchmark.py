@@ -26,7 +26,7 @@ from gspax.report import evaluation_page
 from gspax.report.run_page import write as write_report
 from gspax.rewards.scores import Score
 from gspax.rollout import grading
-from gspax.rollout.completion import Completion
+from gspax.rollout.completion import Completion, Texts
 from gspax.rollout.engines import in_process
 from gspax.rollout.engines.in_process import InProcess
 from gspax.run.directory import RunDir
@@ -120,6 +120,20 @@ def test_a_task_is_sampled_with_its_own_settings(policy, settings):
 def sample(problem, number, reward, vote=None, **fields):
     fields = {"length": 10, "finished": True, "rewards": (reward,)} | fields
     return benchmark.TaskSample(problem, number, Completion(**fields), vote)
+
+
+def test_a_vote_that_fails_is_none(capsys):
+    """An evaluation is repeated exactly, so a run that ended there would end there again."""
+
+    def vote(completion):
+        return float(completion)
+
+    completion = Completion(length=1, finished=True, rewards=(1.0,), texts=Texts("?", "1", "one"))
+    for _ in range(2):
+        assert benchmark._make_sample(replace(TASK, vote=vote), 0, 0, completion).vote is None
+    assert capsys.readouterr().err.count("evaluation: parity: vote failed") == 1
+    numbered = replace(completion, texts=Texts("?", "1", "2"))
+    assert benchmark._make_sample(replace(TASK, vote=vote), 0, 0, numbered).vote == 2.0
 
 
 def test_the_summary():

@@ -50,6 +50,25 @@ def run(experiment, devices=1, seed=0):
         return benchmark.evaluate_heldout(policy, jax.random.key(seed), rewards)
 
 
+@dataclass(frozen=True)
+class Counted(HeldoutOnly):
+    """It says how many there are, and begins again after the last one, as a file does."""
+
+    @property
+    def heldout_count(self):
+        return self.problems
+
+    def heldout(self, index):
+        return super().heldout(index % self.problems)
+
+
+def test_no_problem_is_evaluated_twice():
+    """Repetitions would make the interval too narrow."""
+    wanted, _, _ = run(small())
+    more = replace(small(), data=Counted(), evaluation=config.Evaluation(problems=3 * PROBLEMS, samples=SAMPLES))
+    assert run(more)[0] == wanted
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Arguments of the sampler's calls. The text of each sample is the last digit of its problem's index."""

@@ -270,6 +270,11 @@ def test_a_user_reward_is_not_called():
     [
         ("lora=gspax.config.Lora lora.attention=false lora.mlp=false", "lora: wanted attention or mlp, got neither"),
         ("guard.collapse=gspax.config.Collapse guard.collapse.alarms=()", "guard.collapse.alarms: wanted at least one"),
+        (
+            "guard.collapse=gspax.config.Collapse guard.collapse.alarms=gradient,",
+            "guard.collapse.grad_norm: wanted",
+        ),
+        ("model.sliding_window=4 model.sliding_layers=77,", "model.sliding_layers: wanted layers from 0 to"),
         ("schedule.epochs=1e9", "schedule: wanted at most 2,147,483,647 updates, got 4 steps x 1000000000 epochs x 2"),
     ],
 )

@@ -204,6 +204,7 @@ class Talk:
         (Step(done=True), [], []),
         ((None, ()), ["wanted a gspax.rewards.environments.Step, got tuple"], []),
         (Step(reward=None), [f"reward: {NUMBERS}"], []),
+        (Step(metrics={"score": None}), ["metrics: wanted numbers by name, got {'score': None}"], []),
         (TimeoutError("no game"), [], ["TimeoutError: no game ("]),
     ],
 )

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import stub_experiment
 
-from gspax import losses
+from gspax import data, losses
 from gspax.config import Teacher, optimizers
 from gspax.errors import UserError
 from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.description import SOURCE
-from gspax.experiment.overrides import keys
+from gspax.experiment.overrides import as_recorded, keys
 from gspax.model import presets
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
@@ -25,6 +25,17 @@ def error(*assignments):
     with pytest.raises(UserError) as caught:
         override(EXPERIMENT, assignments)
     return str(caught.value)
+
+
+def test_a_text_keeps_its_spaces():
+    """A template may end in one; other values may have spaces around them."""
+    template = "{prompt}\nAnswer: "
+    source = replace(
+        EXPERIMENT, data=data.sequence([{"prompt": "1", "answer": "1"}], heldout=[{"prompt": "2", "answer": "2"}])
+    )
+    changed = override(source, [f" data.schema.template ={template}", "loss= gspax.losses.grpo ", "warm_start= null"])
+    assert changed.data.schema.template == template and changed.loss is losses.grpo and changed.warm_start is None
+    assert as_recorded(source, describe(changed)).data.schema.template == template
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,16 @@ def test_changing_a_reward_changes_its_source_and_changing_a_comment_does_not(tm
     assert all(line.startswith(f"reward.{SOURCE}: ") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("value", "other", "changes"),
+    [("(2.0, (3.0,))", "(2.0, (4.0,))", 1), ("frozenset('ab')", "frozenset('ac')", 1), ("{'a': 2.0}", "{'a': 3.0}", 0)],
+)
+def test_constants_are_tuples_too_and_no_dictionary_which_may_be_a_cache(tmp_path, value, other, changes):
+    texts = (REWARD.replace("SCALE = 2.0", f"SCALE = {each}") for each in (value, other))
+    before, after = (described(tmp_path, text, f"{number}.py") for number, text in enumerate(texts))
+    assert len(difference(before, after, ignore=RESUMABLE)) == changes
+
+
 HELPER = """
 import string
 WORDS = {"a"}
@@ -130,7 +140,7 @@ def test_editing_the_file_after_loading_changes_nothing(tmp_path):
 
 def test_a_run_with_a_changed_reward_is_not_resumed(tmp_path):
     before = described(tmp_path, REWARD)
-    open_run(tmp_path / "run", before)
+    open_run(tmp_path / "run", before).metrics.touch()
     with pytest.raises(UserError, match=f"reward.{SOURCE}: "):
         open_run(tmp_path / "run", described(tmp_path, REWARD.replace("==", "!=")))
 

@@ -31,6 +31,7 @@ from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
 from gspax.sampler import sampler
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.training import loop
 from gspax.types import Batch
 
@@ -151,7 +152,8 @@ def test_model_and_sampler_with_adapters_equal_those_with_merged_weights():
     sampling = config.Sampling(group=2, max_prompt_tokens=4, max_tokens=5)
     generate = functools.partial(sampler.sample, prompts=[[1, 2], [3]], prompt_ids=[0, 1])
     generate = functools.partial(generate, key=jax.random.key(0), options=tiny.options(CONFIG, sampling, (0,)))
-    chex.assert_trees_all_equal(generate(policy()), generate(dense(policy())))
+    weights = (make_inference_weights(params, CONFIG, tiny.one_device()) for params in (policy(), dense(policy())))
+    chex.assert_trees_all_equal(*map(generate, weights))
 
 
 def a_batch():

@@ -1,5 +1,7 @@
 """Metrics of a step, by hand."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,14 @@ def scored_parts(ref_logp_BT=None):
         ref_logp_BT=ref_logp_BT,
     )
     return [jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, Scores(logp, entropy))) for i in range(2)]
+
+
+def test_without_response_tokens_there_are_no_score_metrics():
+    """An entropy of 0 would be an alarm."""
+    parts = scored_parts()
+    empty = [(replace(batch, mask_BT=np.zeros_like(batch.mask_BT)), scores) for batch, scores in parts]
+    assert metrics.score_metrics(empty) == {}
+    assert metrics.score_metrics([empty[0], parts[0]]) == metrics.score_metrics(parts[:1])
 
 
 def test_score_metrics_use_only_response_tokens():

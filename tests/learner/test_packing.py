@@ -181,7 +181,7 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     found.pop("ring_fallbacks", None)  # where experts are sharded
     after = metrics.score_metrics([(batch, of_old)])
     known = replace(batch, old_logp_BT=of_old.logp_BT, ref_logp_BT=of_old.logp_BT)
-    sums = minibatches.reference_kl(Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0)), [known], layouts)
+    sums = minibatches.reward_kl(Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0)), [known], layouts)
     results = jax.device_get((state.params, found, after, scores.count_LE))
     return results, sums, (layouts, update, state, batch)
 

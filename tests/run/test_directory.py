@@ -48,17 +48,29 @@ def test_the_same_experiment_resumes_and_adds_an_attempt(tmp_path):
 
 
 def test_another_experiment_is_rejected_with_its_fields_and_changes_nothing(tmp_path):
-    open_run(tmp_path, DESCRIPTION)
+    open_run(tmp_path, DESCRIPTION).metrics.touch()
     before = listing(tmp_path)
     with pytest.raises(UserError, match=r"optimizer\.learning_rate: 3e-4 -> 1e-4"):
         open_run(tmp_path, changed(optimizer={"learning_rate": 1e-4}))
     assert listing(tmp_path) == before
 
 
+def test_a_mistake_that_ended_a_run_at_once_can_be_corrected_in_the_same_directory(tmp_path):
+    """Such as a model.checkpoint that is not there. What a run leaves once it has begun belongs to its experiment."""
+    for name in ("metrics.jsonl", "start/0/x", "warm_start/metrics.jsonl", "newest_checkpoint.json"):
+        run, other = tmp_path / name.partition(".")[0], changed(optimizer={"learning_rate": 1e-4})
+        open_run(run, DESCRIPTION)
+        assert json.loads(open_run(run, other).experiment.read_text()) == other
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).touch()
+        with pytest.raises(UserError, match=r"optimizer\.learning_rate: 1e-4 -> 3e-4"):
+            open_run(run, DESCRIPTION)
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs:/bucket/run", Path("gs://bucket/run")])
 def test_a_url_of_no_bucket_is_rejected_and_creates_no_folder(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="wanted a directory or gs://BUCKET/NAME"):
+    with pytest.raises(UserError, match="wanted a local path or gs://BUCKET/NAME"):
         open_run(url, DESCRIPTION)
     assert not any(tmp_path.iterdir())
 

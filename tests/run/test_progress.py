@@ -104,6 +104,17 @@ def test_a_phase_that_compiles_shows_the_time_that_it_took_before_the_run_was_co
         assert bar._clock.waiting()[2] == f"updating {compiling}, 0:30 so far"
 
 
+def test_while_the_first_step_compiles_it_is_said_when_the_next_program_is_ready():
+    console, compiled = Console(file=io.StringIO(), force_terminal=True), Compilations(programs=3)
+    with progress.track(9, 0, "sort", console=console, compiled=compiled) as bar:
+        progress.phase("updating")
+        compiled.left = lambda: 84.0
+        note = "(the first step compiles: 3 programs so far, the next in about 1:24)"
+        assert bar._clock.waiting()[2] == f"updating {note}, 0:00 so far"
+        bar.update(1, {})
+        assert "about" not in bar._clock.waiting()[2]
+
+
 def test_throughput_is_shown_without_an_exponent():
     clock = progress._Clock(3, 0, Compilations())
     assert clock.text(1, {"perf/tokens_per_second": 12345.6, "reward/mean": 0.25}).startswith(

@@ -13,7 +13,7 @@ import small_experiment
 from test_loop import final_state
 
 from gspax import losses
-from gspax.config import Sampling, Teacher
+from gspax.config import Mesh, Sampling, Teacher, TeacherPlacement
 from gspax.data.tasks import sort
 from gspax.errors import FailureError, UserError
 from gspax.experiment import validate
@@ -106,7 +106,7 @@ def learned(run):
         pytest.param({"as_advantage": True}, marks=pytest.mark.slow),
         pytest.param({"divergence": distill.full_forward_kl}, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["two", "kept", "sampled", "advantage", "divergence"],
 )
 def test_a_run_resumes_bit_for_bit_and_only_with_its_teacher(expert, tmp_path, form):
     teacher = tmp_path / "teacher"
@@ -156,6 +156,28 @@ def test_the_same_prompt_in_rows_of_their_own_is_the_same_lesson(expert, tmp_pat
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        {"kept": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"prompt": with_answer, "max_prompt_tokens": 10}, marks=pytest.mark.slow),
+        pytest.param("two", marks=pytest.mark.slow),
+    ],
+    ids=["kept", "sampled", "prompt", "two"],
+)
+def test_a_teacher_on_devices_of_its_own_teaches_the_same(expert, tmp_path, form):
+    """Half of the devices learn, some of them read, with other axes; what is learned differs by rounding."""
+    experiment = taught_by_two(expert) if form == "two" else taught_by(expert, **form)
+    experiment = replace(experiment, schedule=replace(experiment.schedule, microbatch_tokens=128))
+    own = TeacherPlacement(devices=jax.device_count() // 2, mesh=Mesh(data=2, fsdp=1, context=2))
+    apart = replace(experiment, teacher=replace(experiment.teacher, placement=own, offload=False))
+    theirs, ours = train_steps(apart, tmp_path / "apart", 2), train_steps(experiment, tmp_path / "together", 2)
+    assert len(learned(theirs)) == 2 and learned(ours)[0]["policy/teacher_kl"] > 0
+    for one, other in zip(learned(theirs), learned(ours), strict=True):
+        np.testing.assert_allclose([*one.values()], [*other.values()], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("kind", "form"),
     [
         (fake_vllm.Fake, {}),
@@ -189,6 +211,12 @@ def test_servers_teach_what_the_checkpoint_teaches(expert, tmp_path, kind, form)
 def test_log_probs_that_cannot_be_right_end_the_run(logps):
     with pytest.raises(FailureError, match=r"teacher\.score: wanted 2 log-probs of at most 0, got "):
         score_all(lambda sequences: [logps], [[3], [1, 2, 3]])
+
+
+@pytest.mark.parametrize("answers", [[], [[-1.0], [-1.0]]], ids=["too few", "too many"])
+def test_a_teacher_answers_for_each_sequence(answers):
+    with pytest.raises(FailureError, match=rf"teacher\.score: .* of 1 sequences, got those of {len(answers)}"):
+        score_all(lambda sequences: answers, [[3], [1, 2]])
 
 
 def test_servers_that_are_gone_are_one_sentence():

@@ -1,5 +1,6 @@
 """Updates that go wrong: a run goes back and on with other problems, then stops; its dump is replayed."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from gspax.learner.state import abstract_state
 from gspax.learner.train_step import is_healthy
 from gspax.rollout.completion import Samples
 from gspax.rollout.runtime import make_runtime
-from gspax.run import record
+from gspax.run import interrupt, record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
+from gspax.run.manifest import finished_steps
 from gspax.training import loop
 from gspax.training import run_guard as guards
 from gspax.training.run_guard import Watch, check_finite, count_skipped, is_sound
@@ -87,6 +89,24 @@ def test_after_skipped_updates_a_run_goes_back_and_on_with_other_problems(counti
     (entry,) = record.read_rows(run.path / "rollbacks.jsonl")
     assert (entry["step"], entry["to"], entry["position"]) == (4, 2, 4 * P)
     assert f"Going back to checkpoint 2 and on with problem {4 * P} (1 of 2 times)" in capsys.readouterr().err
+
+
+def test_a_signal_saves_no_state_that_a_run_should_not_go_back_to(counting, tmp_path, monkeypatch):
+    """It ends the run after step 3, in which no update was applied."""
+    seen, listen = counting(bad={2 * P, 3 * P + 1}), interrupt.stop_point
+
+    def stop_point():
+        if len(seen) == 3:
+            interrupt._listener.receive(signal.SIGTERM)
+        listen()
+
+    monkeypatch.setattr(loop.interrupt, "stop_point", stop_point)
+    with pytest.raises(interrupt.Interrupted):
+        loop.train(QUIET, tmp_path / "run")
+    assert finished_steps(RunDir(tmp_path / "run").checkpoints) == [2]
+    monkeypatch.setattr(loop.interrupt, "stop_point", listen)
+    loop.train(QUIET, tmp_path / "run")
+    assert seen[3:] == [(2, 2), (3, 3), (2, 4), (3, 5), (4, 6)]
 
 
 @pytest.mark.parametrize("after", (4, 5))

@@ -167,6 +167,13 @@ def require_directory(path: Path) -> None:
         raise UserError(f"{path}: wanted the directory of a run, there is none")
 
 
+def require_file(path: Path) -> None:
+    """UserError if no file can be written at `path`."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise UserError(f"{path}: wanted a file to write, but {what}")
+
+
 def require_possible(path: Path) -> None:
     """UserError if no directory can be at `path`, or nothing can be created there."""
     if is_bucket(path):
@@ -175,6 +182,8 @@ def require_possible(path: Path) -> None:
         nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     except (OSError, ValueError) as problem:
         raise UserError(f"{str(path)[:200]}: wanted a directory: {problem}") from problem
+    if nearest != path.absolute() and os.path.lexists(path):
+        raise UserError(f"{path}: wanted a directory, got a link to one that does not exist")
     if not nearest.is_dir():
         raise UserError(f"{path}: wanted a directory, but {nearest} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_experiment, load_experiment, subcommand_parser
+from gspax.commands.arguments import Parser, add_experiment, load_experiment, require_file, subcommand_parser
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -35,6 +35,8 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
+    if options.json is not None:
+        require_file(options.json)
     experiment = load_experiment(options)
     is_primary = processes.join("bench", options, experiment)
     result = run(experiment, options.profile, print if is_primary else lambda line: None)

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
 def execute(options: argparse.Namespace) -> int:
     from gspax.commands.terminal import make_console
 
-    console, interactive = make_console(), sys.stdin.isatty()
+    console, interactive = make_console(), sys.stdin is not None and sys.stdin.isatty()
     names = [options.source, *([options.beside] if options.beside else [])]
     with console.status(f"loading {' and '.join(names)}") if interactive else contextlib.nullcontext():
         chat = Chat(console, [open_talk(name, options) for name in names], options.max_tokens)
@@ -86,7 +86,7 @@ def read_messages(interactive: bool) -> Iterator[str]:
             while True:
                 yield from filter(None, [input("> ").strip()])
     else:
-        yield from filter(None, (line.strip("\r\n") for line in sys.stdin))
+        yield from filter(None, (line.strip("\r\n") for line in sys.stdin or ()))
 
 
 @dataclass
@@ -209,6 +209,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
 
     from gspax.config import Sampling
     from gspax.evaluation.checkpoint import find_tokenizer, generation_settings, make_experiment
+    from gspax.experiment.validation.fields import range_problems, type_problems
     from gspax.hf import hf
     from gspax.learner.state import abstract_params, load_model, load_policy
     from gspax.sampler.dialogue import Dialogue
@@ -221,19 +222,21 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
         recorded, model, lora = read_recorded(run)
         tokenizer = own or read_tokenizer(recorded["tokenizer"])
         filters = {name: recorded["sampling"][name] for name in FILTERS}
-        mesh, _ = make_meshes(make_experiment(model, tokenizer))
+        mesh = make_meshes(make_experiment(model, tokenizer)).learner
         params = load_policy(run, checkpoints, model, lora, mesh, step)
     else:
         model, tokenizer, filters = hf(name), own or find_tokenizer(name), {**generation_settings(name)}
-        mesh, _ = make_meshes(make_experiment(model, tokenizer))
+        mesh = make_meshes(make_experiment(model, tokenizer)).learner
         params = load_model(model, abstract_params(model, mesh, model.dtype))
     most = model.max_position_embeddings
     context = options.context or min(4096, most)
     if context > most:
         raise UserError(f"--context: wanted at most the {most} tokens of the model's positions, got {context}")
     sampling = Sampling(max_prompt_tokens=context // 2, max_tokens=context - context // 2, **filters)
-    if options.temperature is not None:
-        sampling = with_temperature(sampling, options.temperature)
+    given = sampling.temperature if options.temperature is None else options.temperature
+    sampling = with_temperature(sampling, str(given))
+    for problem in chain(type_problems(sampling), range_problems(replace(sampling, temperature=1.0))):  # 0: greedy
+        raise UserError(f"{name}: {problem}")
     weights = make_sampler(model, mesh, mesh).push(params)
     settings = SampleOptions(model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=mesh)
     return Talk(name, Dialogue(weights, tokenizer, settings, jax.random.key(options.seed)), tokenizer, sampling)

@@ -355,7 +355,9 @@ def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
     A checkpoint that is not on this machine is left out.
     """
     fields = tokenizer if isinstance(tokenizer, dict) else {}
-    folders = [Path(fields["path"])] if fields.get("path") else []
+    folders = [to_path(str(fields["path"]))] if fields.get("path") else []
+    if folders and not folders[0].is_dir():
+        warn(f"the tokenizer is not exported: there is no folder {folders[0]} (working directory {Path.cwd()})")
     for name in filter(None, (fields.get("checkpoint"), checkpoint, _find_origin(checkpoint))):
         with contextlib.suppress(UserError):
             folders.append(locate(name, SMALL, download=False))

@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         default=STALL_TIMEOUT,
         metavar="SECONDS",
-        help=f"exit with code 1 after SECONDS without progress (default: {STALL_TIMEOUT}; 0: never)",
+        help="exit with code 1 after SECONDS without progress (default: %(default)s; 0: never)",
     )
     group = parser.add_argument_group(
         "several hosts", "run the same command with the same secret on each; TPU pods and SLURM need no other option"

@@ -83,11 +83,15 @@ def execute(options: argparse.Namespace) -> int:
 
 def find_files(run: RunDir) -> Iterator[tuple[int, str, Path]]:
     """(step, source, path) of each file of completions, in the order of the steps."""
+    from gspax.run.directory import step_of
+
     found = [(0, "held-out", run.before)]
     for path in run.samples.glob("step_*.jsonl"):
-        found.append((int(path.stem.removeprefix("step_")), "train", path))
+        if (step := step_of(path.stem)) is not None:
+            found.append((step, "train", path))
     for path in run.tasks.glob("step_*/*.jsonl"):
-        found.append((int(path.parent.name.removeprefix("step_")), path.stem, path))
+        if (step := step_of(path.parent.name)) is not None:
+            found.append((step, path.stem, path))
     last = max(step for step, source, _ in found if source in ("train", "held-out"))
     found.append((last, "held-out", run.after))  # by the newest policy, which is evaluated when samples are written
     yield from sorted((item for item in found if item[2].exists()), key=lambda item: item[0])
@@ -109,6 +113,8 @@ def select_step(files: Sequence[tuple[int, str, Path]], step: int | None) -> lis
     chosen = [item for item in own if item[0] == (own[-1][0] if step is None else step)]
     if rows := [*read(chosen)]:
         return rows
+    if not own:
+        raise UserError("wanted completions of a training step, there are only those of evaluations")
     steps = ", ".join(str(item[0]) for item in own)
     raise UserError(f"--step: wanted a step whose samples were written ({steps}), got {step}")
 
@@ -153,7 +159,7 @@ def make_table(rows: Sequence[Row]) -> Table:
     has_long = any(len(shown[name]) > LINE for shown in cells for name in names)
     table = Table(box=box.SIMPLE_HEAD, leading=int(has_long))
     for name in names:
-        table.add_column(name, no_wrap=name not in TEXTS)
+        table.add_column(name, no_wrap=name not in TEXTS, overflow="fold" if name in TEXTS else "ellipsis")
     for shown in cells:
         table.add_row(*[shown[name] for name in names])
     return table

@@ -357,6 +357,8 @@ def layer_places(config: ModelConfig) -> tuple[LayerPlace, ...]:
 
 def architecture_problems(m: ModelConfig) -> Iterator[str]:
     """Why no model can be built from a configuration whose fields are in range, one sentence each."""
+    if m.sliding_window and m.sliding_layers and set(m.sliding_layers).isdisjoint(range(m.num_hidden_layers)):
+        yield f"model.sliding_layers: wanted layers from 0 to {m.num_hidden_layers - 1}, got {m.sliding_layers}"
     if m.num_attention_heads % m.num_key_value_heads:
         yield (
             f"model.num_attention_heads: wanted a multiple of model.num_key_value_heads ({m.num_key_value_heads}), "

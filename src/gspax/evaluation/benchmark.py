@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from gspax.config import Experiment, Sampling, Task
+from gspax.config.protocols import HeldoutProblems
 from gspax.data.problem import Problem, digest
-from gspax.errors import UserError, warn_once
+from gspax.errors import UserError, describe_error, warn_once
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.report import statistics
 from gspax.report.statistics import Interval
@@ -177,6 +178,17 @@ def _load(
     return placed, [(ready | filled).get(place) for place in range(places)], usable
 
 
+def count_heldout(experiment: Experiment) -> int:
+    """The held-out problems of an evaluation: `evaluation.problems`, or all if there are fewer."""
+    return _at_most(experiment.evaluation.problems, experiment.data)
+
+
+def _at_most(problems: int, data: HeldoutProblems) -> int:
+    """A number of problems, or all of the data if that is 0 or more than there are."""
+    available = getattr(data, "heldout_count", None)
+    return problems if available is None else min(problems or available, available)
+
+
 def evaluate_heldout(
     policy: Policy, key: Array, rewards: Calls[Result], bar: Bar | None = None
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
@@ -191,18 +203,19 @@ def evaluate_heldout(
     settings, training, read = policy.experiment.evaluation, policy.experiment.sampling, policy.experiment.data.heldout
     group, key = settings.samples + 1, jax.random.fold_in(key, EVALUATION)  # the last of a group is greedy
     most = training.prompts * training.group // group
-    chunks, size = split_problems(settings.problems, most, batch_shards(policy.engine.mesh))
+    problems = count_heldout(policy.experiment)
+    chunks, size = split_problems(problems, most, batch_shards(policy.engine.mesh))
     max_tokens = settings.max_tokens or training.max_tokens
     sampling = replace(training, prompts=size, group=group, max_tokens=max_tokens)
     sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     usable: list[Completion] = []
     for ids in chunks:
         usable += complete(policy, key, read, ids, sampling=sampling, rewards=rewards, greedy=1).values()
-        check_evaluation(usable, rewards, "evaluation", is_last=ids.stop == settings.problems)
+        check_evaluation(usable, rewards, "evaluation", is_last=ids.stop == problems)
         if bar is not None and usable:
             bar.update(ids.stop, {"reward": sum(completion.reward for completion in usable) / len(usable)})
     if not usable:
-        raise UserError(f"evaluation: wanted held-out problems, got none of {settings.problems} that can be used")
+        raise UserError(f"evaluation: wanted held-out problems, got none of {problems} that can be used")
     greedy = usable[settings.samples :: group]
     sampled = [completion for number, completion in enumerate(usable) if number % group < settings.samples]
     reward_B = np.array([completion.reward for completion in sampled])
@@ -213,7 +226,7 @@ def evaluate_heldout(
         **{name: bound for name, bound in bounds.items() if bound is not None},
         "eval/greedy_reward": float(np.mean([completion.reward for completion in greedy])),
         "eval/truncated": float(np.mean([not completion.finished for completion in sampled])),
-        "eval/skipped": float(settings.problems - len(usable) // group),
+        "eval/skipped": float(problems - len(usable) // group),
         "eval/reward_failed": float(np.mean([bool(completion.error) for completion in usable])),
     }
     return metrics, gather_texts(usable[::group][:SHOWN]), find_failed(usable)
@@ -225,10 +238,9 @@ def apply_defaults(task: Task, policy: Policy) -> Task:
     It has `task.problems`, or all problems if that is 0 or more than there are.
     """
     evaluation, sampling = policy.experiment.evaluation, policy.experiment.sampling
-    available = getattr(task.data, "heldout_count", None)
     return replace(
         task,
-        problems=task.problems if available is None else min(task.problems or available, available),
+        problems=_at_most(task.problems, task.data),
         max_tokens=task.max_tokens or evaluation.max_tokens or sampling.max_tokens,
         max_prompt_tokens=task.max_prompt_tokens or sampling.max_prompt_tokens,
     )
@@ -282,8 +294,16 @@ def plan_chunks(task: Task, training: Sampling, shards: int) -> tuple[list[range
 def _make_sample(task: Task, problem: int, number: int, completion: Completion) -> TaskSample:
     assert completion.texts is not None
     texts = completion.texts._replace(answer=str(completion.texts.answer)[:_LONGEST_ANSWER])
-    vote = None if task.vote is None else task.vote(texts.completion)
-    return TaskSample(problem, number, replace(completion, texts=texts), vote)
+    return TaskSample(problem, number, replace(completion, texts=texts), _vote(task, texts.completion))
+
+
+def _vote(task: Task, completion: str) -> object:
+    """The completion's vote; None if the task has none, or if its function fails, as for one without an answer."""
+    try:
+        return None if task.vote is None else task.vote(completion)
+    except Exception as problem:
+        warn_once(f"evaluation: {task.name}: vote failed, and its completion has none: {describe_error(problem)}")
+        return None
 
 
 def to_json(task: Task, sample: TaskSample) -> dict[str, object]:

@@ -28,6 +28,7 @@ from gspax.evaluation.benchmark import (
     Summary,
     TaskSample,
     apply_defaults,
+    count_heldout,
     evaluate_heldout,
     metrics,
     run_task,
@@ -96,12 +97,13 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     del state  # the optimizer's memory is for the cache
     if tasks is None:
         tasks = settings.tasks
-        progress.say(f"step {step}: evaluating {settings.problems} held-out problems")
-        with rewards, progress.track(settings.problems, title="held-out problems") as bar:
+        problems = count_heldout(experiment)
+        progress.say(f"step {step}: evaluating {problems} held-out problems")
+        with rewards, progress.track(problems, title="held-out problems") as bar:
             progress.phase("evaluating")
             values, _, _ = evaluate_heldout(policy, key, rewards, bar)
         if jax.process_index() == 0:
-            _record_heldout(place, step, values, settings)
+            _record_heldout(place, step, values, settings, problems)
     for task in tasks:
         evaluate_task(task, policy, key, place.tasks_at(step), show=True)
 
@@ -152,7 +154,7 @@ def no_reward(problem: Problem, completion: str) -> float:
 def evaluate_published(experiment: Experiment, workdir: Path) -> None:
     """`gspax eval --from HF`: evaluate a published model (`make_experiment`) on tasks; the files are in `workdir`."""
     model = experiment.model
-    mesh, _ = make_meshes(experiment)
+    mesh = make_meshes(experiment).learner
     params = load_model(model, abstract_params(model, mesh, model.dtype))
     engine = InProcess(make_sampler(model, mesh, mesh, experiment.sampling.weights_dtype), model)
     policy, key = Policy(engine, engine.push(params, 0), experiment), jax.random.key(experiment.seed)
@@ -172,14 +174,15 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
       show: print progress and results, and write to TASK-2, … rather than over the files of an earlier evaluation.
     """
     task = apply_defaults(task, policy)
-    path = _free_path(folder / task.name) if show else folder / task.name
-    part = _file(path, ".jsonl.part")  # the completions of an evaluation that is not finished
     primary = jax.process_index() == 0
+    if primary:
+        folder.mkdir(parents=True, exist_ok=True)
+    path = _claim(folder / task.name) if show and primary else folder / task.name
+    part = _file(path, ".jsonl.part")  # the completions of an evaluation that is not finished
     samples: list[TaskSample] = []
     with contextlib.ExitStack() as stack:
         file = None
         if primary:
-            folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(part.open("w", encoding="utf-8"))
         bar = stack.enter_context(progress.track(task.problems, title=task.name, every=1)) if show else None
         for chunk in run_task(task, policy, key, bar):
@@ -207,15 +210,20 @@ def _file(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _free_path(path: Path) -> Path:
-    """The path, or `path`-2, …: the first one without results."""
+def _claim(path: Path) -> Path:
+    """The path, or `path`-2, …: the first one without results and without another evaluation that writes there."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(free for free in itertools.chain((path,), others) if not _file(free, ".json").exists())
+    for free in itertools.chain((path,), others):
+        with contextlib.suppress(FileExistsError):
+            if not _file(free, ".json").exists():
+                _file(free, ".jsonl.part").touch(exist_ok=False)
+                return free
+    raise AssertionError("there are more numbers than files")
 
 
-def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], settings: Evaluation) -> None:
+def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], settings: Evaluation, problems: int) -> None:
     append_line(run.evaluations, json.dumps({"step": step, **values, "evaluation": describe(settings)}) + "\n")
-    print(f"step {step}, {settings.problems} held-out problems")
+    print(f"step {step}, {problems} held-out problems")
     for name, value in values.items():
         print(f"  {name:22} {value:.4f}")
 

@@ -186,10 +186,11 @@ def source_hash(function: Function) -> str | None:
     """16 hex digits; None for functions of gspax and of installed packages, and where there is no source.
 
     The hash covers the function, the user's functions that it uses, directly or through others, in this file or in an
-    imported one, and the numbers and strings that they read from a file or from an enclosing function. Comments,
-    formatting and the place in the file do not count. Methods of classes are not covered, nor are functions that are
-    called through an object or passed around in a container. A hash of the whole file would do without all this, but
-    would also forbid a resume after a change of the settings in it.
+    imported one, and the numbers, strings, and tuples that they read from a file or from an enclosing function.
+    Comments, formatting and the place in the file do not count, nor do lists and dictionaries, which may be caches.
+    Methods of classes are not covered, nor are functions that are called through an object or passed around in a
+    container. A hash of the whole file would do without all this, but would also forbid a resume after a change of
+    the settings in it.
     """
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not _is_own(function):
@@ -216,8 +217,15 @@ def _parts(function: types.FunctionType, seen: dict[types.CodeType, str]) -> Ite
     for name, value in (_lookup(function) | free).items():
         if _is_own(value):
             yield from _parts(value, seen)
-        elif isinstance(value, _PLAIN):
-            yield f"{name} = {value!r}"
+        elif _is_constant(value):
+            yield f"{name} = {sorted(map(repr, value)) if isinstance(value, frozenset) else value!r}"
+
+
+def _is_constant(value: object) -> bool:
+    """Whether a value is plain and cannot change during the run, as a dictionary might that caches something."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_constant, value))
+    return isinstance(value, _PLAIN)
 
 
 def _lookup(function: types.FunctionType) -> dict[str, object]:

@@ -56,7 +56,8 @@ def apply(experiment: T, assignments: Iterable[str]) -> tuple[T, list[tuple[str,
     """The experiment with the assignments that can be applied, and (key, what is wrong) of the others."""
     problems = []
     for assignment in assignments:
-        key, equals, text = (part.strip() for part in assignment.partition("="))
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
         try:
             if not equals or not key:
                 raise UserError(f"{assignment!r}: an override is written key=value, as in optimizer.learning_rate=1e-5")
@@ -173,6 +174,8 @@ def _parse(text: str, hint: Hint, current: object) -> object:
         return _parse_union(text, members, current)
     if hint in _UNKNOWN and isinstance(current, bool | int | float | str | tuple | list):
         hint = type(current)
+    if hint is not str:
+        text = text.strip()
     if origin is typing.Literal:
         for choice in members:
             if text == str(choice):
@@ -184,7 +187,7 @@ def _parse(text: str, hint: Hint, current: object) -> object:
 
 
 def _parse_union(text: str, members: tuple[Hint, ...], current: object) -> object:
-    if types.NoneType in members and text.lower() in ("null", "none"):
+    if types.NoneType in members and text.strip().lower() in ("null", "none"):
         return None
     wanted = []
     for member in members:

@@ -13,6 +13,7 @@ from gspax.config import (
     Layer,
     ModelConfig,
     SelfAttention,
+    divide_devices,
     layers_of,
     repeated_patterns,
     teacher_models,
@@ -32,6 +33,7 @@ from gspax.model.sizes import (
     sampler_bytes,
     sampler_sizes,
     size_of,
+    teacher_bytes,
     trained_count,
     with_carried,
 )
@@ -51,7 +53,9 @@ class Plan:
     sampler: dict[str, int]  # array -> bytes during a rollout
     host: int  # bytes of offloaded optimizer state and teachers in host memory, for each device
     checkpoint: int
-    push: int = 0  # bytes of the weights that servers get after each step
+    push: int  # bytes of the weights that servers get after each step; 0 without servers
+    teacher_mesh: dict[str, int]  # the learner's, unless the teacher has devices of its own
+    teacher: dict[str, int]  # array -> bytes on these, activations excluded; empty without them
 
 
 def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str] = ()) -> Plan:
@@ -60,15 +64,18 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     Raises:
       UserError: the mesh does not fit the devices.
     """
-    config, placement, lora = experiment.model, experiment.placement, experiment.lora
+    config, placement, lora, teacher = experiment.model, experiment.placement, experiment.lora, experiment.teacher
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
-    mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
+    mesh = sharding.resolve_axes(experiment.mesh, divide_devices(teacher, placement, devices).learner, config)
+    teacher_mesh = mesh
+    if teacher is not None and (place := teacher.placement) is not None:
+        teacher_mesh = sharding.resolve_axes(place.mesh, place.devices, teacher_models(teacher)[0])
     sampler_mesh, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
     served = experiment.engine is not None
     moments, all_moments = (
         optimizer_bytes(experiment.optimizer, config, lora, sizes) for sizes in (mesh, dict.fromkeys(mesh, 1))
     )
-    all_kept = kept_teacher_bytes(experiment.teacher, config, lora)
+    all_kept = kept_teacher_bytes(teacher, config, lora)
     return Plan(
         experiment=experiment,
         overridden=tuple(overridden),
@@ -76,9 +83,11 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         sampler_mesh=sampler_mesh,
         sizes=sampler_sizes(config, held, sampler_mesh),
         learner=learner_bytes(experiment, mesh),
+        teacher=teacher_bytes(teacher, experiment.sampling, experiment.schedule, mesh, teacher_mesh),
+        teacher_mesh=teacher_mesh,
         sampler={} if served else sampler_bytes(experiment, mesh, sampler_mesh),
         push=size_of(config.dtype) * parameter_count(config) if served else 0,
-        host=(moments if experiment.optimizer.offload else 0) + host_teacher_bytes(experiment.teacher, mesh),
+        host=(moments if experiment.optimizer.offload else 0) + host_teacher_bytes(teacher, mesh),
         checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments + all_kept,
     )
 
@@ -86,7 +95,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
 def render(plan: Plan) -> str:
     """The plan as text."""
     experiment, sampling = plan.experiment, plan.experiment.sampling
-    settings, disaggregated = flatten(describe(experiment)), experiment.placement is not None
+    settings, is_divided = flatten(describe(experiment)), experiment.placement is not None or bool(plan.teacher)
     lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
     width = max(map(len, settings))
     for key, value in settings.items():
@@ -98,8 +107,9 @@ def render(plan: Plan) -> str:
         f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
         *(f"Teacher     {_parameters(model)}" for model in teacher_models(experiment.teacher)),
         f"Layers      {_layers(experiment.model)}",
-        f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
+        f"Mesh        {_axes(plan.mesh)}{' of the learner' if is_divided else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
+        *([f"            {_axes(plan.teacher_mesh)} of the teacher"] if plan.teacher else []),
         *_explain_sampler(plan),
         *(f"{name:<12}{text}" for name, text in _work(plan)),
     ]
@@ -110,7 +120,11 @@ def render(plan: Plan) -> str:
     if experiment.warm_start is not None:
         lines.append(f"Warm start  {experiment.warm_start.steps:,} supervised updates before them")
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
-    for title, parts in (("learner, without activations", plan.learner), ("sampler", plan.sampler)):
+    for title, parts in (
+        ("learner, without activations", plan.learner),
+        ("teacher, without activations", plan.teacher),
+        ("sampler", plan.sampler),
+    ):
         if not parts:
             continue
         lines += ["", f"Memory per device, {title}"]

@@ -195,7 +195,8 @@ def make_gradient_comparison(
         float32 = replace(settings.config, dtype="float32")
         exact = make_gradient(replace(these, config=float32, routing_replay=False, compare=None), on_policy_objective)
         with jax.default_matmul_precision(EXACT):
-            wanted = exact(replace(state, params=to_float32(state.params)), rows, True)[0]
+            on_policy_rows = replace(rows, version_BT=None)  # old log-probs are the policy's own, and not interpolated
+            wanted = exact(replace(state, params=to_float32(state.params)), on_policy_rows, True)[0]
         return compare_trees(applied, wanted)
 
     return compare

@@ -108,10 +108,12 @@ def score_metrics(scored: Sequence[tuple[Batch, Scores]]) -> dict[str, float]:
     """Entropy of the old policy, the mismatch of sampler and learner, and the KL to the reference.
 
     `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
-    over the response tokens.
+    over the response tokens. Without any of these there are no metrics.
     """
     parts = [_score_rows(batch, scores.logp_BT, scores.entropy_BT) for batch, scores in scored]
     rows = jax.tree.map(lambda *parts: np.concatenate(parts), *multihost.to_host(parts))
+    if not rows["policy/entropy"].whole.any():
+        return {}
     reduced = jax.device_get(_reduce_rows(rows))
     return {name.replace("mismatch_", "mismatch/", 1): float(value) for name, value in reduced.items()}
 

@@ -314,7 +314,7 @@ def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:
     return [replace(batch, old_logp_BT=known(batch, "sampler_logp_BT")) for batch in batches]
 
 
-def reference_kl(reference: Reference | None, batches: Sequence[Batch], layouts: Sequence[Layout]) -> np.ndarray | None:
+def reward_kl(reference: Reference | None, batches: Sequence[Batch], layouts: Sequence[Layout]) -> np.ndarray | None:
     """The sum of `reference.reward` over the tokens of each response, float32 [N]; None without one."""
     if reference is None or reference.reward is None:
         return None

@@ -8,6 +8,7 @@ reference policy has. With adapters the checkpoints leave out what is frozen.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax import unstable
-from gspax.config import Lora, ModelConfig, Optimizer, Teacher, earlier_policy
+from gspax.config import Lora, ModelConfig, Teacher, earlier_policy
 from gspax.errors import UserError
 from gspax.hf.parameters import named_shapes, read_params
 from gspax.hf.peft import read_adapters
@@ -26,7 +27,6 @@ from gspax.learner import adapters
 from gspax.learner.optimizer import Offloaded, state_shardings
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
-from gspax.model.sizes import resident_bytes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.run.checkpoints import Checkpoints
@@ -38,22 +38,13 @@ CHECKPOINTS = "checkpoints"  # in a converted folder, next to config.json and th
 MODEL, ADAPTERS = 0, 1  # the steps of `start/`
 
 
-def require_memory(
-    config: ModelConfig,
-    lora: Lora | None,
-    optimizer: Optimizer,
-    mesh: jax.sharding.Mesh,
-    *,
-    reference: bool,
-    teacher: Teacher | None,
-) -> None:
-    """UserError if parameters, moments, reference, and teacher of a run are larger than the memory of its devices."""
-    parts = resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference, teacher=teacher)
+def require_memory(field: str, parts: Mapping[str, int]) -> None:
+    """UserError about a field if what a run always holds, by name and bytes, is larger than the memory of a device."""
     needed, available = sum(parts.values()), device_memory(jax.local_devices()[0])
     if available is not None and needed > available:
         what = ", ".join(f"{part} {size / 2**30:,.1f} GiB" for part, size in parts.items())
         raise UserError(
-            f"model: wanted at most {available / 2**30:,.1f} GiB of each device for what a run always holds, got "
+            f"{field}: wanted at most {available / 2**30:,.1f} GiB of each device for what a run always holds, got "
             f"{needed / 2**30:,.1f} GiB ({what}); take a smaller model, more devices or another mesh"
         )
 

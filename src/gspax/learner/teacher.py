@@ -18,6 +18,7 @@ from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
 from gspax.hf.source import locate
+from gspax.learner.distillation import make_compare
 from gspax.learner.forward import Inputs, StepSettings, forward, pad_rows
 from gspax.learner.state import abstract_params, load_model
 from gspax.learner.train_step import count_held, run_microbatches
@@ -25,7 +26,8 @@ from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
 from gspax.model.transformer import head_params
 from gspax.parallel import multihost
-from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
+from gspax.parallel.sharding import common_shards, constrain, constrain_tokens
+from gspax.parallel.transfer import transfer
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, PyTree, TrainState, named_leaves
 
@@ -36,23 +38,30 @@ ODD = 2654435761  # a multiplier that spreads positions over 32 bits (Knuth)
 
 
 class Teachers(NamedTuple):
-    """The teachers' checkpoints on the learner's mesh, in the order of `config.teacher_models`."""
+    """The teachers' checkpoints, in the order of `config.teacher_models`."""
 
-    params: tuple[Params, ...]  # in host memory if they are offloaded
-    heads: tuple[Params, ...]  # on the devices: what `transformer.head` reads
+    params: tuple[Params, ...]  # on the teachers' mesh; in host memory if they are offloaded
+    heads: tuple[Params, ...]  # on the learner's: what `transformer.head` reads; none if updates compare no logits
 
 
 def load_teachers(
-    teacher: Teacher | None, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
+    teacher: Teacher | None, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, tokenizer: Tokenizer
 ) -> tuple[Teachers | None, str]:
     """The teachers, and a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
     params, heads, prints = [], [], []
     for model in teacher_models(teacher):
         own = load_teacher(model, mesh, tokenizer)
         prints.append(fingerprint(own))
-        heads.append(head_params(own))
+        if make_compare(teacher) is not None:
+            heads.append(_move_head(head_params(own), model, learner))
         params.append(_to_host(own) if teacher is not None and teacher.offload else own)
     return (Teachers(tuple(params), tuple(heads)) if params else None), "+".join(prints)
+
+
+def _move_head(head: Params, model: ModelConfig, learner: jax.sharding.Mesh) -> Params:
+    """A teacher's head, sharded over the learner's mesh."""
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, head_params(abstract_params(model, learner)))
+    return head if wanted == jax.tree.map(lambda leaf: leaf.sharding, head) else transfer(head, wanted)
 
 
 def on_device(params: Params, teacher: Teacher) -> Params:
@@ -109,19 +118,26 @@ def _weighted_sums(params: Params) -> dict[str, Array]:
 
 
 def make_passes(
-    teacher: Teacher | None, policy: ModelConfig, settings: StepSettings, *, sampling: Sampling, schedule: Schedule
+    teacher: Teacher | None,
+    policy: ModelConfig,
+    settings: StepSettings,
+    mesh: jax.sharding.Mesh,
+    *,
+    sampling: Sampling,
+    schedule: Schedule,
 ) -> tuple[Teach, ...]:
     """The pass of each teacher. Those with rows of their own run the microbatches that hold a token alone.
 
     Args:
       policy: its model, which is also that of a teacher that is an earlier policy.
       settings: of the update.
+      mesh: of the teachers.
     """
     if teacher is None or teacher.score is not None:
         return ()
-    shape = teacher_row_shape(teacher, sampling, schedule, batch_shards(settings.mesh))
+    shape = teacher_row_shape(teacher, sampling, schedule, common_shards(settings.mesh, mesh))
     if shape is not None:
-        settings = replace(settings, microbatch_rows=shape.microbatch, packed=True)
+        settings = replace(settings, mesh=mesh, microbatch_rows=shape.microbatch, packed=True)
     return tuple(make_teach(model, settings) for model in teacher_models(teacher) or (policy,))
 
 

@@ -32,7 +32,7 @@ from gspax.learner.adapters import trained_axes
 from gspax.learner.forward import Inputs, StepSettings, TeacherRows, forward
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.objective import Objective, Scores, UpdateConstants, router_logp
-from gspax.learner.optimizer import balancing_steps
+from gspax.learner.optimizer import balancing_steps, update_if
 from gspax.losses.proximal import interpolated_logp
 from gspax.losses.regularizers import next_coefficient
 from gspax.model.low_rank import combine, partition
@@ -124,16 +124,11 @@ def _update(
         value, metrics = losses.reduce(terms)
         grad_norm = optax.tree.norm(grads)
 
-        def apply() -> tuple[Params, optax.OptState]:
-            steps = grads
-            if settings.bias_update_speed and scores.count_LE is not None:
-                steps = balancing_steps(grads, scores.count_LE, settings.config, settings.bias_update_speed)
-            updates, opt_state = optimizer.update(steps, state.opt_state, trained)
-            return optax.apply_updates(trained, updates), opt_state
-
         healthy, empty = is_healthy(guard, value, grad_norm, metrics), ~batch.mask_BT.any()
+        if settings.bias_update_speed and scores.count_LE is not None:
+            grads = balancing_steps(grads, scores.count_LE, settings.config, settings.bias_update_speed)
         with jax.named_scope("update"):
-            updated, opt_state = jax.lax.cond(healthy & ~empty, apply, lambda: (trained, state.opt_state))
+            updated, opt_state = update_if(healthy & ~empty, optimizer, grads, state.opt_state, trained)
         if adaptive_entropy is not None:
             before = metrics["entropy_coefficient"] = state.adapted.entropy
             adapted = next_coefficient(before, metrics["entropy_bonus"], **vars(adaptive_entropy))

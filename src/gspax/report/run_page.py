@@ -29,7 +29,7 @@ from gspax.report.curves import (
 )
 from gspax.report.html import render_note, render_page, render_prose, render_settings, render_table, render_text
 from gspax.report.statistics import show
-from gspax.run.directory import RunDir, read_attempts, read_description, read_json
+from gspax.run.directory import RunDir, read_attempts, read_description, read_json, step_of
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
 from gspax.storage.buckets import to_path
@@ -178,7 +178,8 @@ def _failures(run: RunDir) -> str:
     newest: dict[str, tuple[int, Sample]] = {}
     count, files = Counter[str](), sorted(run.samples.glob("failed_*.jsonl"))
     for path in files:
-        step = int(path.stem.removeprefix("failed_"))
+        if (step := step_of(path.stem)) is None:
+            continue
         for sample in _read_samples(path):
             count[sample.error] += 1
             newest[sample.error] = step, sample

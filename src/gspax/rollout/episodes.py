@@ -195,9 +195,10 @@ def answer(
     if not turn_B.any():
         return None
     tokens_BC = multihost.owned_rows(progress.tokens_BC)
-    turns = {row: rows.find(row) for row in tokens_BC if turn_B[row]}
+    turns: dict[int, Episode] = {}
 
     def submit() -> dict[int, Future[Step | Failure]]:
+        turns.update((row, rows.find(row)) for row in tokens_BC if turn_B[row])
         for row, episode in turns.items():
             episode.spans.append((episode.start, int(length_B[row])))
             episode.message = interaction.tokenizer.decode(tokens_BC[row][slice(*episode.spans[-1])])
@@ -241,7 +242,7 @@ def _take_step(
         return [], step.reason if step else ""
     episode.state = step.state
     for name, value in step.metrics.items():
-        episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
+        episode.metrics[name] = episode.metrics.get(name, 0.0) + value
     episode.finished = bool(step.done) or stop != interaction.tokenizer.turn_end
     if episode.finished or len(episode.spans) >= interaction.turns.limit:
         return [], ""

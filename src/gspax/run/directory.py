@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -27,8 +28,17 @@ from gspax.storage.buckets import is_bucket, require_usable, to_path
 from gspax.types import JsonObject
 
 # An evaluation may change these keys too: how many completions are sampled at once, and where
-LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
+LAYOUT = (
+    *("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*"),
+    *("teacher.placement", "teacher.placement.*"),
+)
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+
+
+def step_of(name: str) -> int | None:
+    """The step in a run's name for samples, without suffix; None for the name of another file, such as a copy."""
+    match = re.fullmatch(r"(?:step|failed)_(\d+)", name)
+    return int(match[1]) if match else None
 
 
 class RunDir:
@@ -105,7 +115,7 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     old = _read_same(run, description)
     run.path.mkdir(parents=True, exist_ok=True)
     _clear_places(run)
-    if old and difference(old, description, ignore=resumable(description)):
+    if old and _has_begun(run) and difference(old, description, ignore=resumable(description)):
         set_aside(run.experiment, "is not of the experiment of the newest checkpoint")
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
@@ -119,14 +129,17 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
 def _read_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | None:
     """experiment.json of a directory where this experiment may run; None without one that can be read.
 
-    It is compared with the experiment. If it is damaged, lost, or of another experiment, the description in the newest
-    checkpoint is compared instead, because the run continues from that checkpoint. UserError as `open_run`.
+    It is compared with the experiment, unless nothing has been done by it, as after a mistake that no check found. If
+    it is damaged, lost, or of another experiment, the description in the newest checkpoint is compared instead, because
+    the run continues from that checkpoint. UserError as `open_run`.
     """
     if is_bucket(run.path):
         require_usable(run.path)
     elif run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file, not a run directory")
     old, saved = _read_object(run.experiment), _read_saved(run)
+    if old and not _has_begun(run):
+        return old
     if old and (saved is None or difference(saved, description, ignore=resumable(description))):
         _require_same(run, old, description)
     elif saved is not None:
@@ -134,6 +147,12 @@ def _read_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | N
     elif not run.experiment.exists() and _has_foreign_files(run):
         raise UserError(f"{run.path} is not empty and not a gspax run (it has no experiment.json)")
     return old
+
+
+def _has_begun(run: RunDir) -> bool:
+    """Whether there is anything that the run's experiment has trained or measured."""
+    places = run.metrics, run.start, run.newest, run.evaluations, run.tasks, run.warm_start.path
+    return any(path.exists() for path in places) or bool(finished_steps(run.checkpoints))
 
 
 def _read_saved(run: RunDir) -> JsonObject | None:

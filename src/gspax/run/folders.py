@@ -111,14 +111,17 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             yield Path(local)
             _copy_to_bucket(Path(local), target)
         return
-    temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
+    if os.path.ismount(target):
+        raise UserError(f"{target}: wanted a folder that can be replaced, it is a mount point: take a folder in it")
+    place = target.resolve()
+    temporary = place.with_name(f"{place.name}.{secrets.token_hex(8)}.tmp")
     try:
         temporary.mkdir(parents=True)
     except OSError as problem:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
     try:
         yield temporary
-        os.replace(temporary, target)
+        os.replace(temporary, place)
     except OSError as problem:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
     finally:

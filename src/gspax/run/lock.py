@@ -53,7 +53,8 @@ def hold(path: Path) -> Iterator[None]:
     is_primary = jax.process_index() == 0
     multihost.all_or_raise(lambda: lock.acquire() if is_primary else None)
     done = threading.Event()
-    beating = threading.Thread(target=_beat, args=(lock, done), name="gspax_heartbeat", daemon=True)
+    repeats = objects.Repeats(path.parent) if is_bucket(path) else None  # counts from here, not from the thread's start
+    beating = threading.Thread(target=_beat, args=(lock, done, repeats), name="gspax_heartbeat", daemon=True)
     if is_primary:
         _held.append(lock)
         beating.start()
@@ -83,9 +84,8 @@ def require_held(*, fresh: bool = False) -> None:
             raise LostError(f"{lock.path} is no longer the lock of this run: another may write here, so this one ends")
 
 
-def _beat(lock: _FileLock | _ObjectLock, done: threading.Event) -> None:
+def _beat(lock: _FileLock | _ObjectLock, done: threading.Event, repeats: objects.Repeats | None = None) -> None:
     """Renew the lock until `done`, or until another process has taken it; a line for requests that were repeated."""
-    repeats = objects.Repeats(lock.path.parent) if is_bucket(lock.path) else None
     while not done.wait(HEARTBEAT):
         if repeats is not None:
             repeats.warn()

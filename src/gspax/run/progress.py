@@ -1,8 +1,8 @@
 """Progress on the screen: a bar on a terminal; elsewhere a line every few steps, and every 30 s.
 
 `phase` names what the run does now. It is shown when a step takes long, with the time that is left of the phase if it
-has been seen before. The first step compiles: it shows the programs compiled so far, and in a run that is continued
-the time that is left by its slowest step, which compiled too.
+has been seen before. The first step compiles: it shows the programs compiled so far and an estimate of when the next
+one is ready, and in a run that is continued the time that is left by its slowest step, which compiled too.
 """
 
 from __future__ import annotations
@@ -90,10 +90,12 @@ def track(
     every: int = 10,
     console: Console | None = None,
     took: Mapping[str, float] | None = None,
+    compiled: Compilations | None = None,
 ) -> Iterator[Bar]:
     """Show progress from `start` to `total` steps; during the first one also how many programs were compiled.
 
-    `took` has the seconds that phases took in an earlier step that compiled.
+    `took` has the seconds that phases took in an earlier step that compiled. Programs are counted from here, or in
+    `compiled`.
 
     Without a terminal, print every `every`th step, the last, any that ends `SILENCE` seconds after the last line, and
     the current phase whenever `SILENCE` seconds pass without a line. Of several processes only process 0 shows it.
@@ -101,7 +103,7 @@ def track(
     console = console or _console()
     phase("running")  # until another is named
     _phases.took = dict(took or {})
-    with count_compilations() as compiled:
+    with contextlib.nullcontext(compiled) if compiled else count_compilations() as compiled:
         clock = _Clock(total, start, compiled)
         if console.is_terminal:
             text = TextColumn("{task.fields[text]}", markup=False)
@@ -186,7 +188,9 @@ class _Clock:
         """The last finished step, and for how many seconds which phase of the next one has run, also as a phrase."""
         name, seconds, note = _phases.name, time.monotonic() - _phases.since, ""
         if len(self._marks) == 1 and self._marks[0][0] < self.total:
-            note = f" (the first step compiles: {self.compiled.programs} programs so far)"
+            ready = self.compiled.left()
+            following = f", the next in about {_duration(ready)}" if ready >= 1 else ""
+            note = f" (the first step compiles: {self.compiled.programs} programs so far{following})"
         left = _phases.took.get(name, 0.0) - seconds
         promise = f", {_duration(left)} left" if left > 0 else ""
         return self._marks[-1][0], seconds, f"{name}{note}, {_duration(seconds)} so far{promise}"

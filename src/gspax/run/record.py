@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ import jax
 
 from gspax.errors import UserError, warn
 from gspax.parallel import multihost
-from gspax.run.directory import RunDir
+from gspax.run.directory import RunDir, step_of
 from gspax.run.folders import unused_name, write_atomically
 from gspax.run.growing import merge_parts, open_growing, read_growing
 from gspax.run.trackers import Trackers
@@ -28,7 +27,7 @@ from gspax.storage.buckets import is_bucket
 from gspax.types import JsonObject
 
 if TYPE_CHECKING:
-    from gspax.run.trackers.tensorboard import Tracker
+    from gspax.run.trackers.tensorboard import EventFile
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ class Recorder:
         """
         self._run, self._trackers = run, trackers
         self._writes = jax.process_index() == 0
-        self._tensorboard: Tracker | None = None
+        self._events: EventFile | None = None
         self._failing: set[Path] = set()
         self._kept: list[dict[str, float]] = []
         self._thread = ThreadPoolExecutor(1, "gspax_logs") if is_bucket(run.path) else None
@@ -59,7 +58,7 @@ class Recorder:
         self._kept = _drop_from(run, first)
         self._file = open_growing(run.metrics)
         if trackers is None or "tensorboard" in trackers.names:
-            self._tensorboard = _open_scalars(run.tensorboard, first)
+            self._events = _open_events(run.tensorboard, first)
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +72,8 @@ class Recorder:
             if self._thread is not None:
                 self._thread.shutdown()
             self._file.close()
-            if self._tensorboard is not None:
-                with self._warned(self._run.tensorboard):
-                    self._tensorboard.finish(None)
+            if self._events is not None:
+                self._events.close()
 
     def has(self, step: int, name: str) -> bool:
         """Whether a metric of a step was recorded before this process. Collective."""
@@ -94,9 +92,9 @@ class Recorder:
         def write() -> None:
             with self._warned(self._run.metrics):
                 self._file.write(to_line({"step": step, **numbers}).encode())
-            if self._tensorboard is not None:
+            if self._events is not None:
                 with self._warned(self._run.tensorboard):
-                    self._tensorboard.log(numbers, step)
+                    self._events.log(numbers, step)
 
         self._in_order(write)
         if self._trackers is not None:
@@ -119,9 +117,9 @@ class Recorder:
         def flush() -> None:
             with self._warned(self._run.metrics):
                 self._file.flush()
-            if self._tensorboard is not None:
+            if self._events is not None:
                 with self._warned(self._run.tensorboard):
-                    self._tensorboard.flush()
+                    self._events.flush()
 
         return self._in_order(flush) if self._writes else lambda: None
 
@@ -226,14 +224,14 @@ def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
         warn(f"{path}: {lines} not JSON and skipped{more}")
 
 
-def _open_scalars(folder: Path, first: int) -> Tracker | None:
+def _open_events(folder: Path, first: int) -> EventFile | None:
     """TensorBoard's scalars, imported for a run that writes them only; None without tensorboardX."""
     try:
-        from gspax.run.trackers.tensorboard import Tracker
+        from gspax.run.trackers.tensorboard import EventFile
     except ImportError:
         warn("tensorboardX is not installed: metrics go to metrics.jsonl only")
         return None
-    return Tracker(folder, first)
+    return EventFile(folder, first)
 
 
 def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
@@ -253,9 +251,9 @@ def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
         _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
     elif is_bucket(run.metrics):
         write_atomically(run.metrics, "\n")  # which says that there are metrics: the lines go to parts
-    for path in run.samples.glob("*"):
-        match = re.fullmatch(r"(?:step|failed)_(\d+)\.jsonl", path.name)
-        if match and int(match[1]) >= first and path.is_file():
+    for path in run.samples.glob("*.jsonl"):
+        step = step_of(path.stem)
+        if step is not None and step >= first and path.is_file():
             path.unlink()
     return kept
 

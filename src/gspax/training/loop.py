@@ -11,6 +11,7 @@ import jax
 
 from gspax.config import Experiment, teacher_models
 from gspax.errors import DivergedError, UserError
+from gspax.evaluation.benchmark import count_heldout
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment import plan
 from gspax.experiment.description import describe
@@ -113,8 +114,8 @@ def train_from_newest(
 
     with (
         Recorder(run, done, trackers) as recorder,
-        progress.track(schedule.steps, done, experiment.name, took=longest_phases(recorder)) as bar,
-        interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started else None),
+        progress.track(schedule.steps, done, experiment.name, took=longest_phases(recorder), compiled=compiled) as bar,
+        interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started and guard.is_sound else None),
     ):
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
@@ -166,7 +167,7 @@ def load_same_teachers(runtime: Runtime, checkpoints: Checkpoints, done: int) ->
     UserError if they are not those that the run was trained with up to step `done`.
     """
     experiment = runtime.experiment
-    teachers, identity = load_teachers(experiment.teacher, runtime.mesh, experiment.tokenizer)
+    teachers, identity = load_teachers(experiment.teacher, runtime.teacher_mesh, runtime.mesh, experiment.tokenizer)
     if teachers is None:
         return None, {}
     if done and identity != (recorded := read_extra(checkpoints, done).get("teacher")):
@@ -208,7 +209,7 @@ def record_evaluation(
     runtime: Runtime, state: TrainState, recorder: Recorder, run: RunDir, done: int, bar: progress.Bar
 ) -> None:
     """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
-    bar.print(f"step {done}: evaluating {runtime.experiment.evaluation.problems} held-out problems")
+    bar.print(f"step {done}: evaluating {count_heldout(runtime.experiment)} held-out problems")
     progress.phase("evaluating")
     with keep_failures(recorder, done):
         metrics, shown, failed = evaluate(runtime, state, run.tasks_at(done))

@@ -230,7 +230,7 @@ def assign_advantages(
     reference, group, turns = experiment.reference, experiment.sampling.group, None
     added_B, metrics = shape_rewards(
         rollout,
-        minibatches.reference_kl(reference, batches, layouts),
+        minibatches.reward_kl(reference, batches, layouts),
         length_reward=experiment.length_reward,
         coefficient=reference.coefficient if reference else 0.0,
     )

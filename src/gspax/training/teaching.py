@@ -14,11 +14,19 @@ from gspax.config import Teacher, teacher_models, teacher_row_shape
 from gspax.config.protocols import Problem, TeacherPrompt, TeacherScore, Tokenizer
 from gspax.data.tokenizer import check_ids
 from gspax.errors import FailureError, UserError, describe_error
-from gspax.learner.lessons import Lessons, as_sampled, number_tokens, read_lessons, take_positions, with_prompts
+from gspax.learner.lessons import (
+    Lessons,
+    as_sampled,
+    move_lessons,
+    number_tokens,
+    read_lessons,
+    take_positions,
+    with_prompts,
+)
 from gspax.learner.minibatches import Layout
 from gspax.learner.teacher import Teachers, fill_teacher, on_device, own_teacher
 from gspax.parallel import multihost
-from gspax.parallel.sharding import batch_shards
+from gspax.parallel.sharding import common_shards
 from gspax.rollout.completion import Completion
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
@@ -38,16 +46,19 @@ def teach(
     Args:
       teachers: from `load_teachers`; None for one that is an earlier policy.
     """
-    experiment, teacher, mesh = runtime.experiment, runtime.experiment.teacher, runtime.mesh
+    experiment, teacher = runtime.experiment, runtime.experiment.teacher
+    mesh, own_mesh = runtime.mesh, runtime.teacher_mesh
     if teacher is None:
         return batches
     if teacher.score is not None:
         return ask_teacher(teacher.score, prepare_lessons(runtime, teacher, graded), batches, layouts)
     passes, params = runtime.steps.teach, (own_teacher(state),) if teachers is None else teachers.params
-    shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
+    shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, common_shards(mesh, own_mesh))
     if shape is None:
         return fill_teacher(passes[0], on_device(params[0], teacher), batches)
     lessons = prepare_lessons(runtime, teacher, graded)
+    if own_mesh is not mesh:
+        lessons = move_lessons(lessons, own_mesh)
     number_N = number_responses(teacher, graded.problems, experiment.sampling.group)
     width = max(model.hidden_size for model in teacher_models(teacher) or (experiment.model,))
     for number, (read, own) in enumerate(zip(passes, params, strict=True)):
@@ -83,7 +94,10 @@ def ask_teacher(
 def score_all(score: TeacherScore, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """The teacher's log-probs of sequences, none for those of a single token. FailureError if they cannot be right."""
     asked = [tokens for tokens in sequences if len(tokens) > 1]
-    answers = iter(score(asked)) if asked else iter(())
+    answered = list(score(asked)) if asked else []
+    if len(answered) != len(asked):
+        raise FailureError(f"teacher.score: wanted log-probs of {len(asked)} sequences, got those of {len(answered)}")
+    answers = iter(answered)
     all_logps = []
     for tokens in sequences:
         logps = np.asarray(next(answers) if len(tokens) > 1 else (), np.float32)
@@ -103,7 +117,7 @@ def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group
 def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> Lessons:
     """The responses of a rollout as its teachers read them. Collective. UserError as for `encode_teacher_prompt`."""
     if teacher.prompt is None:
-        return as_sampled(graded.rollout)
+        return as_sampled(graded.rollout, runtime.mesh)
     sampling, tokenizer, prompt = runtime.experiment.sampling, runtime.experiment.tokenizer, teacher.prompt
     longest = teacher.max_prompt_tokens or sampling.max_prompt_tokens
     vocabulary = runtime.experiment.model.vocab_size

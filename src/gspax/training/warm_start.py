@@ -56,7 +56,7 @@ def run(experiment: Experiment, workdir: Path) -> None:
     """Run this stage alone (`gspax sft`), in `workdir/warm_start`, where `gspax train` finds it."""
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
-    mesh, _ = make_meshes(experiment)
+    mesh = make_meshes(experiment).learner
     with interrupt.listen(), enter_run(workdir, describe(experiment)) as run:
         skipped = Skipped(experiment.sampling.max_failed)
         skipped.load(run.skipped)

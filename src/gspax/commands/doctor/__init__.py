@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, require_directory, subcommand_parser
+from gspax.commands.arguments import Parser, require_directory, require_file, subcommand_parser
 from gspax.storage.buckets import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def execute(options: argparse.Namespace) -> int:
     if options.workdir is not None:
         require = require_usable if is_bucket(options.workdir) else require_directory
         require(options.workdir)
+    for file in filter(None, (options.output, options.json)):
+        require_file(file)
     is_primary = processes.join("doctor", options, None)
     from gspax.commands.terminal import make_console
 

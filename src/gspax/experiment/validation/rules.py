@@ -15,6 +15,7 @@ from gspax.config import (
     Engine,
     Evaluation,
     Experiment,
+    Guard,
     Lora,
     Mesh,
     ModelConfig,
@@ -28,9 +29,11 @@ from gspax.config import (
     Turns,
     WarmStart,
     adapted_weights,
+    divide_devices,
     filters_in_use,
     has_experts,
     layer_windows,
+    teacher_models,
     updates_per_step,
 )
 from gspax.config.functions import Function, interface_problems, takes_lengths, title_of
@@ -79,7 +82,7 @@ Terms = Mapping[str, Function]  # the functions of log-probs besides the loss, b
 def validate(
     experiment: Experiment,
     devices: int | None = None,
-    slices: tuple[int, int] = (1, 1),
+    slices: tuple[int, int, int] = (1, 1, 1),
     broken: Iterable[str] = (),
 ) -> list[str]:
     """All errors of an experiment, one sentence each; empty if it can run.
@@ -90,7 +93,7 @@ def validate(
     Args:
       experiment: as loaded and overridden.
       devices: the number of devices; None leaves out the checks that depend on it.
-      slices: TPU slices of the learner's devices and of a disaggregated sampler's.
+      slices: TPU slices of the learner's devices, of a disaggregated sampler's, and of a teacher's own.
       broken: fields with an error already, such as an override that cannot be parsed.
     """
     problems = list(type_problems(experiment))
@@ -114,7 +117,7 @@ def validate(
         lambda: chain(_delta_nets(e.model, e.sampling, e.engine), _shared_prompts(e.schedule, e.model)),
         lambda: chain(_drafts(e.sampling, e.model), _sampled_ahead(e.sampling, e.placement or e.engine)),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
-        lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling, e.teacher)),
+        lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling, e.teacher), _collapse(e.guard)),
         lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
@@ -150,7 +153,7 @@ def _key(sentence: str) -> str:
     return sentence.partition(":")[0]
 
 
-def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> None:
+def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int, int] = (1, 1, 1)) -> None:
     """Raise UserError with the sentences of `validate`, if there are any."""
     problems = validate(experiment, devices, slices)
     if problems:
@@ -192,6 +195,12 @@ def _updates(schedule: Schedule) -> Iterator[str]:
             f"schedule: wanted at most {INT32:,} updates, got {schedule.steps} steps x {schedule.epochs} epochs x "
             f"{schedule.minibatches} minibatches = {updates:,}"
         )
+
+
+def _collapse(guard: Guard) -> Iterator[str]:
+    """An alarm that counts can be given."""
+    if guard.collapse is not None and set(guard.collapse.alarms) == {"gradient"} and not guard.collapse.grad_norm:
+        yield 'guard.collapse.grad_norm: wanted more than 0, because no other alarm than "gradient" counts, got 0'
 
 
 def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> Iterator[str]:
@@ -440,9 +449,10 @@ def _terms(correction: Correction | None, rejection: Rejection | None, reference
     return {field: function for field, function in terms.items() if function is not None}
 
 
-def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:
+def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int, int]) -> Iterator[str]:
     """The axes fit the devices, and everything that is sharded over them divides evenly."""
     mesh, placement, sampling = experiment.mesh, experiment.placement, experiment.sampling
+    yield from _teacher_mesh(experiment.teacher, slices[2])
     model, schedule = experiment.model, experiment.schedule
     if devices is None:
         axes = {axis: getattr(mesh, axis) for axis in sharding.AXES}
@@ -452,11 +462,16 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if free:
             return
         devices = math.prod(size or 1 for size in axes.values())
-    elif placement is not None:
-        if devices <= placement.devices:
-            yield f"placement.devices: wanted fewer than the {devices} devices, got {placement.devices}"
+    else:
+        counts = divide_devices(experiment.teacher, placement, devices)
+        if counts.learner < 1:
+            taken = {"placement": counts.sampler, "teacher.placement": counts.teacher}
+            keys = [f"{key}.devices" for key, count in taken.items() if count]
+            got = " + ".join(str(count) for count in taken.values() if count)
+            yield f"{' and '.join(keys)}: wanted fewer than the {devices} devices, got {got}"
             return
-        devices -= placement.devices
+        devices = counts.learner
+    if placement is not None:
         held = with_carried(sampling, placement)
         yield from _sampler_mesh(
             "placement.mesh", placement.mesh, placement.devices, slices[1], sampling=sampling, held=held, model=model
@@ -481,9 +496,8 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, model)
-    for key, taught in keys_of_teachers(experiment.teacher):
-        mismatches = sharding.find_mismatches(sizes, taught)
-        yield from (f"{key}{misfit.removeprefix('model')}" for misfit in mismatches if misfit.startswith("model."))
+    if experiment.teacher is not None and experiment.teacher.placement is None:
+        yield from _teacher_widths(experiment.teacher, sizes)
     if experiment.sampler_mesh is None:
         if placement is None and sampling.cache_gib:
             yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes))
@@ -494,6 +508,26 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         yield from _sampler_mesh(
             "sampler_mesh", own, devices, sizes["slice"], sampling=sampling, held=sampling, model=model
         )
+
+
+def _teacher_mesh(teacher: Teacher | None, slices: int) -> Iterator[str]:
+    """The axes of a teacher's own mesh fit its devices, and its models divide over them."""
+    if teacher is None or teacher.placement is None or not (models := teacher_models(teacher)):
+        return
+    try:
+        sizes = sharding.resolve_axes(teacher.placement.mesh, teacher.placement.devices, models[0], slices=slices)
+    except UserError as problem:
+        yield f"teacher.placement.{problem}"
+    else:
+        yield from _teacher_widths(teacher, sizes, "teacher.placement.mesh.")
+
+
+def _teacher_widths(teacher: Teacher, sizes: dict[str, int], mesh: str = "mesh.") -> Iterator[str]:
+    """The widths of the teachers' models divide over the axes of a mesh, whose field is named."""
+    for key, model in keys_of_teachers(teacher):
+        for misfit in sharding.find_mismatches(sizes, model):
+            if misfit.startswith("model."):
+                yield f"{key}{misfit.removeprefix('model').replace(' mesh.', f' {mesh}')}"
 
 
 def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sampling.prompts") -> Iterator[str]:

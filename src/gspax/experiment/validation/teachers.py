@@ -43,17 +43,24 @@ def teacher_problems(
             yield f"teacher.{name}: wanted {default:g} with teacher.model, which is not refreshed, got {value:g}"
     if teacher.offload and not named:
         yield "teacher.offload: wanted a teacher.model to offload, got an earlier policy, which is part of the state"
+    if teacher.placement is not None:
+        if not named:
+            yield "teacher.placement: wanted a teacher.model for it, got an earlier policy, which is part of the state"
+        if teacher.offload:
+            yield "teacher.offload: wanted False with teacher.placement, whose devices keep the teacher, got True"
     if teacher.refresh_share < 1 and not teacher.refresh_every:
         yield f"teacher.refresh_every: wanted at least 1 with teacher.refresh_share={teacher.refresh_share:g}, got 0"
     if teacher.kept > model.vocab_size:
         yield f"teacher.kept: wanted at most the {model.vocab_size} tokens of the vocabulary, got {teacher.kept}"
+    if teacher.kept_by == "policy" and not teacher.kept:
+        yield "teacher.kept_by: wanted 'teacher' without teacher.kept, got 'policy'"
     if teacher.divergence is not None and teacher.kept:
         yield f"teacher.kept: wanted 0 beside teacher.divergence, which compares every token, got {teacher.kept}"
 
 
 def _score_problems(teacher: Teacher) -> Iterator[str]:
     """A function gives log-probs of the sampled tokens alone, of a model that no update changes."""
-    for name in ("model", "models", "divergence", "kept", "offload", "refresh_every"):
+    for name in ("model", "models", "divergence", "kept", "offload", "placement", "refresh_every"):
         if value := getattr(teacher, name):
             yield f"teacher.{name}: wanted none beside teacher.score, got {value if isinstance(value, int) else 'one'}"
 

@@ -176,9 +176,9 @@ class Servers:
             for reason in bring_back(server, install):
                 with self._changed:
                     self._gone[server.address] = reason
-        except FailureError as problem:
+        except Exception as problem:  # nothing else would end the requests that wait for the server
             with self._changed:
-                self._problem = str(problem)
+                self._problem = str(problem) if isinstance(problem, FailureError) else f"engine: {problem!r}"
                 self._changed.notify_all()
             return
         with self._changed:
