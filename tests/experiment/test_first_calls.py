@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from small_experiment import experiment
 
-from gspax import advantages
+from gspax import advantages, data
 from gspax.commands import main
 from gspax.config import Evaluation, Grading, Reference, Task, WarmStart
+from gspax.data.problem import Problem
 from gspax.data.tasks import sort
 from gspax.errors import UserError
+from gspax.evaluation import tasks
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.losses import kl, shaping
-from gspax.rewards import code, http
+from gspax.rewards import code, http, math
 from gspax.rewards.calls import Batched
 from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.environments import Step, ToolUse, python
@@ -108,6 +110,29 @@ NUMBERS = "wanted a number, a tuple or a mapping of numbers, got None"
 def test_a_return_value_that_breaks_the_contract_is_one_error(changes, said):
     (found,), notes = check(**changes)
     assert found.startswith(said) and "\n" not in found and not notes
+
+
+UNANSWERED = data.sequence([Problem(f"Write poem {n}.") for n in range(40)], answer=None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "name"),
+    [
+        (math.reward, "rewards.math.reward"),
+        (partial(weighted_sum, rewards={"right": math.reward, "own": one}), "rewards.combination.weighted_sum"),
+        (partial(data.reward_answer, reward=math.reward), "data.reward_answer"),
+        (partial(code.reward, allow_code_execution=True, isolation="none"), "rewards.code.reward"),
+    ],
+)
+def test_a_problem_needs_an_answer_only_where_a_reward_compares_it(reward, name):
+    assert check(data=UNANSWERED, reward=one) == ([], [])
+    (found,), _ = check(data=UNANSWERED, reward=reward)
+    assert found.startswith(f"reward: gspax.{name}: wanted problems with an answer, got none for 'Write poem ")
+    task = Task(name="own", data=UNANSWERED, problems=2, reward=tasks.reward_math)
+    (found,), _ = check(evaluation=Evaluation(tasks=(task,)))
+    assert found.startswith("evaluation.tasks[0].reward: gspax.evaluation.tasks.reward_math: wanted problems with an")
+    with pytest.raises(UserError, match="wanted problems with an answer"):
+        reward(Problem("Write a poem."), "\\boxed{3}")
 
 
 @pytest.mark.parametrize(

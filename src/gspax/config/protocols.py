@@ -33,7 +33,7 @@ class Problem:
 
     Attributes:
       prompt: the text to respond to; in a chat the user's last message.
-      answer: what the reward compares a completion with.
+      answer: what the reward compares a completion with; not needed by a reward that judges the completion alone.
       context: the chat's messages before the prompt: a system message, worked examples, earlier turns.
       task: the name of the task, in a mixture of several.
       teacher: the name of its teacher, where there are several (`Teacher.models`).
@@ -41,7 +41,7 @@ class Problem:
     """
 
     prompt: str
-    answer: str
+    answer: str = ""
     context: tuple[Message, ...] = field(default=(), hash=False)
     task: str = ""
     teacher: str = ""

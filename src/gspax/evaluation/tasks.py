@@ -28,7 +28,7 @@ from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import BadRows, JsonLines, Parquet, Table, hugging_face
 from gspax.errors import UserError, brief
 from gspax.rewards import answers, code, math, program_tests
-from gspax.rewards.calls import concurrent
+from gspax.rewards.calls import compares_answers, concurrent
 from gspax.rewards.scores import Score
 
 StrPath = str | os.PathLike[str]
@@ -218,12 +218,14 @@ def is_between(row: Row, *, since: str = "", until: str = "") -> bool:
     return date >= since and (not until or date < until)
 
 
+@compares_answers
 @concurrent(8)
 def reward_math(problem: Problem, completion: str) -> Score:
     """`rewards.math.reward` of the text after the thinking."""
     return math.reward(problem, split_thinking(completion)[1])
 
 
+@compares_answers
 @concurrent(8)
 def reward_program(
     problem: Problem, completion: str, *, allow_code_execution: bool = False, isolation: str = "bubblewrap"

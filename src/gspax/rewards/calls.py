@@ -24,7 +24,7 @@ from typing import Any, Generic, Self, TypeVar
 from gspax.config import Grading
 from gspax.config.functions import is_gspax, unwrap
 from gspax.config.protocols import BatchReward, Problem
-from gspax.errors import UserError, describe_error
+from gspax.errors import UserError, describe_error, shorten
 
 UserFunction = Callable[..., Any]
 T = TypeVar("T")
@@ -70,6 +70,20 @@ def concurrent(calls: int) -> Callable[[F], F]:
         return function
 
     return declare
+
+
+def compares_answers(function: F) -> F:
+    """Declare that a reward needs `Problem.answer`, so that a dry run refuses problems without one."""
+    function.compares_answers = True  # type: ignore[attr-defined]
+    return function
+
+
+def require_answer(problem: Problem) -> str:
+    """The problem's answer. UserError if it has none."""
+    if not problem.answer:
+        prompt = shorten(repr(problem.prompt))
+        raise UserError(f"reward: wanted problems with an answer (Problem.answer), got none for the prompt {prompt}")
+    return problem.answer
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from gspax.config.functions import keywords
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Failure, concurrent
+from gspax.rewards.calls import Failure, compares_answers, concurrent, require_answer
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
 from gspax.rewards.scores import FAILED, Grade, Score, Tally
 from gspax.rewards.workers.pool import Pool, shared
@@ -92,6 +92,7 @@ def find_missing_sandbox(function: Callable[..., object]) -> str:
     return _missing(sandbox.isolation)
 
 
+@compares_answers
 @concurrent(8)
 def reward(
     problem: Problem,
@@ -115,7 +116,7 @@ def reward(
         should be able to cause.
     """
     grades = grade(
-        [problem.answer],
+        [require_answer(problem)],
         [completion],
         allow_code_execution=allow_code_execution,
         sandbox=Sandbox(limits, isolation, python, workers),

@@ -19,7 +19,7 @@ from gspax.config.ranges import Positive, PositiveInt
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.answers import compare, extract, join_digits, reference
-from gspax.rewards.calls import Failure, concurrent
+from gspax.rewards.calls import Failure, compares_answers, concurrent, require_answer
 from gspax.rewards.scores import Grade, Score, Tally
 from gspax.rewards.workers.pool import shared
 
@@ -28,6 +28,7 @@ _tally = Tally()
 counts = _tally.counts  # how many completions this process has graded, by outcome
 
 
+@compares_answers
 @concurrent(8)
 def reward(
     problem: Problem,
@@ -48,8 +49,8 @@ def reward(
       workers: processes for the comparisons of this process, shared by everything that gives the same number.
       failed: the reward of a completion whose comparison is late or crashes.
     """
-    grades = grade([problem.answer], [completion], form=form, timeout=timeout, workers=workers, failed=failed)
-    return grades[0].score
+    answers = [require_answer(problem)]
+    return grade(answers, [completion], form=form, timeout=timeout, workers=workers, failed=failed)[0].score
 
 
 def grade(

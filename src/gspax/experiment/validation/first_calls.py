@@ -127,6 +127,7 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
     functions = [("environment", tool.run) for tool in getattr(environment, "tools", ())]
     functions += [(key, member) for key, reward, _ in rewards for member in find_rewards(reward)]
     problems += [f"{key}: {reason}" for key, function in functions if (reason := find_missing_sandbox(function))]
+    problems += _missing_answers(rewards)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -149,6 +150,16 @@ def _reward_calls(rewards: Sequence[_Reward], check_count: Callable[[int], str])
                 is_whole = key == "reward" and member is reward
                 check = partial(_check_reward, check_count=check_count if is_whole else None)
                 yield _Call(f"{key}: {title_of(inner_function(member))}", member, problem, problem, check)
+
+
+def _missing_answers(rewards: Sequence[_Reward]) -> Iterator[str]:
+    """One sentence for each reward that compares answers, where the first problem has none."""
+    for key, reward, load in rewards:
+        compares = any(getattr(inner_function(member), "compares_answers", False) for member in find_rewards(reward))
+        with contextlib.suppress(UserError):  # a task may have no such problem
+            if compares and not (problem := _find_first(load, None, TRIED)[0]).answer:
+                where = f"{key}: {title_of(inner_function(reward))}"
+                yield f"{where}: wanted problems with an answer, got none for {shorten(repr(problem.prompt))}"
 
 
 def _check_message(shown: object) -> str:
