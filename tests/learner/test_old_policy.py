@@ -152,7 +152,7 @@ def routed(seed=0):
     logits = jnp.asarray(rng.normal(size=(L, 4, T, E)), jnp.float32)
     expert_BLTA = jnp.asarray(rng.permuted(np.tile(np.arange(E, dtype=np.uint8), (4, L, T, 1)), axis=-1)[..., :A])
     outputs = Outputs(jnp.asarray(rng.normal(-2, 0.1, (4, T)), jnp.float32), jnp.zeros((4, T)), Routing(None, logits))
-    mask_BT = jnp.asarray(rng.random((4, T)) < 0.7)
+    mask_BT = jnp.asarray(rng.random((4, T)) < 0.7).at[:, 0].set(False)
     old = router_logp(outputs.routing, expert_BLTA) + jnp.asarray(rng.normal(0, 0.1, (4, L, T, A)), jnp.float32)
     batch = Batch(
         tokens_BT=jnp.zeros((4, T), jnp.int32),
@@ -173,11 +173,37 @@ def test_the_factor_of_a_shift_by_loops(floor):
     found = np.asarray(log_factor(now, batch.router_logp_BLTA, batch.mask_BT, floor=floor))
     floors = 0
     for b, t in np.ndindex(4, T):
-        distance = np.mean([abs(now[b, layer, t, a] - old[b, layer, t, a]) for layer in range(L) for a in range(A)])
+        at = t - 1  # the position that computed the token's probability
+        distance = np.mean([abs(now[b, layer, at, a] - old[b, layer, at, a]) for layer in range(L) for a in range(A)])
         wanted = np.log(max(np.exp(-distance), floor)) if batch.mask_BT[b, t] else 0.0
         floors += wanted == np.log(floor)
         np.testing.assert_allclose(found[b, t], wanted, rtol=1e-5, atol=1e-7)
     assert (floors > 0) == (floor == 0.97), "the floor is reached in one case and not in the other"
+
+
+def test_a_factor_is_of_the_routing_that_computed_the_token():
+    """Two sequences in a row: what the stop tokens do as inputs changes no factor, the last prompt tokens' the first.
+
+    The sampler does not know the experts of the stop tokens.
+    """
+    stop, last, segment_BT = 7, 5, jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 0]])
+    tokens_BT, mask_BT = jnp.array([[3, last, 2, stop, 4, last, 6, stop, 0]]), jnp.zeros((1, T), bool)
+    mask_BT = mask_BT.at[0, jnp.array([2, 3, 6, 7])].set(True)
+    params, run = tiny.params(MODEL), jax.jit(partial(forward, settings=tiny.settings(MODEL)))
+    chosen_BLTA = run(params, rows=Inputs(tokens_BT, segment_BT)).routing.expert.swapaxes(0, 1)
+    sampled_BLTA = jnp.where(tokens_BT[:, None, :, None] == stop, E, chosen_BLTA).astype(jnp.uint8)
+    rows = Inputs(tokens_BT, segment_BT, expert_BLTA=sampled_BLTA)
+    old = run(params, rows=rows)
+    np.testing.assert_array_equal(old.routing.expert, chosen_BLTA.swapaxes(0, 1))
+
+    def factors(moved):
+        embedding = params["embedding"].at[moved].add(1.0)
+        now = run({**params, "embedding": embedding}, rows=rows).routing
+        given = router_logp(now, sampled_BLTA), router_logp(old.routing, sampled_BLTA)
+        return np.asarray(log_factor(*given, mask_BT, floor=1e-3))[0]
+
+    np.testing.assert_allclose(factors(stop), 0, atol=1e-6)
+    assert (factors(last)[[2, 6]] < -0.01).all()
 
 
 @pytest.mark.parametrize("loss", [losses.gspo, losses.grpo], ids=["gspo", "grpo"])

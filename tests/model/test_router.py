@@ -21,7 +21,7 @@ from gspax.learner.objective import router_logp
 from gspax.learner.optimizer import make_optimizer
 from gspax.losses.regularizers import load_balance
 from gspax.model import transformer
-from gspax.model.moe import Routing, choose_experts, log_scores, softmax_logits
+from gspax.model.moe import Routing, choose_experts, log_scores, scores_of, softmax_logits
 
 SIGMOIDS = tiny.CONFIGS["a router of sigmoids"]
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
@@ -65,6 +65,18 @@ def test_replayed_choices_get_the_gates_of_the_current_router():
     np.testing.assert_array_equal(routing.expert, forced)
     logits, _ = reference_model.forward(params, SIGMOIDS, tokens[0], forced=forced[:, 0])
     np.testing.assert_allclose(transformer.logits(params, hidden)[0], logits, atol=1e-4)
+
+
+def test_where_the_sampler_knows_no_expert_the_router_chooses():
+    """A response's last token, whose id is that of padding: it is no choice of the last expert."""
+    params, tokens = tiny.params(SIGMOIDS), np.arange(7)[None]
+    given = params, SIGMOIDS, tokens, np.ones_like(tokens)
+    own = apply(*given, mesh=tiny.one_device())[1].expert
+    forced = np.array(own, np.uint8)
+    forced[:, :, -1] = 6
+    routing = apply(*given, forced_LBTA=forced, mesh=tiny.one_device())[1]
+    np.testing.assert_array_equal(routing.expert, own)
+    np.testing.assert_array_equal(scores_of(jnp.ones((2, 6)), jnp.array([[0, 6], [6, 5]])), [[1, 0], [0, 1]])
 
 
 def test_scores_whose_sigmoid_underflows_still_have_gates():

@@ -25,7 +25,7 @@ from gspax.losses.regularizers import entropy_bonus, load_balance, log_ratio_siz
 from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
-from gspax.model.moe import Routing, log_scores, softmax_logits
+from gspax.model.moe import Routing, log_scores, scores_of, softmax_logits
 from gspax.types import Adapted, Array, Batch, Params, PyTree, known
 
 PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
@@ -142,10 +142,8 @@ def shift_factor(settings: RouterShift, router: Router, routing: Routing, batch:
 
 
 def router_logp(routing: Routing, expert_BLTA: Array, router: Router = SOFTMAX) -> Array:
-    """The logarithm of the routers' scores of these experts, float32 [B, L, T, A]; on padding that of some expert."""
-    log_score_BLTE = log_scores(routing.logits, router).swapaxes(0, 1)
-    expert_BLTA = jnp.minimum(expert_BLTA.astype(jnp.int32), log_score_BLTE.shape[-1] - 1)
-    return jnp.take_along_axis(log_score_BLTE, expert_BLTA, axis=-1)
+    """The logarithm of the routers' scores of these experts, float32 [B, L, T, A]; 0 where none is known."""
+    return scores_of(log_scores(routing.logits, router).swapaxes(0, 1), expert_BLTA)
 
 
 def segment_ids(batch: Batch) -> Array | None:

@@ -35,7 +35,7 @@ Ffn = Callable[[Array, Array, Array, Experts], Array | tuple[Array, Array]]
 class Routing(NamedTuple):
     """The routers' choices; `[L, B, T, ...]` once the layers are stacked."""
 
-    expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`
+    expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`, which is none
     logits: Array  # float32 [B, T, E]  before the softmax or the sigmoid
     fell_back: Array | int = 0  # int32 []  whether the ring replaced the all-to-all of `model.kernels.expert_parallel`
 
@@ -73,6 +73,11 @@ def choose_experts(log_score: Array, bias_E: Array | None, router: Router, activ
     return jax.lax.top_k(choice, active)[1].astype(jnp.int32)
 
 
+def scores_of(log_score: Array, expert: Array) -> Array:
+    """The log-scores of these experts, float32 `[..., A]`; 0 where the id is that of no expert (`num_experts`)."""
+    return jnp.take_along_axis(log_score, expert.astype(jnp.int32), axis=-1, mode="fill", fill_value=0.0)
+
+
 class SparseMlp(nnx.Module):
     """The best experts by the router's scores. Padding is not routed: it has the id E, which no expert has."""
 
@@ -96,7 +101,8 @@ class SparseMlp(nnx.Module):
         """The layer's output and its routing.
 
         `forced_BTA` replaces the choice (Routing Replay): the gates are then the router's current scores of those
-        experts, in the given order.
+        experts, in the given order. Where it names none, with the id `num_experts`, the router chooses itself: the
+        sampler does not know the experts of a response's last token.
         """
         with jax.named_scope("router"):
             gate_BTA, routing = self.route(x_BTD, shared.valid_BT, forced_BTA)
@@ -123,12 +129,11 @@ class SparseMlp(nnx.Module):
         )
         logits_BTE = add_bias(logits_BTE, self.router_bias)
         log_score_BTE = log_scores(logits_BTE, router)
-        if forced_BTA is None:
-            bias_E = None if self.correction_bias is None else self.correction_bias[...]
-            expert_BTA = choose_experts(log_score_BTE, bias_E, router, A)
-        else:
-            expert_BTA = jnp.minimum(forced_BTA, E - 1)  # replayed padding has the id E
-        chosen_BTA = jnp.take_along_axis(log_score_BTE, expert_BTA, axis=-1)
+        bias_E = None if self.correction_bias is None else self.correction_bias[...]
+        expert_BTA = choose_experts(log_score_BTE, bias_E, router, A)
+        if forced_BTA is not None:
+            expert_BTA = jnp.where(forced_BTA < E, forced_BTA, expert_BTA)
+        chosen_BTA = scores_of(log_score_BTE, expert_BTA)
         # p / Σ p as a softmax of log p: replayed experts whose scores underflow to 0 still have gates
         gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.kind.normalize else jnp.exp(chosen_BTA)
         gate_BTA = gate_BTA if router.scale == 1 else gate_BTA * router.scale
