@@ -1,8 +1,10 @@
 """Overrides `a.b=c`: what can be set, to which values, and the errors for the rest."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import optax
 import pytest
 import stub_experiment
 
@@ -12,6 +14,7 @@ from gspax.errors import UserError
 from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.description import SOURCE
 from gspax.experiment.overrides import as_recorded, keys
+from gspax.losses import distill
 from gspax.model import presets
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
@@ -205,3 +208,34 @@ def test_all_errors_are_reported_together():
 def test_every_described_key_can_be_set():
     described = {key for key in flatten(describe(EXPERIMENT)) if not key.endswith(SOURCE)} - {"type"}
     assert described <= set(keys(EXPERIMENT))
+
+
+WITH_TEACHER = replace(EXPERIMENT, teacher=Teacher(model=EXPERIMENT.model, divergence=distill.reverse_kl))
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_run"),
+    [
+        (EXPERIMENT, ["model.norm_place=after"]),
+        (EXPERIMENT, ["model.router.scoring=sigmoid", "model.router.group_best=1"]),
+        (EXPERIMENT, ["optimizer.bias_update_speed=0.01"]),
+        (EXPERIMENT, ["sampling.noise=problem", "sampling.drafts=2", "sampling.draft_cost=1.5"]),
+        (EXPERIMENT, ["optimizer.schedule=gspax.config.optimizers.cosine", "optimizer.schedule.updates=100"]),
+        (EXPERIMENT, ["lora=gspax.config.Lora", "lora.delta=true"]),
+        (WITH_TEACHER, ["teacher.divergence=gspax.losses.distill.jensen_shannon", "teacher.divergence.beta=0.3"]),
+        (override(EXPERIMENT, ["model.norm_place=after"]), ["model.norm_place=before"]),
+        (override(EXPERIMENT, ["model.router.scale=2"]), ["model.router=gspax.config.Router"]),
+        (replace(EXPERIMENT, warm_start=None), []),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) and each else None,
+)
+def test_a_runs_settings_are_restored_whatever_a_description_leaves_out(in_file, in_run):
+    of_run = override(in_file, in_run)
+    assert describe(as_recorded(in_file, describe(of_run))) == describe(of_run)
+    assert describe(as_recorded(of_run, describe(in_file))) == describe(in_file)
+
+
+def test_a_keyword_that_the_runs_function_has_not_is_taken_away():
+    optimizer = replace(EXPERIMENT.optimizer, transform=partial(optax.sgd, momentum=0.9))
+    of_run = override(replace(EXPERIMENT, optimizer=optimizer), ["optimizer.transform=optax.sgd"])
+    assert as_recorded(replace(EXPERIMENT, optimizer=optimizer), describe(of_run)).optimizer.transform is optax.sgd

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
 from gspax.config import optimizers
-from gspax.config.model import ModelConfig, described_fields
+from gspax.config.model import ModelConfig
 from gspax.config.protocols import (
     Advantage,
     Correction,
@@ -99,9 +99,7 @@ class Sampling:
     # per position (the sampler keeps no more). 0: off; log-probs are then over the whole vocabulary
     mask_replay: NonNegativeInt = 0
 
-    def described(self) -> dict[str, object]:
-        """The fields in an experiment's description: defaults of newer ones are left out, so that older runs resume."""
-        return described_fields(self, ("noise", "draft_cost"))
+    added = ("noise", "draft_cost")  # as in `ModelConfig`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +143,7 @@ class Optimizer:
     # (auxiliary-loss-free balancing); 0: off, as is usual in reinforcement learning
     bias_update_speed: NonNegative = 0.0
 
-    def described(self) -> dict[str, object]:
-        """The fields in an experiment's description: a default `bias_update_speed` is left out, as in older runs."""
-        return described_fields(self, ("bias_update_speed",))
+    added = ("bias_update_speed",)  # as in `ModelConfig`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,9 +341,7 @@ class Teacher:
     as_advantage: bool = False  # subtract the KL's estimate from the advantages instead of adding the KL to the loss
     coefficient: NonNegative = 1.0
 
-    def described(self) -> dict[str, object]:
-        """The fields in an experiment's description: a default `placement` is left out, so that older runs resume."""
-        return described_fields(self, ("placement",))
+    added = ("placement",)  # as in `ModelConfig`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,9 +356,7 @@ class Lora:
     delta: bool | tuple[Literal["query", "key", "value", "gate", "decay", "beta", "out"], ...] = False  # delta nets
     checkpoint: str = ""  # folder of a PEFT adapter to start from (`hf.peft`); empty: new adapters
 
-    def described(self) -> dict[str, object]:
-        """The fields in an experiment's description: a default `delta` is left out, so that older runs resume."""
-        return described_fields(self, ("delta",))
+    added = ("delta",)  # as in `ModelConfig`
 
 
 def adapted_weights(lora: Lora) -> dict[str, tuple[str, ...]]:

@@ -148,11 +148,11 @@ def lookup(name: str) -> object:
 def parse(kind: type[T], described: Mapping[str, Any]) -> T:
     """The inverse of `experiment.description.describe` for a dataclass.
 
-    A field that its method `described` leaves out has its default. KeyError or TypeError if another one is missing.
+    One of the class's `added` fields that is left out has its default. KeyError or TypeError if another is missing.
     """
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
-        if name not in described and hasattr(kind, "described"):
+        if name not in described and name in getattr(kind, "added", ()):
             continue
         value = described[name]
         if isinstance(value, dict):

@@ -116,9 +116,7 @@ class Router:
     group_best: PositiveInt = 2
     scale: Positive = 1.0  # of the gates
 
-    def described(self) -> dict[str, object]:
-        """The fields that an experiment's description has, as `ModelConfig.described`."""
-        return described_fields(self, ("group_best",))
+    added = ("group_best",)  # as in `ModelConfig`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,24 +186,21 @@ class ModelConfig:
     remat: Remat = "none"
     checkpoint: str = ""  # folder or name of a Hugging Face checkpoint to start from; empty: random parameters
 
-    def described(self) -> dict[str, object]:
-        """The fields that an experiment's description has: `ADDED` ones only where they differ from their default."""
-        return described_fields(self, ADDED)
+    # Fields that the first runs of 0.2.0 do not record: at their defaults a description leaves them out, so that these
+    # runs still resume
+    added = (
+        *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
+        *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
+        *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar", "latent"),
+        *("attention_gate", "delta", "delta_layers"),
+        *("expert_bias", "attention_sinks"),
+    )
 
 
 def described_fields(record: DataclassInstance, added: Sequence[str]) -> dict[str, object]:
     """The fields of a record, the `added` ones only where they differ from their default."""
     values = {field.name: (getattr(record, field.name), field.default) for field in dataclasses.fields(record)}
     return {name: value for name, (value, default) in values.items() if name not in added or value != default}
-
-
-ADDED = (
-    *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
-    *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
-    *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar", "latent"),
-    *("attention_gate", "delta", "delta_layers"),
-    *("expert_bias", "attention_sinks"),
-)  # fields that the first runs of 0.2.0 do not record; without them these still resume
 
 
 def rotary_dim(config: ModelConfig) -> int:

@@ -48,10 +48,7 @@ class ChatTokenizer(HFTokenizer):
         if self.date is not None:
             datetime.date.fromisoformat(self.date)
 
-    def described(self) -> dict[str, object]:
-        """The fields, without a date if there is none: a run from before there were dates still resumes."""
-        fields: dict[str, object] = {"path": self.path, "system": self.system, "thinking": self.thinking}
-        return fields if self.date is None else fields | {"date": self.date}
+    added = ("date",)  # left out of a description at its default, so that older runs resume
 
     def encode(self, text: str, context: Sequence[Message] = ()) -> list[int]:
         """The ids of a chat that ends with this text as the user's message; `context` has the messages before it."""

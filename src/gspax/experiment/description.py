@@ -4,7 +4,8 @@
 and without addresses, so that the same experiment has the same description in every process.
 
     a dataclass                     {"type": "package.Class", field: ..., ...}; its method `described`, if it has one,
-                                    gives other keys, such as the content of a file instead of its path
+                                    gives other keys, such as the content of a file instead of its path; fields that
+                                    its class names in `added` are left out at their defaults, as older runs have none
     a function                      "package.name"
     a function with keyword-only
     parameters, or a partial        {"function": "package.name", keyword: ..., ...}
@@ -38,7 +39,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from gspax.config.functions import Function, is_function, is_record, keywords, name_of, unwrap
+from gspax.config.functions import Function, is_function, is_record, keywords, lookup, name_of, unwrap
+from gspax.config.model import described_fields
 from gspax.errors import is_library
 
 if TYPE_CHECKING:
@@ -85,24 +87,29 @@ def resumable(description: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(key for key in RESUMABLE if not (is_ahead and key == "schedule.checkpoint_every"))
 
 
-def describe(value: object) -> Any:
-    """`value` as JSON-serializable data; an `Experiment` gives a dict. The module docstring lists the forms."""
+def describe(value: object, *, full: bool = False) -> Any:
+    """`value` as JSON-serializable data; an `Experiment` gives a dict. The module docstring lists the forms.
+
+    With `full` no field is left out because it has its default.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if is_record(value):
-        return {"type": name_of(type(value))} | {name: describe(field) for name, field in _fields(value).items()}
+        return {"type": name_of(type(value))} | {
+            name: describe(x, full=full) for name, x in _fields(value, full=full).items()
+        }
     if isinstance(value, functools.partial) or is_function(value):
-        return _function(value)
+        return _function(value, full=full)
     if isinstance(value, type):
         return name_of(value)
     if isinstance(value, Mapping):
-        return {str(key): describe(item) for key, item in value.items()}
+        return {str(key): describe(item, full=full) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [describe(item) for item in value]
+        return [describe(item, full=full) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((describe(item) for item in value), key=str)
+        return sorted((describe(item, full=full) for item in value), key=str)
     described = {"type": name_of(type(value))}
     if isinstance(value, _NAMED_BY_TEXT):
         return described | {"value": str(value)}
@@ -112,23 +119,44 @@ def describe(value: object) -> Any:
     return described
 
 
-def _fields(record: DataclassInstance) -> Mapping[str, object]:
+def complete(description: object) -> Any:
+    """A description with the fields that it leaves out because they have their defaults, as `describe(…, full=True)`.
+
+    The defaults are those of the classes that it names, where these are loaded.
+    """
+    if isinstance(description, list):
+        return [complete(item) for item in description]
+    if not isinstance(description, Mapping):
+        return description
+    kind, left_out = lookup(str(description.get("type"))), dict[str, object]()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        added = [field for field in dataclasses.fields(kind) if field.name in getattr(kind, "added", ())]
+        left_out = {field.name: describe(field.default, full=True) for field in added if field.name not in description}
+    return {key: complete(value) for key, value in description.items()} | left_out
+
+
+def _fields(record: DataclassInstance, *, full: bool) -> Mapping[str, object]:
     """The fields of a dataclass, or what its method `described` gives instead of them."""
     if hasattr(record, "described"):
         return record.described()
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.init}
+    added = () if full else getattr(record, "added", ())
+    fields = described_fields(record, added)
+    return {
+        field.name: fields[field.name] for field in dataclasses.fields(record) if field.init and field.name in fields
+    }
 
 
-def _function(value: Function) -> str | dict[str, object]:
+def _function(value: Function, *, full: bool) -> str | dict[str, object]:
     inner = unwrap(value)
     described: dict[str, object] = {"function": name_of(inner)}
     if (source := source_hash(inner)) is not None:
         described[SOURCE] = source
     if isinstance(value, functools.partial) and value.args:
-        described["arguments"] = [describe(argument) for argument in value.args]
+        described["arguments"] = [describe(argument, full=full) for argument in value.args]
     if inspect.ismethod(inner):
-        described["self"] = describe(inner.__self__)
-    described |= {name: describe(item) for name, item in keywords(value).items() if item is not inspect.Parameter.empty}
+        described["self"] = describe(inner.__self__, full=full)
+    given = {name: item for name, item in keywords(value).items() if item is not inspect.Parameter.empty}
+    described |= {name: describe(item, full=full) for name, item in given.items()}
     if len(described) == 1 and not isinstance(value, functools.partial):
         return name_of(inner)
     return described

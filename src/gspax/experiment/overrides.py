@@ -33,7 +33,7 @@ from typing import TypeVar
 from gspax.config.functions import Hint, hints_of, is_function, is_record, keywords, name_of, unwrap
 from gspax.config.protocols import is_function_protocol
 from gspax.errors import UserError, did_you_mean
-from gspax.experiment.description import SOURCE, describe, flatten
+from gspax.experiment.description import SOURCE, complete, describe, flatten
 
 T = TypeVar("T")
 
@@ -71,20 +71,32 @@ def as_recorded(experiment: T, description: Mapping[str, object]) -> T:
     """The experiment with every setting of the description that an override can set.
 
     What no override can set, such as the content of a data file or the code of a function, stays as it is;
-    `description.difference` names it.
+    `description.difference` names it. A field that the description leaves out at its default is set to that, and a
+    function that has keywords which the description's has not is set anew, without them.
 
     Args:
       description: of the experiment with other settings (`experiment.json` of its run).
     """
-    wanted = flatten(description)
-    while True:  # a function or a part that was set brings keys of its own
-        now = flatten(describe(experiment))
-        changed = [key for key in wanted if key in now and wanted[key] != now[key] and not key.endswith(SOURCE)]
+    wanted, before = flatten(complete(description)), None
+    while (now := describe(experiment, full=True)) != before:  # what was set brings keys of its own
+        before, flat = now, flatten(now)
+        changed = [key for key in wanted if wanted[key] != flat.get(key, _ABSENT) and not key.endswith(SOURCE)]
+        changed += {key.rpartition(".")[0] for key in flat.keys() - wanted.keys() if _is_keyword(experiment, key)}
         outer = [key for key in changed if not any(key.startswith(f"{other}.") for other in changed)]
-        before = experiment
-        experiment, _ = apply(experiment, [f"{key}={_to_text(wanted[key])}" for key in outer])
-        if describe(experiment) == describe(before):
-            return experiment
+        experiment, _ = apply(experiment, [f"{key}={_to_text(wanted[key])}" for key in outer if key in wanted])
+    return experiment
+
+
+_ABSENT = object()
+
+
+def _is_keyword(experiment: object, key: str) -> bool:
+    """Whether a key is a keyword that a partial binds."""
+    *names, last = key.split(".")
+    node = experiment
+    for name in names:
+        node = _children(node).get(name, (None, None))[0]
+    return last in getattr(node, "keywords", {})
 
 
 def _to_text(value: object) -> str:
