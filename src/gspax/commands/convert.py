@@ -1,9 +1,12 @@
-"""`gspax convert`: a Hugging Face checkpoint as an Orbax one, from which runs start without reading safetensors."""
+"""`gspax convert`: a Hugging Face checkpoint or a GGUF file as an Orbax checkpoint, from which runs start."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, add_target, subcommand_parser
@@ -12,10 +15,13 @@ from gspax.commands.arguments import Parser, add_target, subcommand_parser
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "convert",
-        "Write a Hugging Face checkpoint as an Orbax one, which an experiment names as model=hf(DIR).",
+        "Write a Hugging Face checkpoint or a GGUF file as an Orbax checkpoint, which an experiment names as "
+        "model=hf(DIR).",
         "gspax convert --from Qwen/Qwen3-30B-A3B --to checkpoints/qwen3_30b",
     )
-    parser.add_argument("--from", dest="source", metavar="SOURCE", required=True, help="a folder, or a name on the Hub")
+    parser.add_argument(
+        "--from", dest="source", metavar="SOURCE", required=True, help="a folder, a name on the Hub, or FILE.gguf"
+    )
     add_target(parser, "float32")
     return parser
 
@@ -29,7 +35,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     """Write `target`, completely or not at all: config.json, the tokenizer's files, the parameters in `checkpoints/0`.
 
     Args:
-      source: the folder of a Hugging Face checkpoint, or its name on the Hub.
+      source: the folder of a Hugging Face checkpoint, its name on the Hub, or a GGUF file.
       target: a new or empty folder.
       dtype: of the parameters on disk, `float32` or `bfloat16`; a run casts them to its `model.param_dtype`.
 
@@ -41,17 +47,16 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     from gspax.config import Mesh
     from gspax.hf.config_json import read_config
     from gspax.hf.parameters import read_params
-    from gspax.hf.source import copy_companions, locate
+    from gspax.hf.source import copy_companions
     from gspax.learner.state import CHECKPOINTS, abstract_params
     from gspax.parallel.sharding import make_mesh
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.folders import atomic_folder
     from gspax.run.manifest import write_manifest
 
-    folder = locate(source)
-    origin = str(folder.resolve()) if Path(source).is_dir() else source
-    config = read_config(folder)
-    with atomic_folder(target) as temporary:
+    origin = str(Path(source).resolve()) if Path(source).exists() else source
+    with atomic_folder(target) as temporary, _checkpoint(source, target, dtype) as folder:
+        config = read_config(folder)
         devices = jax.devices()
         mesh = make_mesh(Mesh(), devices[: math.gcd(len(devices), config.hidden_size)])
         params = read_params(folder, config, abstract_params(config, mesh, dtype))
@@ -62,3 +67,19 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
         with Checkpoints(temporary / CHECKPOINTS, keep=1, concurrent_gb=1 + largest // 10**9) as checkpoints:
             checkpoints.save(0, {"params": params}, {"source": origin, "dtype": dtype})
     print(f"{target}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {dtype}")
+
+
+@contextlib.contextmanager
+def _checkpoint(source: str, target: Path, dtype: str) -> Iterator[Path]:
+    """Yields the folder of a checkpoint. That of a GGUF file is a temporary one beside `target`, in the same dtype."""
+    from gspax.hf.gguf import is_gguf, unpack
+    from gspax.hf.source import locate
+    from gspax.storage.buckets import is_bucket
+
+    if not is_gguf(source):
+        yield locate(source)
+        return
+    beside = None if is_bucket(target) else target.absolute().parent  # a bucket's files are written here first
+    with tempfile.TemporaryDirectory(dir=beside, prefix=f".{target.name}-") as unpacked:
+        unpack(Path(source), Path(unpacked), dtype)
+        yield Path(unpacked)

@@ -73,7 +73,8 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
         require_own_files(folder)
         return folder
     if folder.exists():
-        raise UserError(f"{checkpoint}: wanted the folder of a checkpoint, this is a file")
+        advice = ": gspax convert --from FILE.gguf --to DIR writes one" if checkpoint.endswith(".gguf") else ""
+        raise UserError(f"{checkpoint}: wanted the folder of a checkpoint, this is a file{advice}")
     if why := why_not_on_hub(checkpoint, HUB_NAME):
         raise UserError(
             f"{checkpoint}: wanted the folder of a checkpoint or a name on the Hub such as Qwen/Qwen3-30B-A3B; {why}"
