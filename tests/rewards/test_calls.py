@@ -68,6 +68,16 @@ def test_every_completion_gets_its_own_reward(reward, concurrency):
         ({"a": 1, "b": 0.5}, Result((1.0, 0.5), names=("a", "b"), parts={"a": 1.0, "b": 0.5})),
         (Score(1, "equal", parts={"b": 0.5}), Result((1.0,), parts={"b": 0.5}, reason="equal")),
         (Score(1, parts={"a": 1e19}), Result((), f"wanted finite numbers up to ±1e18, got {TOO_LARGE}")),
+        ("0.5", Result((), "wanted a number, a tuple or a mapping of numbers, got '0.5'")),
+        (b"1", Result((), "wanted a number, a tuple or a mapping of numbers, got b'1'")),
+        ({"a": "0.5"}, Result((), "wanted a number, a tuple or a mapping of numbers, got {'a': '0.5'}")),
+        (
+            Score("1"),
+            Result(
+                (),
+                "wanted a number, a tuple or a mapping of numbers, got Score(value='1', reason='', error='', parts={})",
+            ),
+        ),
         (float("nan"), Result((), "wanted finite numbers up to ±1e18, got nan")),
         ((1.0, float("inf")), Result((), "wanted finite numbers up to ±1e18, got (1.0, inf)")),
         (-1e18, Result((-1e18,))),
@@ -143,6 +153,32 @@ def test_a_blocking_coroutine_times_out_alone(monkeypatch):
     found = gather(async_misbehave, ["block", "good", "good"], timeout=0.3, concurrency=1)
     assert time.monotonic() - began < 2.5
     assert [each.rewards for each in found] == [(), (1.0,), (1.0,)]
+
+
+async def awaits_what_was_cancelled(problem, completion):
+    if completion == "cancelled":
+        task = asyncio.ensure_future(asyncio.sleep(3))
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await task
+    if completion == "raised":
+        raise asyncio.CancelledError
+    if completion == "itself":
+        asyncio.current_task().cancel()
+    made.append(completion)
+    await asyncio.sleep(0.05)
+    return 1.0
+
+
+made = []
+
+
+def test_a_cancelled_coroutine_is_a_failed_call_and_no_blocked_loop():
+    began = time.monotonic()
+    found = gather(awaits_what_was_cancelled, ["cancelled", "good", "raised", "itself", "good"], timeout=5)
+    assert time.monotonic() - began < 3
+    assert [each.rewards for each in found] == [(), (1.0,), (), (), (1.0,)]
+    assert all(error.startswith("CancelledError") for error in errors(*found) if error)
+    assert sorted(made) == ["good", "good", "itself"]  # none was made again
 
 
 def test_a_failed_batch_fails_all_and_an_invalid_number_only_its_own():

@@ -19,6 +19,7 @@ from gspax.rewards.workers import pool as workers
 
 REWARDS = """
 import os, time
+from gspax.errors import UserError
 from gspax.rewards.scores import Score
 def score(problem, completion, *, scale=1):
     print("noise")
@@ -32,6 +33,16 @@ def score(problem, completion, *, scale=1):
         return Score(0.5, "half")
     if completion == "failed":
         return Score(0.25, error="no judge")
+    if completion == "parts":
+        return Score(0.5, "half", parts={"a": 2})
+    if completion == "named":
+        return {"b": Score(1, "whole"), "a": 0.5}
+    if completion == "several":
+        return 1, Score(0.5, "half")
+    if completion == "nothing":
+        return None
+    if completion == "refused":
+        raise UserError("score: wanted a judge")
     if completion == "platform":
         return os.environ["JAX_PLATFORMS"] == "cpu"
     return scale * (float(completion) if completion in ("nan", "inf") else len(problem.answer + completion))
@@ -63,7 +74,14 @@ def test_rewards_that_do_not_fail_are_unchanged(rewards, tally):
 
 @pytest.mark.parametrize(
     ("completion", "outcome"),
-    [("raise", "raised"), ("hang", "late"), ("die", "crashed"), ("nan", "not finite"), ("inf", "not finite")],
+    [
+        ("raise", "raised"),
+        ("hang", "late"),
+        ("die", "crashed"),
+        ("nan", "no number"),
+        ("inf", "no number"),
+        ("nothing", "no number"),
+    ],
 )
 def test_a_failure_gives_the_failure_value_to_that_sample_only(rewards, tally, completion, outcome):
     reward = partial(guard, reward=rewards.score, failed=-1.0)
@@ -87,6 +105,18 @@ def test_reasons_and_failures_of_the_function_itself_come_through(rewards, tally
     assert to_result(reward(Problem("?", ""), "graded")) == Result((0.5,), reason="half")
     assert to_result(reward(Problem("?", ""), "failed")) == Result((0.25,), "no judge")
     assert module.counts() == {"done": 2}
+
+
+@pytest.mark.parametrize("completion", ["parts", "named", "several", "graded", "failed", "ok"])
+def test_a_guarded_reward_gives_what_it_gives_unguarded(rewards, tally, completion):
+    problem = Problem("?", "12")
+    assert to_result(guard(problem, completion, reward=rewards.score)) == to_result(rewards.score(problem, completion))
+    assert module.counts() == {"done": 1}
+
+
+def test_a_wrong_setting_in_a_guarded_reward_stops_the_run(rewards, tally):
+    with pytest.raises(UserError, match=r"^score: wanted a judge$"):
+        guard(Problem("?", ""), "refused", reward=rewards.score)
 
 
 def test_the_reward_process_uses_no_accelerator(rewards, tally):

@@ -207,15 +207,16 @@ class Calls(Generic[T]):
         except BaseException as error:  # SystemExit included: it would end this thread only
             return call.settle(self._failed(call, error))
 
-    async def _call_async(self, call: _Call[T]) -> None:
+    async def _call_async(self, call: _Call[T], stopped: threading.Event) -> None:
+        """Run a call, which has no result if its event loop has stopped: it may begin again on another."""
         deadline = asyncio.timeout(self.grading.timeout)
         try:
             async with deadline:
                 results = self._results(call, await self.function(*call.arguments))
             call.settle(results)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
+        except BaseException as error:  # CancelledError included: the function may await what others have cancelled
+            if isinstance(error, asyncio.CancelledError) and stopped.is_set():
+                raise
             call.settle(self._late(call) if deadline.expired() else self._failed(call, error))
 
     def _results(self, call: _Call[T], value: Any) -> list[T]:
@@ -267,12 +268,12 @@ class _Threads(Generic[T]):
 class _EventLoop(Generic[T]):
     """A thread with an event loop that runs at most `count` calls at once."""
 
-    def __init__(self, serve: Callable[[_Call[T]], Awaitable[None]], count: int) -> None:
+    def __init__(self, serve: Callable[[_Call[T], threading.Event], Awaitable[None]], count: int) -> None:
         self._serve, self._count = serve, count
         self._start()
 
     def put(self, call: _Call[T]) -> None:
-        asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
+        asyncio.run_coroutine_threadsafe(self._run(call, self._stopped), self._loop)
 
     def replace(self, pending: Sequence[_Call[T]]) -> None:
         """Begin the pending calls again on another loop, because a late one blocks this one."""
@@ -283,21 +284,23 @@ class _EventLoop(Generic[T]):
             self.put(call)
 
     def stop(self) -> None:
+        self._stopped.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _start(self) -> None:
         self._loop, self._permits = asyncio.new_event_loop(), asyncio.Semaphore(self._count)
+        self._stopped = threading.Event()
         threading.Thread(target=self._run_loop, args=(self._loop,), name="gspax-call-loop", daemon=True).start()
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         with asyncio.Runner(loop_factory=lambda: loop):  # it cancels what is left, and closes the loop
             loop.run_forever()
 
-    async def _run(self, call: _Call[T]) -> None:
+    async def _run(self, call: _Call[T], stopped: threading.Event) -> None:
         async with self._permits:
             if not call.done:
                 call.began = time.monotonic()
-                await self._serve(call)
+                await self._serve(call, stopped)
 
 
 def inner_function(function: UserFunction) -> UserFunction:

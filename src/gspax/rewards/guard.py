@@ -9,15 +9,14 @@ interrupted there, and one that ends its process ends the run.
 from __future__ import annotations
 
 import base64
-import math
 import pickle
 import sys
-from collections.abc import Callable
 
+from gspax.config.protocols import Reward
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, concurrent
-from gspax.rewards.scores import Grade, Score, Tally
+from gspax.rewards.scores import Grade, Scores, Tally, unpack
 from gspax.rewards.workers.pool import shared
 
 _tally = Tally()
@@ -29,12 +28,12 @@ def guard(
     problem: Problem,
     completion: str,
     *,
-    reward: Callable[[Problem, str], float | Score],
+    reward: Reward,
     timeout: float = 10.0,
     workers: int = 2,
     failed: float = 0.0,
-) -> Score:
-    """The value of `reward`, or `failed` where it raises, gives no finite number, hangs or kills its process.
+) -> Scores:
+    """What `reward` gives, or `failed` where it raises, gives no finite number, hangs or kills its process.
 
     Args:
       problem: for the reward.
@@ -47,14 +46,14 @@ def guard(
     """
     task = sys.path, _pickled(reward), _pickled(problem), completion
     answer = shared("guard", workers=workers).ask(task, timeout=timeout)
-    outcome, value, reason, error = (answer.reason, 0.0, "", "") if isinstance(answer, Failure) else answer
+    outcome, given = (answer.reason, "") if isinstance(answer, Failure) else answer
     if outcome == "unusable":
-        raise UserError(f"reward: wanted a function that a new process can import, got {reward!r}: {error}")
-    if outcome == "done" and not math.isfinite(value):
-        outcome, error = "not finite", str(value)
-    grade = Grade(failed, outcome, error)
+        raise UserError(f"reward: wanted a function that a new process can import, got {reward!r}: {given}")
+    if outcome == "refused":
+        raise UserError(given)
+    grade = Grade(failed, outcome, "" if outcome == "done" else given)
     _tally.add([grade])
-    return Score(value, reason, error) if outcome == "done" else grade.score
+    return unpack(given) if outcome == "done" else grade.score
 
 
 def _pickled(value: object) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspax.config import Grading
 from gspax.config.protocols import Reward, Step
@@ -18,7 +18,7 @@ FAILED = (
     "late",
     "crashed",
     "raised",
-    "not finite",
+    "no number",
 )  # outcomes of a grading that failed, whatever the completion is worth
 LARGEST = 1e18  # magnitude of a reward: advantages sum squares of rewards in float32, which ends at 3.4e38
 
@@ -90,8 +90,16 @@ def reward_calls(reward: Reward, grading: Grading) -> Calls[Result]:
 def to_score(value: object) -> Score:
     """A number or a `Score` as a `Score` of floats. TypeError or ValueError for anything else."""
     if not isinstance(value, Score):
-        return Score(float(value))  # type: ignore[arg-type]
-    return replace(value, value=float(value.value), parts={name: float(part) for name, part in value.parts.items()})
+        return Score(to_number(value))
+    parts = {str(name): to_number(part) for name, part in value.parts.items()}
+    return Score(to_number(value.value), str(value.reason), str(value.error), parts)
+
+
+def to_number(value: object) -> float:
+    """A number as a float. TypeError or ValueError for anything else, also for the text of a number."""
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"wanted a number, got {value!r}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def add_up(scores: Mapping[str, Score]) -> Score:
@@ -101,31 +109,53 @@ def add_up(scores: Mapping[str, Score]) -> Score:
     return Score(sum(parts.values()), reason, _join((name, score.error) for name, score in scores.items()), parts)
 
 
-def to_result(value: object) -> Result:
-    """The rewards in a function's return value: finite numbers up to ±`LARGEST`, or an error.
+Scores = Score | tuple[Score, ...] | dict[str, Score]  # one reward, several, or several by name
 
-    The numbers of a mapping are in the alphabetical order of their names, whatever their order in the mapping.
+
+def to_scores(value: object) -> Scores:
+    """What a reward function returned, with a `Score` for each number. TypeError or ValueError if it is something else.
+
+    The scores of a mapping are in the alphabetical order of their names, whatever their order in the mapping.
     """
-    names: tuple[str, ...] = ()
+    if isinstance(value, Mapping):
+        named = {str(name): to_score(member) for name, member in value.items()}
+        return {name: named[name] for name in sorted(named)}
+    return tuple(map(to_score, value)) if isinstance(value, tuple) else to_score(value)
+
+
+def to_result(value: object) -> Result:
+    """The rewards in a function's return value: finite numbers up to ±`LARGEST`, or an error."""
     try:
-        if isinstance(value, Mapping):
-            whole = add_up({str(name): to_score(member) for name, member in value.items()})
-            names = tuple(sorted(whole.parts))
-            rewards = tuple(whole.parts[name] for name in names)
-        elif isinstance(value, tuple):
-            scores = [to_score(member) for member in value]
-            whole = Score(
-                0.0, _join(("", score.reason) for score in scores), _join(("", score.error) for score in scores)
-            )
-            rewards = tuple(score.value for score in scores)
-        else:
-            whole = to_score(value)
-            rewards = (whole.value,)
+        scores = to_scores(value)
     except Exception:
         return Result((), f"wanted a number, a tuple or a mapping of numbers, got {shorten(repr(value))}")
+    names: tuple[str, ...] = ()
+    if isinstance(scores, dict):
+        names, whole = tuple(scores), add_up(scores)
+        rewards = tuple(whole.parts[name] for name in names)
+    elif isinstance(scores, tuple):
+        reasons, errors = (_join(("", getattr(score, kind)) for score in scores) for kind in ("reason", "error"))
+        whole, rewards = Score(0.0, reasons, errors), tuple(score.value for score in scores)
+    else:
+        whole, rewards = scores, (scores.value,)
     if not rewards or not all(abs(number) <= LARGEST for number in (*rewards, *whole.parts.values())):  # false for NaN
         return Result((), f"wanted finite numbers up to ±1e18, got {shorten(repr(value))}")
     return Result(rewards, whole.error, whole.parts, whole.reason, names)
+
+
+def pack(value: object) -> list[object]:
+    """The scores of a valid return value as JSON can hold them, for `unpack`."""
+    scores = to_scores(value)
+    rows = [scores] if isinstance(scores, Score) else [*scores.values()] if isinstance(scores, dict) else [*scores]
+    names = [*scores] if isinstance(scores, dict) else None
+    return [isinstance(scores, Score), names, [vars(score) for score in rows]]
+
+
+def unpack(packed: Sequence[Any]) -> Scores:
+    """The scores that were packed."""
+    is_single, names, rows = packed
+    scores = [Score(**row) for row in rows]
+    return scores[0] if is_single else tuple(scores) if names is None else dict(zip(names, scores, strict=True))
 
 
 def read_step(value: object) -> Step | Failure:
@@ -136,7 +166,7 @@ def read_step(value: object) -> Step | Failure:
     if result.error or len(result.rewards) != 1:
         return Failure(f"reward: {result.error or 'wanted one number, got several'}")
     try:
-        metrics = {str(name): float(number) for name, number in value.metrics.items()}
+        metrics = {str(name): to_number(number) for name, number in value.metrics.items()}
     except Exception:
         return Failure(f"metrics: wanted numbers by name, got {shorten(repr(value.metrics))}")
     return value._replace(reward=result.rewards[0], metrics=metrics)

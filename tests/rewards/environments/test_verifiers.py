@@ -6,6 +6,7 @@ import pickle
 import sys
 import types
 from dataclasses import dataclass, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -28,9 +29,12 @@ from local_server import serve
 
 from gspax.config.protocols import Problem, Step
 from gspax.data import GeneratedProblems, hf_chat, sequence
+from gspax.rewards.calls import Batched
+from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.environments import ToolUse, calculator
 from gspax.rewards.environments.to_verifiers import offer
 from gspax.rewards.environments.verifiers import VerifiersEnvironment, no_reward, problems
+from gspax.rewards.scores import Score
 from gspax.rollout.episodes import encode_demonstration
 
 QWEN3 = Path(__file__).parents[4] / "shared" / "data" / "qwen3_tokenizer"
@@ -242,6 +246,41 @@ def test_a_task_of_one_turn_and_the_limit_of_turns(monkeypatch):
     assert [play(environment, rows[4], text)[-1].reward for text in (answer, "x")] == [1.0, 0.0]
     environment, rows = offered(monkeypatch, Games(), last_digit, HigherOrLower(), turns=1)
     assert play(environment, rows[0], "2")[-1].done
+
+
+def graded(problem, completion):
+    return Score(0.5, "half", parts={"length": len(completion)})
+
+
+def several(problem, completion):
+    return 1, Score(0.25)
+
+
+async def batched(problems, completions):
+    return [Score(float(len(each))) for each in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "total", "metrics"),
+    [
+        (last_digit, 1.0, {"right": 1.0, "long": 0.0}),
+        (graded, 0.5, {"reward": 0.5, "length": 1.0}),
+        (several, 1.25, {"reward_0": 1.0, "reward_1": 0.25}),
+        (Batched(batched), 1.0, {"reward": 1.0}),
+        (partial(weighted_sum, rewards={"a": graded, "b": graded}), 1.0, {"reward": 1.0, "a": 0.5, "b": 0.5}),
+        (partial(combine, rewards={"a": graded, "b": graded}), 1.0, {"a": 0.5, "b": 0.5}),
+    ],
+)
+def test_every_kind_of_reward_is_offered(reward, total, metrics, monkeypatch):
+    environment, rows = offered(monkeypatch, Games(), reward, tasks=1)
+    assert play(environment, rows[0], "2")[-1] == Step(done=True, reward=total, metrics=metrics)
+
+
+@pytest.mark.parametrize("value", [None, "0.5", float("nan")])
+def test_a_reward_that_gives_no_number_is_an_error_there_too(value, monkeypatch):
+    environment, rows = offered(monkeypatch, Games(), lambda problem, completion: value, tasks=1)
+    with pytest.raises(ValueError, match=r"^reward: wanted "):
+        play(environment, rows[0], "2")
 
 
 class Answers(BaseHTTPRequestHandler):

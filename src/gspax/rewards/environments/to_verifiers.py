@@ -14,12 +14,14 @@ import asyncio
 import copy
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import verifiers.v1 as vf
 
-from gspax.config.protocols import DataSource, Environment, Message, Reward
+from gspax.config.protocols import DataSource, Environment, Message, Problem, Reward
+from gspax.rewards.calls import Batched, Failure
+from gspax.rewards.scores import read_step, to_result
 
 _TOOLS = """You may call functions. Their signatures are
 <tools>
@@ -51,8 +53,14 @@ def offer(
     class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @vf.reward
         async def reward(self, task: Any, trace: Any) -> Any:
-            value = await _call(reward, data.train(task.idx), trace.last_reply)
-            return value if isinstance(value, Mapping) else float(value)
+            result = to_result(await _grade(reward, data.train(task.idx), trace.last_reply))
+            if not result.rewards:
+                raise ValueError(f"reward: {result.error}")
+            if result.names or len(result.rewards) > 1:
+                names = result.names or [f"reward_{number}" for number in range(len(result.rewards))]
+                return dict(zip(names, result.rewards, strict=True))
+            trace.record_metrics(dict(result.parts))
+            return result.rewards[0]
 
     class Tasks(vf.Taskset[Task, vf.TasksetConfig]):
         def load(self) -> Iterator[Task]:
@@ -75,7 +83,9 @@ def offer(
                 for turn in range(turns):
                     if segment.terminated:
                         break
-                    step = await _call(environment.step, copy.deepcopy(state), segment.last_reply)
+                    step = read_step(await _call(environment.step, copy.deepcopy(state), segment.last_reply))
+                    if isinstance(step, Failure):
+                        raise ValueError(f"environment: {step.reason}")
                     state, total = step.state, total + step.reward
                     for name, value in step.metrics.items():
                         metrics[name] = metrics.get(name, 0.0) + value
@@ -86,6 +96,13 @@ def offer(
             talk.trace.record_metrics(metrics)
 
     return Tasks, Conversation
+
+
+async def _grade(reward: Reward, problem: Problem, completion: str) -> object:
+    """What a reward of any kind gives for one completion."""
+    if isinstance(reward, Batched):
+        return (await _call(reward.function, [problem], [completion]))[0]
+    return await _call(reward, problem, completion)
 
 
 async def _call(function: Any, *arguments: object) -> Any:

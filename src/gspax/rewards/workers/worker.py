@@ -111,21 +111,27 @@ def limit_memory() -> None:
 # Reward functions. Everything that is unpickled comes from the trainer that started this process.
 
 
-def call_reward(path: list[str], reward: str, problem: str, completion: str) -> tuple[str, float, str, str]:
-    """An outcome, and the value, reason and error of a pickled reward function; `path` is the trainer's `sys.path`."""
+def call_reward(path: list[str], reward: str, problem: str, completion: str) -> tuple[str, object]:
+    """An outcome, and what a pickled reward function returned (`scores.pack`) or what went wrong.
+
+    `path` is the trainer's `sys.path`.
+    """
     sys.path[:] = path
     try:
         function = _load(reward)
     except Exception as error:
-        return "unusable", 0.0, "", f"{type(error).__name__}: {error}"
+        return "unusable", f"{type(error).__name__}: {error}"
     try:
-        score = function(_load(problem), completion)
-        value = float(getattr(score, "value", score))
-        return "done", value, str(getattr(score, "reason", "")), str(getattr(score, "error", ""))
+        value = function(_load(problem), completion)
     except Exception as error:
-        from gspax.errors import describe_error
+        from gspax.errors import UserError, describe_error
 
-        return "raised", 0.0, "", describe_error(error)
+        is_setting = isinstance(error, UserError)
+        return ("refused", str(error)) if is_setting else ("raised", describe_error(error))
+    from gspax.rewards.scores import pack, to_result
+
+    result = to_result(value)
+    return ("done", pack(value)) if result.rewards else ("no number", result.error)
 
 
 @functools.lru_cache(maxsize=64)
