@@ -1,5 +1,7 @@
 """Rewards, demonstrations and environments that break their contract are found by one call each, before training."""
 
+import importlib.util
+import re
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -12,6 +14,8 @@ from small_experiment import experiment
 from gspax import advantages, data
 from gspax.commands import main
 from gspax.config import Evaluation, Grading, Reference, Task, WarmStart
+from gspax.data import CharChat, CharTokenizer
+from gspax.data.chat import reward_answer
 from gspax.data.problem import Problem
 from gspax.data.tasks import sort
 from gspax.errors import UserError
@@ -56,10 +60,6 @@ def slow(problem, completion):
     time.sleep(5)
 
 
-def refuse(problem, completion):
-    raise AssertionError("called")
-
-
 def check(**changes):
     """The sentences and the warnings of an experiment's calls."""
     notes = []
@@ -70,6 +70,7 @@ def check(**changes):
     return [], notes
 
 
+CHAT = CharChat(experiment.tokenizer.alphabet)
 TASK = Task(name="own", data=experiment.data, problems=2, reward=nothing)
 NUMBERS = "wanted a number, a tuple or a mapping of numbers, got None"
 
@@ -112,7 +113,7 @@ def test_a_return_value_that_breaks_the_contract_is_one_error(changes, said):
     assert found.startswith(said) and "\n" not in found and not notes
 
 
-UNANSWERED = data.sequence([Problem(f"Write poem {n}.") for n in range(40)], answer=None)
+UNANSWERED = data.sequence([Problem(f"{n}=") for n in range(40)], answer=None)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ UNANSWERED = data.sequence([Problem(f"Write poem {n}.") for n in range(40)], ans
 def test_a_problem_needs_an_answer_only_where_a_reward_compares_it(reward, name):
     assert check(data=UNANSWERED, reward=one) == ([], [])
     (found,), _ = check(data=UNANSWERED, reward=reward)
-    assert found.startswith(f"reward: gspax.{name}: wanted problems with an answer, got none for 'Write poem ")
+    assert found.startswith(f"reward: gspax.{name}: wanted problems with an answer, got none for '")
     task = Task(name="own", data=UNANSWERED, problems=2, reward=tasks.reward_math)
     (found,), _ = check(evaluation=Evaluation(tasks=(task,)))
     assert found.startswith("evaluation.tasks[0].reward: gspax.evaluation.tasks.reward_math: wanted problems with an")
@@ -175,7 +176,7 @@ def test_a_failing_judge_is_only_a_warning(reward, reason, monkeypatch):
     "reward",
     [
         partial(http.reward, url="http://127.0.0.1:9/"),
-        partial(guard, reward=refuse),
+        partial(guard, reward=partial(http.reward, url="http://127.0.0.1:9/")),
         partial(weighted_sum, rewards={"judge": partial(http.reward, url="http://127.0.0.1:9/")}),
     ],
 )
@@ -192,19 +193,29 @@ def test_rewards_of_gspax_are_not_called(reward):
             "isolation: wanted the program bwrap (apt-get install bubblewrap), ",
         ),
         ({"allow_code_execution": True, "isolation": "none"}, None),
+        (
+            {"allow_code_execution": "no", "isolation": "none"},
+            "wanted allow_code_execution=True for rewards that run programs a model has written, got 'no'",
+        ),
     ],
 )
 def test_programs_that_cannot_run_are_one_error(settings, said, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     reward = partial(code.reward, **settings)
-    found, _ = check(reward=partial(weighted_sum, rewards={"tests": reward}))
-    assert [each[: len(f"reward: {said}")] for each in found] == ([f"reward: {said}"] if said else [])
+    start = f"reward: gspax.rewards.code.reward: {said}"
+    for whole in (partial(weighted_sum, rewards={"tests": reward}), partial(guard, reward=reward)):
+        found, _ = check(reward=whole)
+        assert [each[: len(start)] for each in found] == ([start] if said else [])
 
 
 def test_a_tool_without_its_sandbox_is_one_error(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    (found,), _ = check(environment=ToolUse(tools=(python(allow_code_execution=True),)), warm_start=None)
-    assert found.startswith("environment: isolation: wanted the program bwrap")
+    (found,), _ = check(
+        environment=ToolUse(tools=(python(allow_code_execution=True),)), warm_start=None, tokenizer=CHAT
+    )
+    assert found.startswith(
+        "environment: gspax.rewards.environments.tools.run_python: isolation: wanted the program bw"
+    )
 
 
 @dataclass(frozen=True)
@@ -234,7 +245,7 @@ class Talk:
     ],
 )
 def test_one_step_of_an_environment_is_tried(answer, errors, notes):
-    found = check(environment=Talk(answer), warm_start=None)
+    found = check(environment=Talk(answer), warm_start=None, tokenizer=CHAT)
     for sentences, starts in zip(found, (errors, notes), strict=True):
         assert len(sentences) == len(starts)
         for sentence, start in zip(sentences, starts, strict=True):
@@ -242,9 +253,9 @@ def test_one_step_of_an_environment_is_tried(answer, errors, notes):
 
 
 def test_a_demonstration_may_be_several_messages_with_an_environment():
-    environment = Talk(Step(done=True))
-    assert check(environment=environment, warm_start=WarmStart(demonstration=lambda p, rng: ["1", "2"])) == ([], [])
-    (found,), _ = check(environment=environment, warm_start=WarmStart(demonstration=lambda p, rng: ["1", 2]))
+    changes = {"environment": Talk(Step(done=True)), "tokenizer": CHAT}
+    assert check(**changes, warm_start=WarmStart(demonstration=lambda p, rng: ["1", "2"])) == ([], [])
+    (found,), _ = check(**changes, warm_start=WarmStart(demonstration=lambda p, rng: ["1", 2]))
     assert "wanted a text or a sequence of texts, got ['1', 2]" in found
 
 
@@ -257,3 +268,158 @@ def test_a_run_calls_the_reward_before_the_warm_start(tmp_path):
     with pytest.raises(UserError, match=r"^reward: test_first_calls\.nothing: wanted a number"):
         loop.train(replace(experiment, reward=nothing), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def wrong_is_none(problem, completion):
+    return 1.0 if completion == problem.answer else None
+
+
+def lookup(problem, completion):
+    return problem.metadata["target"]
+
+
+def first_digit(problem, completion):
+    return re.match(r"\d", completion).group() == problem.answer[0]
+
+
+def misspelled(problem, completion):
+    return 1.0 if completion else scores(problem)  # noqa: F821
+
+
+def of_trl(completions, answer, **others):
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def list_of_trl(prompts, completions, **others):
+    return [1.0 for _ in completions]
+
+
+def always_three(problems, completions):
+    return [1.0, 1.0, 1.0]
+
+
+def always_one(problems, completions):
+    return [1.0]
+
+
+CALLED = "; a reward is called as reward(problem, completion), for one completion"
+
+
+@pytest.mark.parametrize(
+    ("reward", "start", "end"),
+    [
+        (wrong_is_none, NUMBERS, ""),
+        (lookup, "KeyError: 'target' (", CALLED),
+        (misspelled, "NameError: name 'scores' is not defined (", " and the completion ''"),
+        (of_trl, "TypeError: 'Problem' object is not iterable (", CALLED),
+        (list_of_trl, "wanted a number, a tuple or a mapping of numbers, got [1.0, ", ""),
+        (Batched(always_three), "wanted a value for each of 1 completions, got 3", ""),
+        (Batched(always_one), "wanted a value for each of 3 completions, got 1", ""),
+        (partial(guard, reward=wrong_is_none), "no number: wanted a number, ", ""),
+        (partial(guard, reward=lookup), "raised: KeyError: 'target' (", CALLED),
+        (partial(guard, reward=lambda problem, completion: 1.0), "reward: wanted a function that can be pickled", ""),
+        (partial(guard, reward=partial(weighted_sum, rewards={"a": lookup})), "raised: KeyError: 'target' (", CALLED),
+    ],
+)
+def test_a_reward_that_is_broken_is_one_error(reward, start, end):
+    (found,), notes = check(reward=reward)
+    name = found.split(": ")[1]
+    assert found.startswith(f"reward: {name}: {start}") and found.endswith(end) and not notes
+    assert name.startswith("test_first_calls.")
+
+
+def test_a_mistake_for_some_completions_is_a_warning():
+    found, (note,) = check(reward=first_digit)
+    assert not found and "AttributeError: 'NoneType'" in note and note.endswith(" and the completion ''")
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (
+            partial(http.reward, url="file:///etc/passwd"),
+            "url: wanted a URL of http or https, got 'file:///etc/passwd'",
+        ),
+        (partial(http.reward, url="http://[::1"), "url: wanted a URL of http or https, got 'http://[::1'"),
+        (
+            partial(http.reward, url="http://127.0.0.1:9/", token_variable="NOT_SET_ANYWHERE"),
+            "token_variable: wanted the environment variable NOT_SET_ANYWHERE, it is not set",
+        ),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda reward: reward, lambda reward: partial(combine, rewards={"judge": reward})])
+def test_a_judge_that_cannot_be_asked_is_one_error(reward, said, wrap):
+    assert check(reward=wrap(reward)) == ([f"reward: gspax.rewards.http.reward: {said}"], [])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda reward: {"reward": reward},
+        lambda reward: {"reward": partial(weighted_sum, rewards={"answer": reward})},
+        lambda reward: {"reward": partial(guard, reward=reward)},
+        lambda reward: {"reward": partial(reward_answer, reward=partial(combine, rewards={"answer": reward}))},
+        lambda reward: {"reward": partial(own_composition, reward=reward)},
+        lambda reward: {"evaluation": Evaluation(tasks=(replace(TASK, reward=reward),))},
+    ],
+)
+@pytest.mark.parametrize("reward", [math.reward, partial(math.reward, form="boxed"), tasks.reward_math])
+def test_a_missing_package_is_one_error(wrap, reward, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (found,), _ = check(**wrap(reward))
+    assert "_math: wanted the package math-verify" in found or "math.reward: wanted the package math-verify" in found
+    assert "pip install" in found
+
+
+def own_composition(problem, completion, *, reward):
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Silent(CharTokenizer):
+    """A tokenizer that gives no text back."""
+
+    def decode(self, ids):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"sampling": replace(experiment.sampling, max_prompt_tokens=2)},
+            "data: training prompts: 32 of 32 have more than sampling.max_prompt_tokens=2 tokens (3 to 4)",
+        ),
+        (
+            {"tokenizer": CharTokenizer("012345678=")},
+            "data: training prompts: 5 of 32 cannot be encoded: ValueError: character '9' of ",
+        ),
+        ({"tokenizer": CharTokenizer("abc")}, "data: held-out prompts: 16 of 16 cannot be encoded: ValueError: "),
+        ({"tokenizer": Silent(experiment.tokenizer.alphabet)}, "tokenizer: wanted a text from decode, got None"),
+        (
+            {"warm_start": replace(experiment.warm_start, demonstration=lambda problem, rng: "123456789")},
+            "warm_start: prompts with demonstrations: 48 of 48 have more than sampling.max_prompt_tokens + max_tok",
+        ),
+        (
+            {"warm_start": replace(experiment.warm_start, demonstration=lambda problem, rng: "a")},
+            "warm_start: prompts with demonstrations: 48 of 48 cannot be encoded: ValueError: character 'a' of 'a' is",
+        ),
+        (
+            {"evaluation": Evaluation(tasks=(replace(TASK, reward=one, max_prompt_tokens=2),))},
+            "evaluation.tasks[0]: prompts: 2 of 2 have more than evaluation.tasks[0].max_prompt_tokens=2 tokens (3)",
+        ),
+    ],
+)
+def test_the_first_prompts_are_encoded(changes, said):
+    found, notes = check(reward=one, **changes)
+    matches = [sentence for sentence in [*found, *notes] if sentence.startswith(said)]
+    assert matches, (found, notes)
+    assert all("skipped" in note for note in notes)
+
+
+def test_warnings_of_a_dry_run_come_last(tmp_path, capfd):
+    text = FILE.read_text().replace("return right / max(", "return right / re.match(r'.', completion).end() / max(")
+    (tmp_path / "exp.py").write_text(text.replace("from typing", "import re\nfrom typing", 1))
+    assert main.main(["train", str(tmp_path / "exp.py"), "--dry-run"]) == 0
+    shown = capfd.readouterr()
+    assert shown.err.count("warning: reward: experiment_file.share_right: AttributeError") == 1

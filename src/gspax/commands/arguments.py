@@ -137,12 +137,15 @@ def load_experiment(
         wrong.append("warm_start: wanted a WarmStart for `gspax sft`, got None")
     if wrong:
         raise UserError("\n".join(wrong))
-    for sentence in experiments.warnings(experiment):
-        warn(sentence)
-    if dry_run:
-        check_calls(experiment, warn)
-        keys = [override_key(assignment) for assignment in options.overrides]
-        print(plan.render(plan.plan(experiment, devices or 1, overridden=keys)))
+    notes = experiments.warnings(experiment)
+    try:
+        if dry_run:
+            check_calls(experiment, notes.append)
+            keys = [override_key(assignment) for assignment in options.overrides]
+            print(plan.render(plan.plan(experiment, devices or 1, overridden=keys)), flush=True)
+    finally:
+        for sentence in notes:  # after what a dry run prints, whose first lines scroll away
+            warn(sentence)
     return experiment
 
 

@@ -20,7 +20,8 @@ from gspax.errors import UserError
 from gspax.storage.buckets import to_path
 
 if TYPE_CHECKING:
-    from gspax.config import Task
+    from gspax.config import Evaluation, Task
+    from gspax.config.protocols import DataSource, Environment, Reward
     from gspax.evaluation.tasks import Settings
 
 # options that are fields of a task
@@ -80,6 +81,7 @@ def execute(options: argparse.Namespace) -> int:
         tasks = find_tasks(options.tasks, experiment.evaluation.tasks, settings)
         experiment = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, tasks=tasks))
         check(experiment)
+    _require_needs(experiment.environment, experiment.reward, experiment.data, experiment.evaluation)
     processes.join("eval", options, experiment)
     from gspax.evaluation.checkpoint import evaluate_run
 
@@ -98,11 +100,20 @@ def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
     experiment = make_experiment(hf(options.source), find_tokenizer(options.source), tasks)
     experiment = override(experiment, options.overrides)
     check(experiment)
+    _require_needs(experiment.environment, experiment.reward, experiment.data, experiment.evaluation)
     require_possible(options.workdir)
     options.workdir.mkdir(parents=True, exist_ok=True)
     processes.join("eval", options, experiment)
     evaluate_published(experiment, options.workdir)
     return 0
+
+
+def _require_needs(environment: Environment | None, reward: Reward, data: DataSource, evaluation: Evaluation) -> None:
+    """UserError unless what the rewards need is there, before a checkpoint is read."""
+    from gspax.experiment.validation.first_calls import missing_needs
+
+    if missing := list(missing_needs(environment, reward, data, evaluation)):
+        raise UserError("\n".join(missing))
 
 
 def find_tasks(names: str, known: Sequence[Task], settings: Settings) -> tuple[Task, ...]:

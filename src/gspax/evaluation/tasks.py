@@ -28,7 +28,7 @@ from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import BadRows, JsonLines, Parquet, Table, hugging_face
 from gspax.errors import UserError, brief
 from gspax.rewards import answers, code, math, program_tests
-from gspax.rewards.calls import compares_answers, concurrent
+from gspax.rewards.calls import compares_answers, concurrent, needs
 from gspax.rewards.scores import Score
 
 StrPath = str | os.PathLike[str]
@@ -219,6 +219,7 @@ def is_between(row: Row, *, since: str = "", until: str = "") -> bool:
 
 
 @compares_answers
+@needs(math.find_missing_parser)
 @concurrent(8)
 def reward_math(problem: Problem, completion: str) -> Score:
     """`rewards.math.reward` of the text after the thinking."""
@@ -226,6 +227,7 @@ def reward_math(problem: Problem, completion: str) -> Score:
 
 
 @compares_answers
+@needs(code.find_missing_sandbox)
 @concurrent(8)
 def reward_program(
     problem: Problem, completion: str, *, allow_code_execution: bool = False, isolation: str = "bubblewrap"

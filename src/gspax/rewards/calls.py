@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from gspax.config import Grading
-from gspax.config.functions import is_gspax, unwrap
+from gspax.config.functions import is_gspax, keywords, title_of, unwrap
 from gspax.config.protocols import BatchReward, Problem
 from gspax.errors import UserError, describe_error, shorten
 
@@ -84,6 +84,20 @@ def require_answer(problem: Problem) -> str:
         prompt = shorten(repr(problem.prompt))
         raise UserError(f"reward: wanted problems with an answer (Problem.answer), got none for the prompt {prompt}")
     return problem.answer
+
+
+def needs(find_missing: Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
+    """Declare what a function needs beside gspax: a package, a program, a variable of the environment.
+
+    Args:
+      find_missing: says, from the function's keywords, what this machine or the setting lacks; empty if nothing.
+    """
+
+    def declare(function: F) -> F:
+        function.find_missing = find_missing  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 @dataclass(eq=False)
@@ -308,18 +322,18 @@ def inner_function(function: UserFunction) -> UserFunction:
     return unwrap(function.function if isinstance(function, Batched) else function)
 
 
-def _members(function: UserFunction) -> list[UserFunction]:
+def members(function: UserFunction) -> list[UserFunction]:
     """The rewards in the keywords `reward` and `rewards` of a composition."""
-    keywords = function.keywords if isinstance(function, functools.partial) else {}
-    several = keywords.get("rewards")
-    one = [keywords["reward"]] if "reward" in keywords else []
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    several = bound.get("rewards")
+    one = [bound["reward"]] if "reward" in bound else []
     return [*one, *(several.values() if isinstance(several, Mapping) else ())]
 
 
 def _declared(function: UserFunction, default: int) -> int:
     """The number of threads that may call a function at once."""
     declared = int(getattr(inner_function(function), "concurrency", default))
-    return declared or min((_declared(member, 1) for member in _members(function)), default=1)
+    return declared or min((_declared(member, 1) for member in members(function)), default=1)
 
 
 def _is_async(function: UserFunction) -> bool:
@@ -329,17 +343,23 @@ def _is_async(function: UserFunction) -> bool:
 
 
 def find_rewards(function: UserFunction) -> Iterator[UserFunction]:
-    """The rewards inside a composition of gspax, such as `weighted_sum`, or the function itself."""
-    if getattr(inner_function(function), "concurrency", None) == 0:
-        for member in _members(function):
-            yield from find_rewards(member)
-    else:
-        yield function
+    """A reward and the rewards inside it, if it is a composition such as `weighted_sum` or `guard`."""
+    yield function
+    for member in members(function):
+        yield from find_rewards(member)
+
+
+def find_missing(function: UserFunction) -> Iterator[str]:
+    """What this machine lacks for a function and for the rewards inside it, by what each of them `needs`."""
+    for each in find_rewards(function):
+        find = getattr(inner_function(each), "find_missing", None)
+        if find and (reason := find(keywords(each.function if isinstance(each, Batched) else each))):
+            yield f"{title_of(inner_function(each))}: {reason}"
 
 
 def find_async_members(function: UserFunction) -> Iterator[tuple[UserFunction, UserFunction]]:
     """Pairs of a composition of gspax and an async reward inside it, which it would not await."""
-    for member in _members(function) if is_gspax(function) else ():
+    for member in members(function) if is_gspax(function) else ():
         if _is_async(member):
             yield inner_function(function), inner_function(member)
         yield from find_async_members(member)

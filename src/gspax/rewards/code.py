@@ -14,13 +14,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from gspax.config.functions import keywords
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Failure, compares_answers, concurrent, require_answer
+from gspax.rewards.calls import Failure, compares_answers, concurrent, needs, require_answer
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
 from gspax.rewards.scores import FAILED, Grade, Score, Tally
 from gspax.rewards.workers.pool import Pool, shared
@@ -83,16 +83,16 @@ def _missing(isolation: str) -> str:
     return ""
 
 
-def find_missing_sandbox(function: Callable[..., object]) -> str:
-    """Why a reward or a tool cannot run programs here; empty if it can, or if it runs none."""
-    settings = keywords(function)
-    if settings.get("allow_code_execution") is False:
-        return NOT_ALLOWED
-    sandbox = settings.get("sandbox") or Sandbox(isolation=settings.get("isolation", "none"))
+def find_missing_sandbox(settings: Mapping[str, Any]) -> str:
+    """Why a reward or a tool with these keywords cannot run programs here; empty if it can."""
+    if (allowed := settings.get("allow_code_execution", True)) is not True:
+        return NOT_ALLOWED if allowed is False else f"{NOT_ALLOWED}, got {allowed!r}"
+    sandbox = settings.get("sandbox") or Sandbox(isolation=settings["isolation"])
     return _missing(sandbox.isolation)
 
 
 @compares_answers
+@needs(find_missing_sandbox)
 @concurrent(8)
 def reward(
     problem: Problem,
@@ -141,7 +141,7 @@ def grade(
     no valid tests. `allow_code_execution` and `failed` are as in `reward`; programs that have not started within
     `batch_timeout` seconds are late.
     """
-    if not allow_code_execution:
+    if allow_code_execution is not True:
         raise UserError(f"reward: {NOT_ALLOWED}")
     if len(answers) != len(completions):
         raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
@@ -165,7 +165,7 @@ def grade(
 
 def run_program(code: str, stdin: str = "", *, allow_code_execution: bool = False, sandbox: Sandbox = Sandbox()) -> Ran:
     """Run a program with this standard input. UserError unless `allow_code_execution` is True."""
-    if not allow_code_execution:
+    if allow_code_execution is not True:
         raise UserError("run_program: wanted allow_code_execution=True for a program that a model has written")
     return _run(sandbox.pool(), code, sandbox.limits, stdin)
 

@@ -15,13 +15,13 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import concurrent
+from gspax.rewards.calls import concurrent, needs
 
 REPEATED = (408, 425, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
 _PAUSE = 0.5  # seconds before the second attempt, give or take a half
@@ -50,6 +50,22 @@ def from_response(response: object) -> float | tuple[float, ...]:
     raise ValueError(f"wanted a JSON object with the number reward or the list rewards, got {str(response)[:200]}")
 
 
+def find_mistake(settings: Mapping[str, Any]) -> str:
+    """What keeps these keywords from asking a server; empty if nothing."""
+    url, variable, attempts = (settings[name] for name in ("url", "token_variable", "attempts"))
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except (ValueError, TypeError, AttributeError):  # no text, or a broken address
+        is_usable = False
+    if not is_usable:
+        return f"url: wanted a URL of http or https, got {url!r}"
+    if variable is not None and variable not in os.environ:
+        return f"token_variable: wanted the environment variable {variable}, it is not set"
+    return "" if attempts >= 1 else f"attempts: wanted at least 1, got {attempts}"
+
+
+@needs(find_mistake)
 @concurrent(16)
 def reward(
     problem: Problem,
@@ -82,10 +98,8 @@ def reward(
       RuntimeError: the server cannot be reached, refuses the request or redirects it; with its status and the start of
         its answer.
     """
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise UserError(f"reward.url: wanted a URL of http or https, got {url!r}")
-    if attempts < 1:
-        raise UserError(f"reward.attempts: wanted at least 1, got {attempts}")
+    if mistake := find_mistake({"url": url, "token_variable": token_variable, "attempts": attempts}):
+        raise UserError(f"reward.{mistake}")
     post = _make_request(url, request(problem, completion), token_variable)
     reason, asked = "", 0.0
     for attempt in range(attempts):
@@ -111,8 +125,6 @@ def reward(
 def _make_request(url: str, body: object, token_variable: str | None) -> urllib.request.Request:
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if token_variable is not None:
-        if token_variable not in os.environ:
-            raise UserError(f"reward.token_variable: wanted the environment variable {token_variable}, it is not set")
         headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
     return urllib.request.Request(url, json.dumps(body).encode(), headers)
 

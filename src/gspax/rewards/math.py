@@ -11,15 +11,16 @@ the metric `reward/failed` and toward `grading.max_failed`, which stops the run.
 
 from __future__ import annotations
 
+import importlib.util
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from gspax.config.ranges import Positive, PositiveInt
 from gspax.data.problem import Problem
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 from gspax.rewards.answers import compare, extract, join_digits, reference
-from gspax.rewards.calls import Failure, compares_answers, concurrent, require_answer
+from gspax.rewards.calls import Failure, compares_answers, concurrent, needs, require_answer
 from gspax.rewards.scores import Grade, Score, Tally
 from gspax.rewards.workers.pool import shared
 
@@ -29,6 +30,14 @@ counts = _tally.counts  # how many completions this process has graded, by outco
 
 
 @compares_answers
+def find_missing_parser(settings: Mapping[str, Any]) -> str:
+    """What this installation lacks to compare answers; empty if nothing."""
+    if importlib.util.find_spec("math_verify") is not None:
+        return ""
+    return f"wanted the package math-verify, it is not installed: {how_to_install('rewards')}"
+
+
+@needs(find_missing_parser)
 @concurrent(8)
 def reward(
     problem: Problem,

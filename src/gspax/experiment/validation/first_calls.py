@@ -1,27 +1,31 @@
 """Checks that call an experiment's own code with the first problems. Each message is one sentence.
 
 `first_problems` loads a problem of each split. `check_calls` calls the demonstration, the environment's `step`, and the
-rewards once each, as a dry run and the start of a run do. Rewards and environments of gspax are not called: their types
-are known, and they may contact a server or run programs.
+rewards, as a dry run and the start of a run do, and asks for what they need on this machine. Rewards and environments
+of gspax are not called: their types are known, and they may contact a server or run programs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from gspax.config import Evaluation, Experiment, WarmStart
-from gspax.config.functions import hints_of, is_gspax, title_of, unwrap
-from gspax.config.protocols import DataSource, Environment, Problem, Reward
+from gspax.config import Evaluation, Experiment, Grading, WarmStart
+from gspax.config.functions import hints_of, is_gspax, keywords, title_of, unwrap
+from gspax.config.protocols import Advantage, DataSource, Environment, Problem, Reward
 from gspax.data.problem import read_problem
 from gspax.errors import UserError, describe_error, shorten
 from gspax.experiment.validation.contracts import takes_rewards
-from gspax.rewards.calls import Calls, Failure, find_rewards, inner_function
-from gspax.rewards.code import find_missing_sandbox
+from gspax.experiment.validation.first_prompts import Texts, prompt_problems
+from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewards, inner_function, members
+from gspax.rewards.guard import guard
 from gspax.rewards.scores import Score, read_step, to_result
 
 _Reward = tuple[str, Reward, Callable[[int], Problem]]  # its key, and what loads a problem for it
@@ -69,87 +73,203 @@ def _check_reset(opening: object) -> object:
 
 
 class _Call(NamedTuple):
-    """A call of a user's function."""
+    """Calls of a user's function, one with each text."""
 
     key: str  # the field and the function, for a message
     function: Callable[..., object]
     subject: object  # a problem, or an environment's state
     problem: Problem
-    find_misfit: Callable[[object], str]  # what is wrong with a return value; empty if nothing is
+    texts: tuple[str, ...]
+    read: Callable[[object], str | Failure]  # what is wrong with a return value; empty if nothing is
+    advice: str = ""  # for a function that looks like one of another library
+
+
+# Exceptions that say more about a function than about what it was called with. Of the first three no text is the cause.
+_ALWAYS_BUGS = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError")
+_BUGS = (*_ALWAYS_BUGS, "AttributeError", "KeyError", "TypeError")
+_RAISED = re.compile(r"(?:raised: )?(\w*)")  # as `describe_error` begins, also by way of `guard`
 
 
 def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
-    """Check that functions return what `gspax.config.protocols` says, and that programs of the model can run.
+    """Check that functions return what `gspax.config.protocols` says, and that what they need is there.
 
-    A reward judges the problem's answer. A call that raises or is late need not break the contract: a server may be
-    down, and the answer alone may be no completion that the function understands.
+    A reward judges the problem's answer, another answer, and the empty text. A call that is late or raises need not
+    break the contract: a server may be down, and the answer alone may be no completion that the function understands.
+    A function that raises `_BUGS` whatever it is given is broken.
 
     Args:
       experiment: a valid one.
-      warn: gets one sentence for each call that raises or is late.
+      warn: gets one sentence for each function that raises or is late.
 
     Raises:
-      UserError: one sentence for each function that breaks its contract.
+      UserError: one sentence for each function that breaks its contract, or lacks what it needs.
     """
-    environment, advantage, sampling = experiment.environment, experiment.advantage, experiment.sampling
-    rewards: list[_Reward] = [("reward", experiment.reward, experiment.data.train)]
-    for i, task in enumerate(experiment.evaluation.tasks):
-        rewards.append((f"evaluation.tasks[{i}].reward", task.reward, task.data.heldout))
-
-    def check_count(count: int) -> str:
-        kl = experiment.reference and experiment.reference.reward
-        count += count > 1 and (experiment.length_reward is not None or kl is not None)  # the run adds one to several
-        shape = (sampling.prompts, sampling.group, *([count] if count > 1 else []))
-        masked = experiment.filter_overlong or experiment.turns.credit == "turn"
-        fits = takes_rewards(advantage, shape, masked=masked)
-        return "" if fits else f"wanted as many rewards as {title_of(advantage)} takes, got {count}"
-
+    environment, stage = experiment.environment, experiment.warm_start
     problem, state = _find_first(experiment.data.train, environment, TRIED)
-    problems, calls = [], []
-    if experiment.warm_start is not None:
+    tried = _texts(experiment.data.train, problem)
+    calls = []
+    if stage is not None:
         check = _check_message if environment is None else _check_messages
-        calls.append(_demonstration_call(experiment.warm_start, problem, experiment.seed, check))
+        calls.append(_demonstration_call(stage, problem, experiment.seed, check))
     if environment is not None and not is_gspax(type(environment)):
-        key = f"environment: {title_of(environment.step)}"
-        calls.append(_Call(key, environment.step, state, problem, _check_step))
+        key, step = f"environment: {title_of(environment.step)}", environment.step
+        calls.append(_Call(key, step, state, problem, tried, _check_step))
+    kl = experiment.reference and experiment.reference.reward
+    check_count = partial(
+        _check_count,
+        advantage=experiment.advantage,
+        shape=(experiment.sampling.prompts, experiment.sampling.group),
+        adds=experiment.length_reward is not None or kl is not None,
+        masked=experiment.filter_overlong or experiment.turns.credit == "turn",
+    )
+    rewards = _rewards(experiment.reward, experiment.data, experiment.evaluation)
     calls += _reward_calls(rewards, check_count)
+    problems = list(missing_needs(environment, experiment.reward, experiment.data, experiment.evaluation))
     for call in calls:
-        text = "" if call.problem.answer is None else str(call.problem.answer)
-        with Calls[str | Failure](call.function, experiment.grading, read=call.find_misfit, fail=Failure) as trial:
-            result = trial.submit([call.subject], [text])[0].result()
-        where = f" for the prompt {shorten(repr(call.problem.prompt))} and the answer {shorten(repr(text))}"
-        if isinstance(result, Failure):
-            warn(f"{call.key}: {result.reason}{where}")
-        elif result:
-            problems.append(f"{call.key}: {result}{where}")
+        problems += _try(call, experiment.grading, warn)
     if is_gspax(experiment.reward) and hints_of(unwrap(experiment.reward)).get("return") in (float, Score):
         problems += [f"reward: {title_of(experiment.reward)}: {reason}" for reason in [check_count(1)] if reason]
-    functions = [("environment", tool.run) for tool in getattr(environment, "tools", ())]
-    functions += [(key, member) for key, reward, _ in rewards for member in find_rewards(reward)]
-    problems += [f"{key}: {reason}" for key, function in functions if (reason := find_missing_sandbox(function))]
     problems += _missing_answers(rewards)
+    sampling, steps, size = experiment.sampling, experiment.schedule.steps, experiment.model.vocab_size
+    texts = Texts(
+        experiment.data, environment, experiment.tokenizer, size, sampling, steps, experiment.evaluation, stage
+    )
+    problems += prompt_problems(texts, warn)
     if problems:
         raise UserError("\n".join(problems))
 
 
-def _demonstration_call(stage: WarmStart, problem: Problem, seed: int, find_misfit: Callable[[object], str]) -> _Call:
+def missing_needs(
+    environment: Environment | None, reward: Reward, data: DataSource, evaluation: Evaluation
+) -> Iterator[str]:
+    """One sentence for each package, program, or setting that a reward or a tool needs and that is not there."""
+    functions = [("environment", tool.run) for tool in getattr(environment, "tools", ())]
+    functions += [(key, reward) for key, reward, _ in _rewards(reward, data, evaluation)]
+    yield from (f"{key}: {reason}" for key, function in functions for reason in find_missing(function))
+
+
+def _rewards(reward: Reward, data: DataSource, evaluation: Evaluation) -> list[_Reward]:
+    tasks = enumerate(evaluation.tasks)
+    of_tasks = [(f"evaluation.tasks[{i}].reward", task.reward, task.data.heldout) for i, task in tasks]
+    return [("reward", reward, data.train), *of_tasks]
+
+
+def _check_count(count: int, *, advantage: Advantage, shape: tuple[int, int], adds: bool, masked: bool) -> str:
+    """The reason why the advantage does not take so many rewards; empty if it does."""
+    count += count > 1 and adds  # the run adds one to several
+    fits = takes_rewards(advantage, (*shape, count) if count > 1 else shape, masked=masked)
+    return "" if fits else f"wanted as many rewards as {title_of(advantage)} takes, got {count}"
+
+
+def _try(call: _Call, grading: Grading, warn: Callable[[str], None]) -> Iterator[str]:
+    """Make the calls; one sentence if the function breaks its contract or always raises, a warning if it fails once."""
+    failures = dict[str, str]()  # by text
+    with Calls[str | Failure](call.function, grading, read=call.read, fail=Failure) as trial:
+        batches: list[tuple[str, ...]] = [(text,) for text in call.texts]
+        if isinstance(call.function, Batched) and len(call.texts) > 1:
+            batches.insert(0, call.texts)  # the number of values must follow that of the completions
+        for batch in batches:
+            try:
+                results = [future.result() for future in trial.submit([_copy(call.subject) for _ in batch], batch)]
+            except UserError as error:
+                yield f"{call.key}: {error}{_where(call, batch[0])}"
+                return
+            for text, result in zip(batch, results, strict=True):
+                if reason := _broken(result):
+                    yield f"{call.key}: {reason}{_where(call, text)}"
+                    return
+                if isinstance(result, Failure):
+                    failures.setdefault(text, result.reason)
+            if failures and not all(_is_bug(reason) for reason in failures.values()):
+                break  # a server may be down: it is not asked again
+    for text, reason in itertools.islice(failures.items(), 1):
+        sentence = f"{call.key}: {reason}{_where(call, text)}"
+        if len(failures) == len(call.texts) and all(map(_is_bug, failures.values())):
+            yield f"{sentence}{call.advice}"
+        else:
+            warn(sentence)
+
+
+def _copy(subject: object) -> object:
+    """A subject that a call may change."""
+    try:
+        return copy.deepcopy(subject)
+    except Exception:  # it holds what cannot be copied
+        return subject
+
+
+def _broken(result: str | Failure) -> str:
+    """Why a function cannot be what was wanted, whatever its other calls give; empty if it may be."""
+    if not isinstance(result, Failure):
+        return result
+    is_contract = result.reason.removeprefix("no number: ").startswith("wanted ")  # of a batch, or inside `guard`
+    return result.reason if is_contract or _kind(result.reason) in _ALWAYS_BUGS else ""
+
+
+def _is_bug(reason: str) -> bool:
+    return _kind(reason) in _BUGS
+
+
+def _kind(reason: str) -> str:
+    """The type of the exception that a reason begins with, or another word."""
+    return "".join(_RAISED.findall(reason)[:1])
+
+
+def _where(call: _Call, text: str) -> str:
+    return f" for the prompt {shorten(repr(call.problem.prompt))} and the completion {shorten(repr(text))}"
+
+
+def _texts(load: Callable[[int], Problem], problem: Problem) -> tuple[str, ...]:
+    """Completions to try: the problem's answer, that of another problem, and none."""
+    own, others = _answer(problem), []
+    for index in range(TRIED):
+        with contextlib.suppress(UserError):
+            others.append(_answer(read_problem(load, index)))
+    return tuple(dict.fromkeys([own, next((other for other in others if other != own), f"{own}?"), ""]))
+
+
+def _answer(problem: Problem) -> str:
+    return "" if problem.answer is None else str(problem.answer)
+
+
+def _demonstration_call(
+    stage: WarmStart, problem: Problem, seed: int, read: Callable[[object], str | Failure]
+) -> _Call:
     demonstrate, rng = stage.demonstration, np.random.default_rng((seed, 0))
     key = f"warm_start.demonstration: {title_of(demonstrate)}"
-    return _Call(key, lambda problem, _: demonstrate(problem, rng), problem, problem, find_misfit)
+    return _Call(key, lambda problem, _: demonstrate(problem, rng), problem, problem, (_answer(problem),), read)
+
+
+_CALLED = "; a reward is called as reward(problem, completion), for one completion"
 
 
 def _reward_calls(rewards: Sequence[_Reward], check_count: Callable[[int], str]) -> Iterator[_Call]:
     """The calls of a user's own rewards, alone and in compositions. The rewards of a run are counted as a whole."""
     for key, reward, load in rewards:
-        members = [member for member in find_rewards(reward) if not is_gspax(inner_function(member))]
-        if not members:
+        own, whole = list(_own_rewards(reward)), reward
+        while unwrap(whole) is guard and (inside := members(whole)):
+            whole = inside[0]
+        if not own:
             continue
         with contextlib.suppress(UserError):  # a task may have no such problem
             problem, _ = _find_first(load, None, TRIED)
-            for member in members:
-                is_whole = key == "reward" and member is reward
-                check = partial(_check_reward, check_count=check_count if is_whole else None)
-                yield _Call(f"{key}: {title_of(inner_function(member))}", member, problem, problem, check)
+            texts = _texts(load, problem)
+            for inner, member in own:
+                is_whole = key == "reward" and inner is whole
+                read = partial(_check_reward, check_count=check_count if is_whole else None)
+                title = f"{key}: {title_of(inner_function(inner))}"
+                yield _Call(title, member, problem, problem, texts, read, _CALLED)
+
+
+def _own_rewards(reward: Reward) -> Iterator[tuple[Reward, Reward]]:
+    """A user's own rewards in a composition of gspax, and what to call: `guard` calls them in its worker."""
+    if not is_gspax(inner_function(reward)):
+        yield reward, reward
+        return
+    for member in members(reward):
+        for inner, called in _own_rewards(member):
+            settings = {**keywords(reward), "reward": called}
+            yield inner, partial(guard, **settings) if unwrap(reward) is guard else called
 
 
 def _missing_answers(rewards: Sequence[_Reward]) -> Iterator[str]:
@@ -176,8 +296,10 @@ def _check_step(value: object) -> str:
     return step.reason if isinstance(step, Failure) else ""
 
 
-def _check_reward(value: object, *, check_count: Callable[[int], str] | None) -> str:
+def _check_reward(value: object, *, check_count: Callable[[int], str] | None) -> str | Failure:
     result = to_result(value)
     if not result.rewards:
-        return result.error
+        return result.error + (_CALLED if isinstance(value, list) else "")
+    if result.error:
+        return Failure(result.error)
     return "" if check_count is None else check_count(len(result.rewards))

@@ -21,7 +21,7 @@ import verifiers.v1 as vf
 
 from gspax.config.protocols import DataSource, Environment, Message, Problem, Reward
 from gspax.rewards.calls import Batched, Failure
-from gspax.rewards.scores import read_step, to_result
+from gspax.rewards.scores import Result, read_step, to_result
 
 _TOOLS = """You may call functions. Their signatures are
 <tools>
@@ -53,14 +53,7 @@ def offer(
     class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @vf.reward
         async def reward(self, task: Any, trace: Any) -> Any:
-            result = to_result(await _grade(reward, data.train(task.idx), trace.last_reply))
-            if not result.rewards:
-                raise ValueError(f"reward: {result.error}")
-            if result.names or len(result.rewards) > 1:
-                names = result.names or [f"reward_{number}" for number in range(len(result.rewards))]
-                return dict(zip(names, result.rewards, strict=True))
-            trace.record_metrics(dict(result.parts))
-            return result.rewards[0]
+            return _record(to_result(await _grade(reward, data.train(task.idx), trace.last_reply)), trace)
 
     class Tasks(vf.Taskset[Task, vf.TasksetConfig]):
         def load(self) -> Iterator[Task]:
@@ -96,6 +89,17 @@ def offer(
             talk.trace.record_metrics(metrics)
 
     return Tasks, Conversation
+
+
+def _record(result: Result, trace: Any) -> float | dict[str, float]:
+    """The rewards as verifiers takes them; the parts of a single one become metrics. ValueError if there are none."""
+    if not result.rewards:
+        raise ValueError(f"reward: {result.error}")
+    if result.names or len(result.rewards) > 1:
+        names = result.names or [f"reward_{number}" for number in range(len(result.rewards))]
+        return dict(zip(names, result.rewards, strict=True))
+    trace.record_metrics(dict(result.parts))
+    return result.rewards[0]
 
 
 async def _grade(reward: Reward, problem: Problem, completion: str) -> object:

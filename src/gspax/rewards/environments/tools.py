@@ -13,7 +13,8 @@ from fractions import Fraction
 from functools import partial
 
 from gspax.errors import UserError
-from gspax.rewards.code import Sandbox, run_program
+from gspax.rewards.calls import needs
+from gspax.rewards.code import Sandbox, find_missing_sandbox, run_program
 from gspax.rewards.environments.tool_use import Tool, ToolError
 from gspax.rewards.scores import FAILED
 
@@ -109,7 +110,7 @@ def python(*, allow_code_execution: bool = False, sandbox: Sandbox = _SANDBOX) -
     Raises:
       UserError: `allow_code_execution` is not True.
     """
-    if not allow_code_execution:
+    if allow_code_execution is not True:
         raise UserError("environment: wanted allow_code_execution=True for a tool that runs programs of a model")
     return Tool(
         name="python",
@@ -119,6 +120,7 @@ def python(*, allow_code_execution: bool = False, sandbox: Sandbox = _SANDBOX) -
     )
 
 
+@needs(find_missing_sandbox)
 def run_python(code: str, *, sandbox: Sandbox) -> str:
     """The output of a program. ToolError with the last line of its errors if it fails, or if it takes too long.
 

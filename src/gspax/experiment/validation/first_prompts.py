@@ -1,0 +1,156 @@
+"""Checks that encode the first prompts and demonstrations, as a run will do. Each message is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gspax.config import Evaluation, Sampling, WarmStart
+from gspax.config.protocols import DataSource, Environment, Problem, Tokenizer
+from gspax.data.problem import encode_prompt, read_problem
+from gspax.data.tokenizer import check_ids
+from gspax.errors import UserError, describe_error, shorten
+
+ENCODED = 64  # problems of each split
+STARTED = 8  # problems of each split with an environment, whose `reset` may take long
+
+
+_Encode = Callable[[Problem], list[int]]
+
+
+class Texts(NamedTuple):
+    """The parts of an texts that its texts and their tokens depend on."""
+
+    data: DataSource
+    environment: Environment | None
+    tokenizer: Tokenizer
+    vocab_size: int
+    sampling: Sampling
+    steps: int
+    evaluation: Evaluation
+    warm_start: WarmStart | None
+
+
+class _Split(NamedTuple):
+    """Texts that a run encodes."""
+
+    key: str  # of a message
+    encode: Callable[[int], int]  # the tokens of number `index`; raises if it cannot be used
+    tried: int  # how many are encoded
+    limit: int  # tokens
+    limit_key: str
+
+
+def prompt_problems(texts: Texts, warn: Callable[[str], None]) -> Iterator[str]:
+    """One sentence for each split whose first prompts all cannot be used; a warning if some cannot.
+
+    A prompt cannot be used if it is too long or cannot be encoded. Demonstrations are encoded too, and one prompt is
+    decoded.
+    """
+    for split in _splits(texts, _encoder(texts)):
+        yield from _check(split, warn)
+    yield from _decoded(texts, _encoder(texts))
+
+
+def _splits(texts: Texts, encode: _Encode) -> Iterator[_Split]:
+    sampling, data, evaluation = texts.sampling, texts.data, texts.evaluation
+    most, stage = (ENCODED if texts.environment is None else STARTED), texts.warm_start
+
+    def of(load: Callable[[int], Problem]) -> Callable[[int], int]:
+        return lambda index: len(encode(read_problem(load, index)))
+
+    key, limit = "sampling.max_prompt_tokens", sampling.max_prompt_tokens
+    problems = min(most, sampling.prompts * texts.steps)
+    yield _Split("data: training prompts", of(data.train), problems, limit, key)
+    yield _Split("data: held-out prompts", of(data.heldout), min(most, evaluation.problems), limit, key)
+    for i, task in enumerate(evaluation.tasks):
+        name, own = f"evaluation.tasks[{i}]", task.max_prompt_tokens
+        count = min(most, task.problems or getattr(task.data, "heldout_count", 1))
+        own_key = f"{name}.max_prompt_tokens" if own else key
+        yield _Split(f"{name}: prompts", of(task.data.heldout), count, own or limit, own_key)
+    if stage is not None:
+        key, limit = "sampling.max_prompt_tokens + max_tokens", limit + sampling.max_tokens
+        count = min(most, stage.rows * stage.steps)
+        yield _Split("warm_start: prompts with demonstrations", _demonstration(texts, encode), count, limit, key)
+
+
+def _encoder(texts: Texts) -> _Encode:
+    """The tokens of a problem's prompt, or of the first messages of its conversation. UserError if there are none."""
+    environment, tokenizer = texts.environment, texts.tokenizer
+
+    def encode(problem: Problem) -> list[int]:
+        if environment is None:
+            tokens = list(encode_prompt(tokenizer, problem))
+        else:
+            chat: Any = tokenizer  # has the methods of a `ConversationTokenizer`
+            schemas = getattr(environment, "schemas", None)
+            messages = list(environment.reset(problem)[1])
+            tokens = list(chat.encode_chat(messages, schemas() if schemas is not None else ()))
+        check_ids(tokens, texts.vocab_size, problem.prompt)
+        if not tokens:
+            raise UserError(f"wanted at least one token, got none for the prompt {shorten(repr(problem.prompt))}")
+        return tokens
+
+    return encode
+
+
+def _demonstration(texts: Texts, encode: _Encode) -> Callable[[int], int]:
+    """The tokens of a prompt and the messages of its demonstration; the replies of an environment are left out."""
+    stage = texts.warm_start
+    assert stage is not None
+    chat: Any = texts.tokenizer  # encodes completions, as `tokenizer_problems` has checked
+
+    def count(index: int) -> int:
+        problem = read_problem(texts.data.train, index)
+        try:
+            shown = stage.demonstration(problem, np.random.default_rng((0, index)))
+            messages = [shown] if isinstance(shown, str) else [*shown]
+        except Exception:  # `check_calls` tells it
+            return 0
+        turns = [chat.encode_completion(message) for message in messages if isinstance(message, str)]
+        for turn, message in zip(turns, messages, strict=False):
+            check_ids(turn, texts.vocab_size, str(message))
+        return len(encode(problem)) + sum(len(turn) + 1 for turn in turns)  # each with its stop token
+
+    return count
+
+
+def _check(split: _Split, warn: Callable[[str], None]) -> Iterator[str]:
+    """One sentence if none of the first texts can be used, a warning if some cannot."""
+    reasons, long = [], []
+    for index in range(split.tried):
+        try:
+            tokens = split.encode(index)
+        except Exception as error:  # by a user's tokenizer, source or environment
+            reasons.append(str(error) if isinstance(error, UserError) else describe_error(error))
+        else:
+            long += [tokens] if tokens > split.limit else []
+    sentences = []
+    if long:
+        lengths = f"{min(long)} to {max(long)}" if min(long) < max(long) else str(max(long))
+        limit = f"{split.limit_key}={split.limit}"
+        sentences.append(f"{split.key}: {len(long)} of {split.tried} have more than {limit} tokens ({lengths})")
+    if reasons:
+        sentences.append(f"{split.key}: {len(reasons)} of {split.tried} cannot be encoded: {shorten(reasons[0])}")
+    if len(long) + len(reasons) == split.tried:
+        yield from sentences
+    else:
+        for sentence in sentences:
+            warn(f"{sentence}; they are skipped")
+
+
+def _decoded(texts: Texts, encode: _Encode) -> Iterator[str]:
+    """One sentence if the tokenizer does not give back a text."""
+    try:
+        tokens = encode(read_problem(texts.data.train, 0))
+    except Exception:  # told above
+        return
+    try:
+        text = texts.tokenizer.decode(tokens)
+    except Exception as error:
+        yield f"tokenizer: decode raised {describe_error(error)} for {len(tokens)} ids of a prompt"
+        return
+    if not isinstance(text, str):
+        yield f"tokenizer: wanted a text from decode, got {shorten(repr(text))}"
