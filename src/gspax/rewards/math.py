@@ -29,7 +29,6 @@ _tally = Tally()
 counts = _tally.counts  # how many completions this process has graded, by outcome
 
 
-@compares_answers
 def find_missing_parser(settings: Mapping[str, Any]) -> str:
     """What this installation lacks to compare answers; empty if nothing."""
     if importlib.util.find_spec("math_verify") is not None:
@@ -37,6 +36,7 @@ def find_missing_parser(settings: Mapping[str, Any]) -> str:
     return f"wanted the package math-verify, it is not installed: {how_to_install('rewards')}"
 
 
+@compares_answers
 @needs(find_missing_parser)
 @concurrent(8)
 def reward(
