@@ -493,11 +493,11 @@ BUDGETS = {  # the commands of experiments/benchmarks/README.md, and the bytes o
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("file", "topology", "axes", "sampling", "budget"),
-    [pytest.param(*case, id=name, marks=[] if name == "v5e" else pytest.mark.slow) for name, case in BUDGETS.items()],
+    ("file", "topology", "axes", "sampling", "budget"), [pytest.param(*case, id=name) for name, case in BUDGETS.items()]
 )
 def test_an_update_of_a_30b_model_stays_within_its_memory_budget(file, topology, axes, sampling, budget):
     """Rows of 2,048 tokens, one on each device, on v5e; of 4,096 tokens, two on each, on v5p."""
