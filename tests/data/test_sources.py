@@ -250,7 +250,9 @@ def test_filters_that_drop_everything_are_named(source):
 
 def test_a_missing_file_is_one_error(tmp_path):
     source = data.jsonl(tmp_path / "none.jsonl")
-    assert list(opening_problems(source, None)) == [f"{tmp_path}/none.jsonl: cannot be read: No such file or directory"]
+    assert list(opening_problems(source, None)) == [
+        f"data.train_rows.paths: {tmp_path}/none.jsonl: cannot be read: No such file or directory"
+    ]
 
 
 def test_a_file_that_changes_during_use_is_an_error(source, file):

@@ -308,15 +308,21 @@ class Endless:
 @pytest.mark.parametrize(
     ("tasks", "sentence"),
     [
-        ((TASK, TASK), "evaluation.tasks[1].name: wanted a name that no other task has, got 'parity'"),
-        ((replace(TASK, samples=0),), "evaluation.tasks[0].samples: wanted at least 1, got 0"),
-        ((replace(TASK, temperature=-1.0),), "evaluation.tasks[0].temperature: wanted 0, or 0.001 to 1000, got -1.0"),
-        ((replace(TASK, name="a/b"),), "evaluation.tasks[0].name: wanted letters, digits, "),
-        ((replace(TASK, reward=vote),), "evaluation.tasks[0].reward: wanted a function of (problem, completion), "),
-        ((replace(TASK, vote=parity),), "evaluation.tasks[0].vote: wanted a function of (completion), "),
-        ((replace(TASK, data=3),), "evaluation.tasks[0].data: wanted an object with heldout, got int"),
-        ((replace(TASK, data=Endless()),), "evaluation.tasks[0].problems: wanted a number, because Endless has no "),
-        ((replace(TASK, max_tokens=505),), "evaluation.tasks[0].max_tokens: wanted prompt and completion within "),
+        ((TASK, TASK), "evaluation.tasks.1.name: wanted a name that no other task has, got 'parity'"),
+        ((replace(TASK, samples=0),), "evaluation.tasks.parity.samples: wanted at least 1, got 0"),
+        (
+            (replace(TASK, temperature=-1.0),),
+            "evaluation.tasks.parity.temperature: wanted 0, or 0.001 to 1000, got -1.0",
+        ),
+        ((replace(TASK, name="a/b"),), "evaluation.tasks.0.name: wanted letters, digits, "),
+        ((replace(TASK, reward=vote),), "evaluation.tasks.parity.reward: wanted a function of (problem, completion), "),
+        ((replace(TASK, vote=parity),), "evaluation.tasks.parity.vote: wanted a function of (completion), "),
+        ((replace(TASK, data=3),), "evaluation.tasks.parity.data: wanted an object with heldout, got int"),
+        (
+            (replace(TASK, data=Endless()),),
+            "evaluation.tasks.parity.problems: wanted a number, because Endless has no ",
+        ),
+        ((replace(TASK, max_tokens=505),), "evaluation.tasks.parity.max_tokens: wanted prompt and completion within "),
         ((3,), "evaluation.tasks: wanted a tuple of Tasks, got (3,)"),
     ],
 )

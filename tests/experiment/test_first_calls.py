@@ -101,7 +101,10 @@ NUMBERS = "wanted a number, a tuple or a mapping of numbers, got None"
             {"reward": two, "advantage": partial(advantages.gdpo, weights=(1.0, 1.0, 1.0))},
             "reward: test_first_calls.two: wanted as many rewards as gspax.advantages.gdpo takes, got 2",
         ),
-        ({"evaluation": Evaluation(tasks=(TASK,))}, f"evaluation.tasks[0].reward: test_first_calls.nothing: {NUMBERS}"),
+        (
+            {"evaluation": Evaluation(tasks=(TASK,))},
+            f"evaluation.tasks.own.reward: test_first_calls.nothing: {NUMBERS}",
+        ),
         (
             {"warm_start": WarmStart(demonstration=lambda problem, rng: 3)},
             "warm_start.demonstration: test_first_calls.<lambda>: wanted a text without an environment, got 3 for the",
@@ -131,7 +134,7 @@ def test_a_problem_needs_an_answer_only_where_a_reward_compares_it(reward, name)
     assert found.startswith(f"reward: gspax.{name}: wanted problems with an answer, got none for '")
     task = Task(name="own", data=UNANSWERED, problems=2, reward=tasks.reward_math)
     (found,), _ = check(evaluation=Evaluation(tasks=(task,)))
-    assert found.startswith("evaluation.tasks[0].reward: gspax.evaluation.tasks.reward_math: wanted problems with an")
+    assert found.startswith("evaluation.tasks.own.reward: gspax.evaluation.tasks.reward_math: wanted problems with an")
     with pytest.raises(UserError, match="wanted problems with an answer"):
         reward(Problem("Write a poem."), "\\boxed{3}")
 
@@ -406,7 +409,7 @@ class Silent(CharTokenizer):
         ),
         (
             {"evaluation": Evaluation(tasks=(replace(TASK, reward=one, max_prompt_tokens=2),))},
-            "evaluation.tasks[0]: prompts: 2 of 2 have more than evaluation.tasks[0].max_prompt_tokens=2 tokens (3)",
+            "evaluation.tasks.own: prompts: 2 of 2 have more than evaluation.tasks[0].max_prompt_tokens=2 tokens (3)",
         ),
     ],
 )

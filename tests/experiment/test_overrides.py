@@ -1,5 +1,6 @@
 """Overrides `a.b=c`: what can be set, to which values, and the errors for the rest."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,17 @@ import pytest
 import stub_experiment
 
 from gspax import data, losses
-from gspax.config import Teacher, optimizers
+from gspax.config import Evaluation, Task, Teacher, optimizers
+from gspax.data.sources.tables import JsonLines
 from gspax.errors import UserError
+from gspax.evaluation import tasks
 from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.description import SOURCE
 from gspax.experiment.overrides import as_recorded, keys
 from gspax.losses import distill
 from gspax.model import presets
+from gspax.rewards import math
+from gspax.rewards.environments import ToolUse, calculator
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 
@@ -239,3 +244,65 @@ def test_a_keyword_that_the_runs_function_has_not_is_taken_away():
     optimizer = replace(EXPERIMENT.optimizer, transform=partial(optax.sgd, momentum=0.9))
     of_run = override(replace(EXPERIMENT, optimizer=optimizer), ["optimizer.transform=optax.sgd"])
     assert as_recorded(replace(EXPERIMENT, optimizer=optimizer), describe(of_run)).optimizer.transform is optax.sgd
+
+
+def has_answer(problem, *, shortest=1):
+    return None if len(problem.answer) >= shortest else "short"
+
+
+def rows_of(split):
+    return [{"prompt": f"{split} {n}", "answer": str(n)} for n in range(9)]
+
+
+def with_members(folder):
+    """An experiment whose checks, tools, and tasks are members of tuples."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of("test")))
+    table = JsonLines((str(folder / "rows.jsonl"),))
+    benchmark = tasks.Benchmark(table, data.Schema().read)
+    members = tuple(Task(name=name, data=benchmark, reward=math.reward) for name in ("sums", "products"))
+    return replace(
+        EXPERIMENT,
+        data=data.sequence(rows_of("train"), checks=(data.AnswerMatches("."), has_answer)),
+        evaluation=Evaluation(tasks=members),
+        environment=ToolUse((calculator(),)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("evaluation.tasks.products.samples", 4),
+        ("evaluation.tasks.products.temperature", 0.5),
+        ("environment.tools.calculator.description", "Adds."),
+        ("data.checks.0.pattern", "[0-9]"),
+        ("data.checks.1.shortest", 0),
+    ],
+)
+def test_a_member_of_a_tuple_has_its_name_or_its_number(key, value, tmp_path):
+    before = with_members(tmp_path)
+    after = override(before, [f"{key}={value}"])
+    assert flatten(describe(after))[key] == value
+    assert [line.partition(":")[0] for line in difference(describe(before), describe(after))] == [key]
+    assert describe(as_recorded(before, describe(after))) == describe(after)
+    assert validate(after) == validate(before)
+
+
+@pytest.mark.parametrize("written", ["evaluation.tasks[1].samples", "evaluation.tasks.1.samples"])
+def test_a_number_of_a_member_with_a_name_is_answered_with_the_name(written, tmp_path):
+    with pytest.raises(UserError) as caught:
+        override(with_members(tmp_path), [f"{written}=2"])
+    assert str(caught.value) == f"unknown key {written!r}; did you mean 'evaluation.tasks.products.samples'?"
+
+
+def test_a_missing_file_is_named_with_the_field_that_can_be_set(tmp_path):
+    experiment = with_members(tmp_path)
+    missing = replace(experiment, data=data.jsonl(tmp_path / "a.jsonl", heldout=tmp_path / "b.jsonl"))
+    keys = ("evaluation.tasks.sums.data.table.paths", "data.train_rows.paths", "data.heldout_rows.paths")
+    missing = override(missing, [f"{keys[0]}={tmp_path / 'c.jsonl'}"])
+    found = sorted(line for line in validate(missing) if "cannot be read" in line)
+    assert [line.split(": ")[0] for line in found] == sorted(keys)
+    mixed = replace(experiment, data=data.mixture((experiment.data, 1), (missing.data, 1)))
+    found = [line.split(": ")[0] for line in validate(mixed) if "cannot be read" in line]
+    assert found == ["data.sources.1.train_rows.paths", "data.sources.1.heldout_rows.paths"]
+    here = override(mixed, [f"{key}={tmp_path / 'rows.jsonl'}" for key in found])
+    assert not [line for line in validate(here) if "cannot be read" in line]

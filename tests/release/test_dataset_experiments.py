@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gspax import experiment as experiments
 from gspax.commands import main as program
 from gspax.run.record import read_rows
 
@@ -61,6 +62,26 @@ def test_a_dry_run_of_an_experiment_on_a_data_set(name, datasets, capsys):
         return
     assert code == 0
     assert re.search(r"together +[\d.]+ GiB", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["gsm8k_gspo", "code_gspo"])  # two files, and a folder
+def test_the_data_of_an_experiment_may_be_in_a_bucket(name, datasets, bucket, tmp_path, monkeypatch):
+    for file in tmp_path.rglob("*.jsonl"):
+        path = bucket[0] / "data" / file.relative_to(tmp_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.read_bytes())
+        file.unlink()
+    monkeypatch.setenv("GSPAX_DATA", f"{bucket[0]}/data")
+    assert experiments.validate(experiments.load(FOLDER / f"{name}.py"), 64) == []
+
+
+def test_a_path_of_a_task_is_a_field_as_that_of_the_data_is(datasets, tmp_path):
+    (tmp_path / "gsm8k").rename(tmp_path / "elsewhere")
+    experiment = experiments.load(FOLDER / "gsm8k_gspo.py")
+    keys = [sentence.partition(":")[0] for sentence in experiments.validate(experiment, 64)]
+    assert len(keys) == 3 and "evaluation.tasks.gsm8k.data.table.paths" in keys
+    found = [f"{key}=elsewhere/{'train' if 'train' in key else 'test'}.jsonl" for key in keys]
+    assert experiments.validate(experiments.override(experiment, found), 64) == []
 
 
 # Everything but the size is the pod's: data, chat template, tokenizer, reward, loss, tasks.

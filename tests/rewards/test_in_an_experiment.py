@@ -61,7 +61,7 @@ def test_an_async_reward_inside_another_one_is_refused(reward, composition):
     assert found == f"reward: {sentence} {__name__}.ask"
     task = Task(name="own", data=experiment.data, problems=2, reward=reward)
     (found,) = experiments.validate(replace(experiment, evaluation=Evaluation(tasks=(task,))))
-    assert found == f"evaluation.tasks[0].reward: {sentence} {__name__}.ask"
+    assert found == f"evaluation.tasks.own.reward: {sentence} {__name__}.ask"
     assert experiments.validate(replace(experiment, reward=ask)) == []
 
 

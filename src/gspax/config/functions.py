@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_PART_NAME = re.compile(r"[\w-]*[^\W\d][\w-]*")  # no dot, which separates keys, and not only digits
 
 T = TypeVar("T")
 Function: TypeAlias = Callable[..., object]
@@ -29,6 +32,33 @@ def is_record(value: object) -> TypeGuard[DataclassInstance]:
 def is_function(value: object) -> TypeGuard[Function]:
     """Whether `value` can be called and has a name of its own (a class does not count)."""
     return callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__")
+
+
+def has_parts(value: object) -> TypeGuard[Sequence[object]]:
+    """Whether `value` is a tuple or a list of records or functions, which have fields of their own."""
+    return (
+        type(value) in (tuple, list) and bool(value) and all(is_record(part) or _has_keywords(part) for part in value)
+    )
+
+
+def _has_keywords(value: object) -> bool:
+    return isinstance(value, functools.partial) or is_function(value)
+
+
+def part_names(names: Sequence[object]) -> list[str]:
+    """The keys of the parts of a tuple: their names if each has one of its own, otherwise their numbers.
+
+    Args:
+      names: the field `name` of each part; None where there is none.
+    """
+    own = [name for name in names if isinstance(name, str) and _PART_NAME.fullmatch(name)]
+    return own if len(set(own)) == len(names) else [str(i) for i in range(len(names))]
+
+
+def named_parts(parts: Sequence[T], prefix: str = "") -> dict[str, T]:
+    """The members of a tuple by their keys in an override: `evaluation.tasks.gsm8k`, `data.checks.0`."""
+    names = part_names([getattr(part, "name", None) for part in parts])
+    return {f"{prefix}{name}": part for name, part in zip(names, parts, strict=True)}
 
 
 def unwrap(function: Function) -> Function:

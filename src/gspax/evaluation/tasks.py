@@ -30,6 +30,7 @@ from gspax.errors import UserError, brief
 from gspax.rewards import answers, code, math, program_tests
 from gspax.rewards.calls import compares_answers, concurrent, needs
 from gspax.rewards.scores import Score
+from gspax.storage.buckets import is_bucket, to_path
 
 StrPath = str | os.PathLike[str]
 Row = Mapping[str, Any]
@@ -173,15 +174,15 @@ def livecodebench(
 
 def open_table(path: StrPath, *, split: str = "test", config: str | None = None) -> Table:
     """The table of a path, as the module's docstring lists them. It is read when its first row is."""
-    name, folder = os.fspath(path), Path(path)
-    if folder.is_dir():
+    name, suffixes = os.fspath(path), Path(path).suffixes
+    if not suffixes if is_bucket(name) else Path(path).is_dir():
         for suffix, kind in ((".jsonl", JsonLines), (".parquet", Parquet)):
-            if files := sorted(folder.glob(f"{split}*{suffix}")):
-                return kind(tuple(map(str, files)))
+            if files := sorted(map(str, to_path(name).glob(f"{split}*{suffix}"))):
+                return kind(tuple(files))
         return hugging_face(name, split)
-    if {".jsonl", ".json"} & {*folder.suffixes}:  # a compressed one is refused when it is opened
+    if {".jsonl", ".json"} & {*suffixes}:  # a compressed one is refused when it is opened
         return JsonLines((name,))
-    if folder.suffix == ".parquet":
+    if suffixes[-1:] == [".parquet"]:
         return Parquet((name,))
     return hugging_face(name, split, config)
 

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from gspax.config.functions import Function, is_function, is_record, keywords, lookup, name_of, unwrap
+from gspax.config.functions import Function, is_function, is_record, keywords, lookup, name_of, part_names, unwrap
 from gspax.config.model import described_fields
 from gspax.errors import is_library
 
@@ -164,10 +164,13 @@ def _function(value: Function, *, full: bool) -> str | dict[str, object]:
 
 def flatten(description: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Dotted key -> value, in the keys of an override. The name of a class or a function stands under its own key:
-    `{"loss": {"function": f, "clip_low": 0.1}}` gives `loss` and `loss.clip_low`."""
+    `{"loss": {"function": f, "clip_low": 0.1}}` gives `loss` and `loss.clip_low`. The parts of a tuple have their names
+    or numbers: `evaluation.tasks.gsm8k.samples`."""
     flat: dict[str, object] = {}
     for key, value in description.items():
         path = prefix if prefix and key in ("type", "function") else f"{prefix}.{key}" if prefix else key
+        if isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
+            value = dict(zip(part_names([part.get("name") for part in value]), value, strict=True))
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, path)
         else:

@@ -1,7 +1,9 @@
 """`a.b=c` on the command line: any field of an experiment, parsed by its annotation.
 
 A key is a field of a dataclass (a part of the experiment, a data source, a model), a name in a mapping
-(`teacher.models.math.checkpoint`), or a keyword of a function (`loss.clip_low` makes a `functools.partial`). Values:
+(`teacher.models.math.checkpoint`), a member of a tuple by its name, or by its number where members have none
+(`evaluation.tasks.gsm8k.samples`, `data.checks.0.most`), or a keyword of a function (`loss.clip_low` makes a
+`functools.partial`). Values:
 
     int             8, 1_000, 1e3 (any number that is whole)
     float           1e-5, 3
@@ -30,7 +32,17 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from gspax.config.functions import Hint, hints_of, is_function, is_record, keywords, name_of, unwrap
+from gspax.config.functions import (
+    Hint,
+    has_parts,
+    hints_of,
+    is_function,
+    is_record,
+    keywords,
+    name_of,
+    named_parts,
+    unwrap,
+)
 from gspax.config.protocols import is_function_protocol
 from gspax.errors import UserError, did_you_mean
 from gspax.experiment.description import SOURCE, complete, describe, flatten
@@ -135,22 +147,28 @@ def _set(experiment: T, key: str, text: str) -> T:
 
 
 def _with(node: Hint, name: str, value: object) -> Hint:
-    """A dataclass with another field, a mapping with another value, or a function with another keyword."""
+    """A dataclass with another field, a mapping or a tuple with another value, or a function with another keyword."""
     if is_record(node):
         return dataclasses.replace(node, **{name: value})
     if isinstance(node, Mapping):
         return {**node, name: value}
+    if has_parts(node):
+        return type(node)({**named_parts(node), name: value}.values())
     bound = {**getattr(node, "keywords", {}), name: value}
     return functools.partial(unwrap(node), *getattr(node, "args", ()), **bound)
 
 
 def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
-    """The fields of a dataclass, the values of a mapping or the keywords of a function, each with its annotation."""
+    """The fields of a dataclass, the values of a mapping or of a tuple, or the keywords of a function, each with its
+    annotation."""
     if is_record(node):
         hints = hints_of(type(node))
         values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
     elif isinstance(node, Mapping):
         hints, values = {}, {name: value for name, value in node.items() if isinstance(name, str)}
+    elif has_parts(node):
+        values = named_parts(node)
+        hints = {name: type(part) for name, part in values.items() if is_record(part)}
     elif isinstance(node, functools.partial) or is_function(node):
         hints, values = hints_of(unwrap(node)), keywords(node)
     else:
@@ -165,6 +183,8 @@ def _unknown(experiment: object, names: list[str], depth: int, node: object) -> 
     if parent and not children:
         return f"unknown key {key!r}: {parent} is {_kind(node)} and has no fields"
     every = list(keys(experiment))
+    if (dotted := _name_numbers(experiment, key)) in every:
+        return f"unknown key {key!r}; did you mean {dotted!r}?"
     siblings = [".".join([*names[:depth], name, *rest]) for name in difflib.get_close_matches(names[depth], children)]
     near = [sibling for sibling in siblings if sibling in every]  # with the rest of the path it may be no key
     near = near or [other for other in every if other.rpartition(".")[2] == names[-1]]
@@ -172,6 +192,18 @@ def _unknown(experiment: object, names: list[str], depth: int, node: object) -> 
     if near:
         return f"unknown key {key!r}; did you mean {near[0]!r}?"
     return f"unknown key {key!r}; {parent or 'an experiment'} has {', '.join(children)}"
+
+
+def _name_numbers(experiment: object, key: str) -> str:
+    """The key with the members of tuples as they are called: `tasks.gsm8k.samples` for `tasks[0].samples`."""
+    node, names = experiment, []
+    for written in re.sub(r"\[(\d+)\]", r".\1", key).split("."):
+        children, name = _children(node), written
+        if has_parts(node) and name not in children and name.isdecimal() and int(name) < len(children):
+            name = list(children)[int(name)]
+        names.append(name)
+        node = children.get(name, (None, None))[0]
+    return ".".join(names)
 
 
 def _kind(node: object) -> str:

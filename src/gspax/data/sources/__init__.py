@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
+from gspax.config.functions import is_record, named_parts
 from gspax.data.sources.mixture import Mixture
 from gspax.data.sources.row_source import RowSource, Rule
 from gspax.data.sources.schema import Schema
@@ -107,6 +108,10 @@ def _sequence(rows: object) -> Loaded:
 
 def opening_problems(data: object, tokenizer: object) -> Iterator[str]:
     """The reasons why a source of this package cannot be opened or encoded, one sentence each."""
+    keyed = named_parts(data.sources, "data.sources.") if isinstance(data, Mixture) else {"data": data}
+    if unreadable := [problem for key, source in keyed.items() for problem in _table_problems(key, source)]:
+        yield from unreadable
+        return
     try:
         has_context = any([source.opened.has_context for source in _row_sources(data)])  # a list: each is opened
     except UserError as problem:
@@ -119,9 +124,37 @@ def opening_problems(data: object, tokenizer: object) -> Iterator[str]:
         )
 
 
+def reading_problems(key: str, source: object) -> Iterator[str]:
+    """The reasons why a benchmark's problems cannot be read: a table that cannot be opened, rows that do not fit."""
+    problems = list(_table_problems(key, source))
+    try:
+        _ = problems or getattr(source, "heldout_count", None)
+    except UserError as problem:
+        problems.append(f"{key}: {problem}")
+    yield from problems
+
+
 def opening_notes(data: object) -> list[str]:
     """The rows that a source of this package leaves out, one sentence for each kind."""
     return [f"data: {note}" for source in _row_sources(data) for note in source.opened.notes]
+
+
+def _table_problems(key: str, source: object) -> Iterator[str]:
+    """One sentence for each table of a source that cannot be opened; it begins with the field that says where it is.
+
+    Args:
+      key: of the source.
+      source: a `RowSource`, a benchmark, or any other object, which has no tables.
+    """
+    for field in dataclasses.fields(source) if is_record(source) else ():
+        table = getattr(source, field.name)
+        if isinstance(table, JsonLines | Parquet | Loaded):
+            try:
+                len(table)
+            except UserError as problem:
+                yield f"{key}.{field.name}{'' if isinstance(table, Loaded) else '.paths'}: {str(problem).removeprefix('data: ')}"
+            except Exception:  # of a library's or a user's object: the source words it
+                continue
 
 
 def _row_sources(data: object) -> list[RowSource]:

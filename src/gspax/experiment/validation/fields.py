@@ -21,6 +21,7 @@ from gspax.config.functions import (
     hints_of,
     is_record,
     keywords,
+    named_parts,
     parameters,
     title_of,
     unwrap,
@@ -49,7 +50,7 @@ def without(record: T, keys: Iterable[str]) -> T:
     by_name: dict[str, list[str]] = {}
     for key in keys:
         name, _, rest = key.partition(".")
-        by_name.setdefault(name.partition("[")[0], []).append(rest)
+        by_name.setdefault(name, []).append(rest)
     changed, unreadable = copy.copy(record), {}
     for name, rests in by_name.items():
         part = getattr(record, name, None)
@@ -130,7 +131,7 @@ def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> I
     if is_record(value) and (any(map(dataclasses.is_dataclass, kinds)) or own):
         yield key, value
     elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, typing.get_args(wanted)[:1])):
-        yield from ((f"{key}[{i}]", item) for i, item in enumerate(value) if is_record(item))
+        yield from ((f"{key}.{name}", item) for name, item in named_parts(value).items() if is_record(item))
 
 
 def bare(hint: Hint) -> Hint:

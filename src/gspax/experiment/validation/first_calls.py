@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspax.config import Evaluation, Experiment, Grading, WarmStart
-from gspax.config.functions import hints_of, is_gspax, keywords, title_of, unwrap
+from gspax.config.functions import hints_of, is_gspax, keywords, named_parts, title_of, unwrap
 from gspax.config.protocols import Advantage, DataSource, Environment, Problem, Reward
 from gspax.data.problem import read_problem
 from gspax.errors import UserError, describe_error, shorten
@@ -149,8 +149,8 @@ def missing_needs(
 
 
 def _rewards(reward: Reward, data: DataSource, evaluation: Evaluation) -> list[_Reward]:
-    tasks = enumerate(evaluation.tasks)
-    of_tasks = [(f"evaluation.tasks[{i}].reward", task.reward, task.data.heldout) for i, task in tasks]
+    tasks = named_parts(evaluation.tasks, "evaluation.tasks.")
+    of_tasks = [(f"{key}.reward", task.reward, task.data.heldout) for key, task in tasks.items()]
     return [("reward", reward, data.train), *of_tasks]
 
 

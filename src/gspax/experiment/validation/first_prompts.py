@@ -65,8 +65,8 @@ def _splits(texts: Texts, encode: _Encode) -> Iterator[_Split]:
     problems = min(most, sampling.prompts * texts.steps)
     yield _Split("data: training prompts", of(data.train), problems, limit, key)
     yield _Split("data: held-out prompts", of(data.heldout), min(most, evaluation.problems), limit, key)
-    for i, task in enumerate(evaluation.tasks):
-        name, own = f"evaluation.tasks[{i}]", task.max_prompt_tokens
+    for name, task in named_parts(evaluation.tasks, "evaluation.tasks.").items():
+        own = task.max_prompt_tokens
         count = min(most, task.problems or getattr(task.data, "heldout_count", 1))
         own_key = f"{name}.max_prompt_tokens" if own else key
         yield _Split(f"{name}: prompts", of(task.data.heldout), count, own or limit, own_key)

@@ -36,11 +36,20 @@ from gspax.config import (
     teacher_models,
     updates_per_step,
 )
-from gspax.config.functions import Function, interface_problems, takes_lengths, title_of
+from gspax.config.functions import Function, interface_problems, named_parts, takes_lengths, title_of
 from gspax.config.model import architecture_problems
-from gspax.config.protocols import Advantage, Correction, Environment, Loss, Rejection, Reward, Tokenizer
+from gspax.config.protocols import (
+    Advantage,
+    Correction,
+    Environment,
+    HeldoutProblems,
+    Loss,
+    Rejection,
+    Reward,
+    Tokenizer,
+)
 from gspax.config.ranges import INT32
-from gspax.data.sources import opening_notes, opening_problems
+from gspax.data.sources import opening_notes, opening_problems, reading_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError, did_you_mean
 from gspax.experiment.validation.contracts import contract_problems
@@ -241,7 +250,9 @@ def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:
 
 def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
     """Rewards inside a composition are plain functions."""
-    of_tasks = {f"evaluation.tasks[{i}].reward": task.reward for i, task in enumerate(evaluation.tasks)}
+    of_tasks = {
+        f"{key}.reward": task.reward for key, task in named_parts(evaluation.tasks, "evaluation.tasks.").items()
+    }
     for key, function in ({"reward": reward} | of_tasks).items():
         for composition, member in find_async_members(function):
             yield f"{key}: wanted plain functions inside {title_of(composition)}, got the async {title_of(member)}"
@@ -273,14 +284,15 @@ def _lengths(model: ModelConfig, sampling: Sampling, evaluation: Evaluation) -> 
 def _tasks(evaluation: Evaluation, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
     """Tasks have names of their own, problems that can be counted, and completions that fit the model's context."""
     names = [task.name for task in evaluation.tasks]
-    for i, task in enumerate(evaluation.tasks):
-        key = f"evaluation.tasks[{i}]"
+    for i, (key, task) in enumerate(named_parts(evaluation.tasks, "evaluation.tasks.").items()):
         if task.name in names[:i]:
             yield f"{key}.name: wanted a name that no other task has, got {task.name!r}"
         if not callable(getattr(task.data, "heldout", None)):
             yield f"{key}.data: wanted an object with heldout, got {type(task.data).__name__}"
         elif not task.problems and not hasattr(type(task.data), "heldout_count"):
             yield f"{key}.problems: wanted a number, because {type(task.data).__name__} has no heldout_count, got 0"
+        else:
+            yield from reading_problems(f"{key}.data", task.data)
         prompt = task.max_prompt_tokens or sampling.max_prompt_tokens
         completion = task.max_tokens or evaluation.max_tokens or sampling.max_tokens
         if prompt + completion > model.max_position_embeddings:
