@@ -34,7 +34,7 @@ def is_function(value: object) -> TypeGuard[Function]:
     return callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__")
 
 
-def has_parts(value: object) -> TypeGuard[Sequence[object]]:
+def has_parts(value: object) -> TypeGuard[tuple[object, ...] | list[object]]:
     """Whether `value` is a tuple or a list of records or functions, which have fields of their own."""
     return (
         type(value) in (tuple, list) and bool(value) and all(is_record(part) or _has_keywords(part) for part in value)

@@ -152,7 +152,8 @@ def _table_problems(key: str, source: object) -> Iterator[str]:
             try:
                 len(table)
             except UserError as problem:
-                yield f"{key}.{field.name}{'' if isinstance(table, Loaded) else '.paths'}: {str(problem).removeprefix('data: ')}"
+                where = f"{key}.{field.name}{'' if isinstance(table, Loaded) else '.paths'}"
+                yield f"{where}: {str(problem).removeprefix('data: ')}"
             except Exception:  # of a library's or a user's object: the source words it
                 continue
 

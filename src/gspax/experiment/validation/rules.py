@@ -42,7 +42,6 @@ from gspax.config.protocols import (
     Advantage,
     Correction,
     Environment,
-    HeldoutProblems,
     Loss,
     Rejection,
     Reward,
@@ -250,9 +249,8 @@ def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:
 
 def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
     """Rewards inside a composition are plain functions."""
-    of_tasks = {
-        f"{key}.reward": task.reward for key, task in named_parts(evaluation.tasks, "evaluation.tasks.").items()
-    }
+    tasks = named_parts(evaluation.tasks, "evaluation.tasks.")
+    of_tasks = {f"{key}.reward": task.reward for key, task in tasks.items()}
     for key, function in ({"reward": reward} | of_tasks).items():
         for composition, member in find_async_members(function):
             yield f"{key}: wanted plain functions inside {title_of(composition)}, got the async {title_of(member)}"
