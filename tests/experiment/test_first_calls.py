@@ -409,7 +409,7 @@ class Silent(CharTokenizer):
         ),
         (
             {"evaluation": Evaluation(tasks=(replace(TASK, reward=one, max_prompt_tokens=2),))},
-            "evaluation.tasks.own: prompts: 2 of 2 have more than evaluation.tasks[0].max_prompt_tokens=2 tokens (3)",
+            "evaluation.tasks.own: prompts: 2 of 2 have more than evaluation.tasks.own.max_prompt_tokens=2 tokens (3)",
         ),
     ],
 )

@@ -36,13 +36,8 @@ def is_function(value: object) -> TypeGuard[Function]:
 
 def has_parts(value: object) -> TypeGuard[tuple[object, ...] | list[object]]:
     """Whether `value` is a tuple or a list of records or functions, which have fields of their own."""
-    return (
-        type(value) in (tuple, list) and bool(value) and all(is_record(part) or _has_keywords(part) for part in value)
-    )
-
-
-def _has_keywords(value: object) -> bool:
-    return isinstance(value, functools.partial) or is_function(value)
+    parts: Sequence[object] = value if isinstance(value, tuple | list) and not hasattr(value, "_fields") else ()
+    return len(parts) > 0 and all(is_record(p) or isinstance(p, functools.partial | types.FunctionType) for p in parts)
 
 
 def part_names(names: Sequence[object]) -> list[str]:

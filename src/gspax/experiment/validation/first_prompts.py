@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gspax.config import Evaluation, Sampling, WarmStart
+from gspax.config.functions import named_parts
 from gspax.config.protocols import DataSource, Environment, Problem, Tokenizer
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
