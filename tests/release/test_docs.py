@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import shlex
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import jax
@@ -433,57 +434,22 @@ def named_keys(section):
     return {name.replace("...", "actor_rollout_ref.actor.") for name in found}
 
 
-def test_the_page_has_every_key_of_the_examples_of_other_libraries():
-    """verl: its test_gspo_3b_math.sh. TRL: its GRPOConfig, and further arguments of its trainer."""
-    assert not sorted(set(VERL.split()) - named_keys("verl"))
-    assert not sorted(set(TRL.split()) - named_keys("TRL"))
+PEERS = json.loads((Path(__file__).parent / "peer_keys.json").read_text())  # names only, and where they were read
 
 
-VERL = """
-algorithm.adv_estimator algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward actor_rollout_ref.actor.clip_ratio_high
-actor_rollout_ref.actor.clip_ratio_low actor_rollout_ref.actor.entropy_checkpointing
-actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.actor.fsdp_config.optimizer_offload
-actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.grad_clip
-actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.loss_agg_mode actor_rollout_ref.actor.optim.lr
-actor_rollout_ref.actor.optim.lr_warmup_steps_ratio actor_rollout_ref.actor.optim.weight_decay
-actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.ppo_mini_batch_size
-actor_rollout_ref.actor.ulysses_sequence_parallel_size actor_rollout_ref.actor.use_dynamic_bsz
-actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.model.enable_gradient_checkpointing actor_rollout_ref.model.path
-actor_rollout_ref.model.use_remove_padding actor_rollout_ref.ref.fsdp_config.param_offload
-actor_rollout_ref.ref.log_prob_max_token_len_per_gpu actor_rollout_ref.ref.log_prob_use_dynamic_bsz
-actor_rollout_ref.ref.ulysses_sequence_parallel_size actor_rollout_ref.rollout.enable_chunked_prefill
-actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
-actor_rollout_ref.rollout.log_prob_use_dynamic_bsz actor_rollout_ref.rollout.max_num_batched_tokens
-actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.n actor_rollout_ref.rollout.name
-actor_rollout_ref.rollout.temperature actor_rollout_ref.rollout.tensor_model_parallel_size
-actor_rollout_ref.rollout.top_k actor_rollout_ref.rollout.top_p actor_rollout_ref.rollout.val_kwargs.do_sample
-actor_rollout_ref.rollout.val_kwargs.n actor_rollout_ref.rollout.val_kwargs.temperature
-actor_rollout_ref.rollout.val_kwargs.top_k actor_rollout_ref.rollout.val_kwargs.top_p data.filter_overlong_prompts
-data.max_prompt_length data.max_response_length data.prompt_key data.shuffle data.train_batch_size data.train_files
-data.truncation data.val_files reward_model.reward_kwargs.max_resp_len
-reward_model.reward_kwargs.overlong_buffer_cfg.enable reward_model.reward_kwargs.overlong_buffer_cfg.len
-reward_model.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor
-reward_model.reward_manager trainer.default_local_dir trainer.experiment_name trainer.log_val_generations
-trainer.logger trainer.n_gpus_per_node trainer.nnodes trainer.project_name trainer.resume_mode trainer.save_freq
-trainer.test_freq trainer.total_epochs trainer.total_training_steps trainer.val_before_train
-"""
-TRL = """
-model_init_kwargs disable_dropout cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval
-max_completion_length ds3_gather_for_generation shuffle_dataset generation_batch_size steps_per_generation temperature
-top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty use_transformers_paged
-cache_implementation use_vllm vllm_mode vllm_model_impl vllm_structured_outputs_regex vllm_server_base_url
-vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
-vllm_max_model_length vllm_tensor_parallel_size vllm_enable_sleep_mode beta num_iterations epsilon delta epsilon_high
-sapo_temperature_neg sapo_temperature_pos importance_sampling_level reward_weights multi_objective_aggregation
-scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
-top_entropy_quantile max_tool_calling_iterations vllm_importance_sampling_correction vllm_importance_sampling_mode
-vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl log_completions num_completions_to_print
-log_unique_prompts log_completions_hub_repo learning_rate model reward_funcs train_dataset eval_dataset peft_config
-output_dir max_prompt_length per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16
-num_train_epochs max_steps save_steps logging_steps report_to lr_scheduler_type warmup_steps weight_decay
-max_grad_norm optim eval_steps save_total_limit seed
-"""
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer['section']}: {Path(peer['file']).name}")
+def test_the_page_has_every_key_of_the_examples_of_other_libraries(peer):
+    """A row may name several keys by a pattern; the page says which version of the file it has."""
+    patterns = named_keys(peer["section"])
+    assert patterns and not [key for key in peer["keys"] if not any(fnmatchcase(key, each) for each in patterns)]
+    assert peer.get("version") or peer["commit"][:8] in read(ROOT / "docs" / "howto" / "coming_from.md")
+
+
+def test_a_row_whose_value_means_something_else_says_so():
+    """The remarks that keep a translated configuration the same experiment."""
+    bold = re.findall(r"\*\*([^*]+)\*\*", read(ROOT / "docs" / "howto" / "coming_from.md"))
+    for words in ("GSPO becomes GRPO", "max_completion_length", "counts rollouts", "pulls toward nothing", "+1 and -1"):
+        assert any(words in each for each in bold), words
 
 
 def test_there_are_commands():
