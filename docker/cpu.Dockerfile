@@ -2,6 +2,8 @@
 #   docker build --file=docker/cpu.Dockerfile --tag=gspax:cpu .
 #   docker run --rm --volume="$PWD/runs:/gspax/runs" gspax:cpu train experiments/sort_gspo.py --workdir runs/sort_gspo
 FROM python:3.12-slim
+# The sandbox of `rewards.code`; it needs user namespaces, which `docker run` refuses without further options.
+RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 WORKDIR /gspax
 COPY requirements.lock ./
 RUN pip install --no-cache-dir --require-hashes --requirement requirements.lock

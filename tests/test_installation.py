@@ -99,4 +99,4 @@ def test_the_files_of_an_image_exist_and_are_sent(image):
 def test_there_is_an_image_for_each_platform():
     assert [image.stem for image in IMAGES] == ["cpu", "cuda", "tpu"]
     extras = {image.stem: re.findall(r"'\.\[([\w,]+)\]'", image.read_text()) for image in IMAGES}
-    assert extras == {"cpu": [], "cuda": ["train,gpu"], "tpu": ["train,tpu"]}
+    assert extras == {"cpu": [], "cuda": ["train,rewards,gpu"], "tpu": ["train,rewards,tpu"]}

@@ -17,7 +17,7 @@ TPU = ROOT / "tpu"
 SOURCED = [TPU / "lib.sh", TPU / "config.example.sh"]
 SCRIPTS = sorted({*TPU.rglob("*.sh")} - {*SOURCED})
 TOOLS = ["bash", "basename", "cat", "chmod", "dirname", "env", "git", "id", "mkdir", "od", "rm", "sed", "tr"]
-FAKES = ["docker", "gcloud", "kubectl", "python3", "sudo", "systemctl", "systemd-run", "uv"]
+FAKES = ["apt-get", "docker", "gcloud", "kubectl", "python3", "sudo", "systemctl", "systemd-run", "uv"]
 SETTINGS = {
     "GSPAX_PROJECT": "proj",
     "GSPAX_ZONE": "us-west4-a",
@@ -365,7 +365,22 @@ def test_setup_installs_the_last_commit_on_a_host(cloud, host):
     sent = subprocess.run(["git", "bundle", "list-heads", host / "gspax.bundle"], check=True, capture_output=True)
     assert sent.stdout.split()[1:] == [b"HEAD"]  # and no other branch
     assert "systemd-run" not in [call[0] for call in calls]
-    assert next(call for call in calls if call[:3] == ["uv", "pip", "install"])[-1] == ".[train,tpu]"
+    assert next(call for call in calls if call[:3] == ["uv", "pip", "install"])[-1] == ".[train,rewards,tpu]"
+    assert ["apt-get", "install", "-qq", "--yes", "bubblewrap"] in calls
+
+
+def test_a_host_without_a_package_server_is_set_up_without_the_sandbox(cloud, host):
+    done, _ = cloud.run("setup.sh", FAKE_FAIL="bubblewrap")
+    assert done.returncode == 0 and "bubblewrap could not be installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "file", ["tpu/host/setup.sh", *(f"docker/{each}.Dockerfile" for each in ("cpu", "cuda", "tpu"))]
+)
+def test_every_script_and_image_installs_what_experiments_need(file):
+    """Those that the repository ships: math-verify grades GSM8K and MATH, bubblewrap runs programs of the model."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert "bubblewrap" in text and ("requirements.lock" in text or "[train,rewards," in text)
 
 
 def test_setup_gives_each_host_a_new_secret_that_no_command_shows(cloud, host):
