@@ -55,6 +55,10 @@ def fenced(program):
 # Correct programs
 
 READERS = [
+    "print(int(sys.stdin.readline()) * gcd(4, 6))",
+    "n = int(input())\nfor _ in repeat(None, 1):\n    print(datetime.timedelta(days=n).days * len(deque([1, 2])))",
+    "def double(n):\n    return n and 2 + double(n - 1)\nprint(double(int(input()) + 3000) - 6000)",
+    "pi = 2  # hides that of math\nprint(pow(int(input()), 1, 100) * pi)",
     "print(int(input()) * 2)",
     "import sys\nprint(int(sys.stdin.readline()) * 2)",
     "import sys\nprint(int(sys.stdin.buffer.readline()) * 2)",
@@ -78,6 +82,10 @@ FUNCTIONS = [
     "class Solution:\n    def total(self, numbers: List[int], start: int) -> int:\n        return sum(numbers) + start",
     "def total(numbers, start):\n    print('looking', flush=True)\n    return reduce(operator.add, numbers, start)",
     "def total(numbers, start):\n    return float(sum(numbers) + start)",
+    "class Solution:\n    def total(self, numbers: Optional[List[int]], start):\n"
+    "        return sum(copy.deepcopy(numbers)) + min(start, sys.maxsize)",
+    "def down(n):\n    return n and 1 + down(n - 1)\n"
+    "def total(numbers, start):\n    return sum(numbers) + start + down(3000) - 3000",
 ]
 
 
@@ -104,7 +112,7 @@ def test_a_grade_has_a_reason(program, outcome, detail, isolation):
 
 def test_a_batch_is_graded_in_order(isolation):
     answers = [Tests((("", str(index)),)).to_answer() for index in range(4)]
-    completions = [fenced("print(0)"), fenced("print(0)"), "```python\nprint(2)", fenced("print(3)")]
+    completions = [fenced("print(0)"), fenced("print(0)"), "```python\n\n```", fenced("print(3)")]
     grades = code.grade(
         answers, completions, allow_code_execution=True, sandbox=Sandbox(limits=LIMITS, isolation=isolation)
     )
@@ -383,20 +391,80 @@ def test_a_lost_worker_gives_the_failure_value(isolation, monkeypatch):
     assert to_result(reward(problem, "print(1)")) == Result((-0.5,), "late") and code.counts() == {"late": 1}
 
 
+P = "import sys\nprint(int(input()) * 2)\n"
+INDENTED = "   import sys\n   print(int(input()) * 2)\n"
+FENCES = {
+    "none": P,
+    "prose before and after": f"a\n```python\n{P}```\nb",
+    "the last of several": f"a\n```python\nx = 1\n```\nb\n```\n{P}```\n",
+    "a lone closing one": f"{P}```\nThis doubles it.",
+    "a lone closing one on the last line": f"{P.rstrip()}```",
+    "a lone closing one before text": f"{P}``` This doubles it.",
+    "text before it on its line": f"Here is the code: ```python\n{P}```\n",
+    "bold text before it": f"**Solution:**```python\n{P}```",
+    "a list item": f"1. ```python\n{INDENTED}   ```",
+    "text in a list item": f"- Write it: ```python\n{INDENTED}  ```\n- Run it.",
+    "a quotation": f"> ```python\n> {P.strip().replace(chr(10), chr(10) + '> ')}\n> ```",
+    "indented": f"   ```python\n{INDENTED}   ```",
+    "tildes": f"~~~python\n{P}~~~",
+    "four backticks": f"````python\n{P}````\nok",
+    "another name of the language": f"```Python3 \n{P}```",
+    "attributes": f"```{{.python .numberLines}}\n{P}```",
+    "a word that is no language": f"```code\n{P}```",
+    "closing at the end of a line": f"```python\n{P.rstrip()}```",
+    "text after the closing one": f"```python\n{P}``` That is it.",
+    "a stop token's text after it": f"```python\n{P}```<|im_end|>",
+    "code on the line of the fence": f"```python {P}```",
+    "on one line": f"Try ```{P.splitlines()[1]}``` as it is.",
+    "mentioned before": f"Put it in ```python ... ``` blocks.\n```python\n{P}```",
+    "never closed": f"Sure!\n```python\n{P}",
+    "never closed, then opened again": f"```python\nx = 1\n```python\n{P}```",
+    "an unfinished one after it": f"```python\n{P}```\nA test:\n```python\nprint(f(",
+    "a command after it": f"```python\n{P}```\nRun it:\n```bash\npython main.py\n```",
+    "a command after a bare one": f"```\n{P}```\n```sh\n$ python main.py\n```",
+    "its output after it": f"```python\n{P}```\nOutput:\n```\n6\n```",
+    "named output after it": f"```python\n{P}```\n```output\nx = 6\n```",
+    "text after it": f"```python\n{P}```\n```text\n3, 4\n```",
+    "a session after it": f"```python\n{P}```\n```python\n>>> double(3)\n6\n```",
+    "a command after an unfenced program": f"{P}```bash\npython main.py\n```",
+}
+
+
+@pytest.mark.parametrize("name", FENCES)
+def test_a_program_is_found_in_any_shape_of_fence(name):
+    program = code.extract_program(FENCES[name])
+    assert program.strip() in (P.strip(), P.splitlines()[1])
+
+
 @pytest.mark.parametrize(
-    ("completion", "program"),
+    "program",
     [
-        ("print(1)", "print(1)"),
-        ("a\n```python\nx\n```\nb\n```\ny\n```\n", "y\n"),
-        ("```py\n    ```\nx", None),
-        ("  ```\n  x\n  ```", "  x\n"),
-        ("```python\nx", None),
-        ("```\nx\n```\n```\ny", "x\n"),
-        ("text with ``` inside", None),
-        ("", None),
-        ("x" * 200_000, None),
-        ("```\nx = 'a\u2028```\x85```'\n```", "x = 'a\u2028```\x85```'\n"),
+        'def f():\n    """\n    ```\n    f()\n    ```\n    """\n    return 1\n',
+        'mark = """\n```python\n"""\nprint(mark)\n',
+        "x = 'a\u2028```\x85```'\n",
+        "print('```')  # don't stop at ```\nprint(1)\n",
+        "print('~~~')\n",
     ],
 )
-def test_the_program_is_the_last_fenced_block(completion, program):
-    assert code.extract_program(completion) == program
+def test_a_fence_in_a_string_or_comment_belongs_to_the_program(program):
+    assert code.extract_program(program) == program
+    assert code.extract_program(f"So:\n```python\n{program}```\nIt's done.\n") == program
+
+
+def test_a_string_that_never_ends_hides_no_fence():
+    assert code.extract_program("```python\n'''\nx\n```\nb\n```python\ny = 1\n```") == "y = 1\n"
+
+
+def test_a_function_that_is_called_decides_between_blocks():
+    usage = "```python\ndef f(n):\n    return 2 * n\n```\nUse it:\n```python\nprint(f(2))\n```"
+    begun = usage.removeprefix("```python\n")  # the prompt has opened the fence
+    assert code.extract_program(usage, "f") == code.extract_program(begun, "f") == "def f(n):\n    return 2 * n\n"
+    assert code.extract_program(usage) == "print(f(2))\n"
+    assert code.extract_program(usage, "g") == "print(f(2))\n"
+
+
+@pytest.mark.parametrize(
+    "completion", ["", "```py\n    ```\nx", "text with ``` inside", "```\n\n```", "x" * 200_000, "```"]
+)
+def test_a_completion_without_a_program(completion):
+    assert code.extract_program(completion) is None

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, compares_answers, concurrent, needs, require_answer
+from gspax.rewards.fences import Block, blocks, is_program
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
 from gspax.rewards.scores import FAILED, Grade, Score, Tally
 from gspax.rewards.workers.pool import Pool, shared
@@ -109,7 +111,7 @@ def reward(
 
     Args:
       problem: its answer is the text of `program_tests.Tests`.
-      completion: text with the program in its last fenced block, or nothing but the program.
+      completion: text with the program, as `extract_program` finds it.
       allow_code_execution: must be True: this runs what a model has written.
       limits, isolation, python, workers: as in `Sandbox`.
       failed: the reward of a completion whose problem has no valid tests, or whose worker was lost, which no program
@@ -147,18 +149,18 @@ def grade(
         raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
     pool, deadline = sandbox.pool(), time.monotonic() + batch_timeout
 
-    def grade_one(pair: tuple[str, str | None]) -> Grade:
-        answer, code = pair
+    def grade_one(pair: tuple[str, str]) -> Grade:
+        answer, completion = pair
         try:
             tests = from_answer(answer)
         except ValueError as error:
             return Grade(failed, "raised", str(error))
-        if code is None:
+        if (code := extract_program(completion, tests.function)) is None:
             return Grade(0.0, "no program")
         outcome, detail = _run_tests(pool, tests, code, sandbox.limits, deadline)
         return Grade(1.0 if outcome == "passed" else failed if outcome in FAILED else 0.0, outcome, detail)
 
-    grades = pool.map(grade_one, list(zip(answers, map(extract_program, completions), strict=True)))
+    grades = pool.map(grade_one, list(zip(answers, completions, strict=True)))
     _tally.add(grades)
     return grades
 
@@ -170,24 +172,36 @@ def run_program(code: str, stdin: str = "", *, allow_code_execution: bool = Fals
     return _run(sandbox.pool(), code, sandbox.limits, stdin)
 
 
-def extract_program(completion: str) -> str | None:
-    """The last fenced block of a completion; all of it where nothing is fenced; None where no fence closes."""
-    code = _last_block(completion) if "```" in completion else completion
-    return code if code and code.strip() and len(code) <= _LONGEST else None
+def extract_program(completion: str, function: str | None = None) -> str | None:
+    """The program in a completion; all of it where nothing is fenced; None if there is none.
+
+    It is the last of the fenced blocks of the first kind that is there:
+
+    - blocks that define the function, if a test calls one
+    - blocks of Python, and blocks without a language that are programs
+    - programs in blocks of another language
+    - other blocks
+
+    Args:
+      completion: any text; takes time linear in its length.
+      function: the name that the tests call.
+    """
+    if ("```" not in completion and "~~~" not in completion) or (_fits(completion) and is_program(completion)):
+        return completion if _fits(completion) else None
+    found = [block for block in blocks(completion) if _fits(block.code)]
+    found = [block for block in found if block.closed] or found
+    defines = re.compile(rf"^[ \t]*(?:async +)?def +{re.escape(function)}\b", re.MULTILINE) if function else None
+    kinds: list[Callable[[Block], object]] = [
+        lambda block: defines and defines.search(block.code),
+        lambda block: block.is_python or (not block.language and is_program(block.code)),
+        lambda block: is_program(block.code),
+        lambda block: True,
+    ]
+    return next((block.code for kind in kinds for block in reversed(found) if kind(block)), None)
 
 
-def _last_block(text: str) -> str | None:
-    """The lines between the last line that closes a block and the one that opened it."""
-    block: list[str] | None = None
-    last: str | None = None
-    for line in text.split("\n"):
-        if line.lstrip().startswith("```"):
-            if block is not None:
-                last = "\n".join(block) + "\n"
-            block = [] if block is None else None
-        elif block is not None:
-            block.append(line)
-    return last
+def _fits(code: str) -> bool:
+    return bool(code.strip()) and len(code) <= _LONGEST
 
 
 def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: float) -> tuple[str, str]:

@@ -20,10 +20,39 @@ def _enter(limits: dict[str, int], seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)  # the worker kills this process earlier, unless it is gone
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # -S leaves them out
     sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(50_000)
     sys.argv = ["main.py"]
 
 
-def _call(code: str, imports: str, name: str, arguments: list[object]) -> None:
+def _provide(code: str, names: dict[str, object], modules: list[str]) -> None:
+    """Put into `names` what a program takes from these modules without an import, as LiveCodeBench's harness permits.
+
+    The harness imports all names of each module, then of builtins, then the modules. Here only what is used is
+    imported, because some modules take longer than most programs.
+    """
+    import builtins
+    import symtable
+
+    tables = [top := symtable.symtable(code, "main.py", "exec")]
+    used: set[str] = set()
+    bound = {*vars(builtins)}
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is top or symbol.is_global():
+                (bound if symbol.is_assigned() or symbol.is_imported() else used).add(symbol.get_name())
+    missing = {name for name in used - bound if not name.startswith("__")}
+    for name in missing & {*modules} - {"typing"}:  # the harness does not import typing itself
+        names[name] = __import__(name)
+    for name in reversed(modules):
+        if not (missing := missing - names.keys()):
+            break
+        module = vars(__import__(name))
+        exported = module.get("__all__") or [each for each in module if each[0] != "_"]
+        names.update({each: module[each] for each in missing.intersection(exported)})
+
+
+def _call(code: str, modules: list[str], name: str, arguments: list[object]) -> None:
     import json
     import os
     import sys
@@ -34,8 +63,9 @@ def _call(code: str, imports: str, name: str, arguments: list[object]) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     names = module.__dict__
-    exec(imports, names)
-    exec(compile(code, "main.py", "exec"), names)
+    compiled = compile(code, "main.py", "exec")
+    _provide(code, names, modules)
+    exec(compiled, names)
     owner = names["Solution"]() if "Solution" in names else None
     function = names[name] if owner is None else getattr(owner, name)
     data = memoryview(json.dumps(function(*arguments)).encode())
@@ -53,11 +83,13 @@ def _main() -> None:
         task = marshal.load(file)
     _enter(task["limits"], task["seconds"])
     if task["function"]:
-        _call(task["code"], task["imports"], task["function"], task["arguments"])
+        _call(task["code"], task["modules"], task["function"], task["arguments"])
     names = sys.modules["__main__"].__dict__
-    for name in ("_enter", "_call", "_main"):
+    compiled = compile(task["code"], "main.py", "exec")
+    _provide(task["code"], names, task["modules"])
+    for name in ("_enter", "_provide", "_call", "_main"):
         del names[name]
-    exec(compile(task["code"], "main.py", "exec"), names)
+    exec(compiled, names)
 
 
 if __name__ == "__main__":

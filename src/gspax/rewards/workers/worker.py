@@ -145,16 +145,9 @@ def _load(pickled: str) -> Any:
 
 _NOBODY = 65534
 _SCRATCH = 16 << 20  # bytes of /tmp in the sandbox
-_IMPORTS = """
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from typing import *
-"""
+# Whose names a program may use without an import, as in LiveCodeBench's harness; a later one hides an earlier one.
+_MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys"
+_MODULES += " json typing"
 
 
 def serve_code(isolation: str, python: str) -> Answer:
@@ -196,8 +189,8 @@ def run(
       python: the interpreter.
     """
     timeout, most, sandboxed = limits["timeout"], int(limits["output"]) << 20, isolation == "bubblewrap"
-    task: dict[str, object] = {"code": code, "function": function, "arguments": inputs, "imports": _IMPORTS}
-    task |= {"limits": resource_limits(limits, sandboxed), "seconds": timeout + 1}
+    task: dict[str, object] = {"code": code, "function": function, "arguments": inputs}
+    task |= {"modules": _MODULES.split(), "limits": resource_limits(limits, sandboxed), "seconds": timeout + 1}
     with contextlib.ExitStack() as stack:
         stdin, output, errors, file = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         _fill(stdin, inputs.encode(errors="replace") if isinstance(inputs, str) else b"")
@@ -240,6 +233,7 @@ def resource_limits(limits: Mapping[str, float], sandboxed: bool) -> dict[str, i
     most |= {"RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
     if sys.platform != "darwin":  # which refuses it
         most["RLIMIT_AS"] = int(limits["memory"]) << 20
+        most["RLIMIT_STACK"] = most["RLIMIT_AS"] // 4  # recursion through C, as in functools.cache
     if sandboxed:  # counted in the namespace; without one, all processes of the user on the machine would count
         most["RLIMIT_NPROC"] = int(limits["processes"])
     return most
