@@ -1,11 +1,15 @@
 """Extraction of final answers, and equality without computer algebra."""
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 
+from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.answers import canonical, compare, extract, reference
+from gspax.rewards import math
+from gspax.rewards.answers import canonical, compare, extract, find_problem, reference
 
 
 @pytest.mark.parametrize(
@@ -41,12 +45,53 @@ def test_the_first_form_that_matches_is_used(completion, answer):
 
 
 @pytest.mark.parametrize(
-    ("form", "answer"), [("boxed", "6"), ("hash", "7"), ("tag", "8"), ("number", "9"), (None, "6")]
+    ("form", "answer"), [("boxed", "6"), ("hash", "7"), ("tag", "8"), ("answer", "5"), ("number", "9"), (None, "6")]
 )
 def test_the_forms_can_be_restricted(form, answer):
-    text = "\\boxed{6}\n#### 7\n<answer>8</answer> 9"
+    text = "\\boxed{6}\n#### 7\nAnswer: 5\n<answer>8</answer> 9"
     assert extract(text, form=form) == answer
     assert form is None or extract("none at all", form=form) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "completion", "answer"),
+    [
+        (None, "#### **73**", "73"),
+        (None, r"\boxed{**73**}", "73"),
+        (None, "<answer>**73**</answer>", "73"),
+        (None, "<answer>`73`</answer>", "73"),
+        (None, "**#### 73**", "73"),
+        (None, r"\boxed{\textbf{73}}", "73"),
+        (None, r"\boxed{2**3 + 4**2}", "2**3 + 4**2"),
+        (None, "#### Conclusion\nThe answer is 42.", "42."),
+        (None, "#### Step 4: Add\n3 + 4 = 7\n#### Final Answer\n**7**", "7"),
+        (None, "#### 4. Find the total\nIt is 9.", "9"),
+        (None, "#### 73 dollars\nI hope that helps.", "73 dollars"),
+        (None, "#### 73\n#### Explanation\n3 boxes of 24, and 1.", "73"),
+        (None, "#### Evelyn", "Evelyn"),
+        ("hash", "#### The answer is 42", "42"),
+        ("tag", "<answer>The answer is 73</answer>", "73"),
+        ("answer", r"Answer: \frac{68}{2}", r"\frac{68}{2}"),
+        ("answer", "Answer: 34 (since 12+22)", "34"),
+        ("answer", "**Answer:** 34", "34"),
+        ("answer", "**Final Answer**: **34**", "34"),
+        ("answer", "Answer:\n\n34", "34"),
+        ("answer", "So the answer is 34. It is 2 more.", "34"),
+        ("answer", "Answer: $Answer\nAnswer: 5", "5"),
+        (None, "The answer is that she has 42 apples.", "42"),
+        (None, "### Answer: 42\nIt took 3 steps.", "42"),
+        ("number", "final: 1 234", "1 234"),
+        ("number", "final: 1{,}234.", "1234"),
+        ("number", r"final: 1\,234", "1234"),
+        ("number", "3 million people", "3 million"),
+        ("number", "3 millionaires", "3"),
+        (None, "So, the final answer is 4 * 3 = 12 eggs.", "12 eggs."),
+        ("answer", "Answer: x = 5", "x = 5"),
+        ("answer", "It should be of the form Answer: $Answer (without quotes).", None),
+    ],
+)
+def test_answers_are_read_as_models_write_them(form, completion, answer):
+    assert extract(completion, form=form) == answer
 
 
 def test_a_box_inside_the_answer_tag_is_unwrapped():
@@ -54,7 +99,7 @@ def test_a_box_inside_the_answer_tag_is_unwrapped():
 
 
 def test_an_unknown_form_is_rejected():
-    with pytest.raises(UserError, match="form: wanted one of boxed, hash, tag, number or None, got 'latex'"):
+    with pytest.raises(UserError, match="form: wanted one of boxed, hash, tag, answer, number or None, got 'latex'"):
         extract("1", form="latex")
 
 
@@ -162,13 +207,54 @@ def test_the_reference_answer_is_extracted_from_a_solution(answer, bare):
         ("1500", "1.5e3", True),
         ("1.5", "1.5e3", False),
         ("0.00025", "2.5E-4", True),
+        ("73", "**73**", True),
+        ("3 million", "3000000", True),
+        (r"5 \text{ million}", "5,000,000 people", True),
+        ("3 million", "3", False),
+        ("36", "3 dozen", True),
+        ("1600", "€1,600", True),
+        (r"\frac{1}{2^{60}}", r"\frac{1}{2^{59}}", False),
+        (r"\frac{1}{2004!}", r"\frac{1}{2006!}", False),
+        ("10^{-20}", "10^{-21}", False),
+        (r"\frac{5^{30}}{6^{40}}", r"\frac{5^{31}}{6^{41}}", False),
+        (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{3 \cdot 2^{2006}}", False),
+        (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1 + 2^{2005}}{2^{2006} \times 3}", True),
+        ("5", r"\sqrt{25}", True),
+        ("8", "2**3", True),
+        ("120", r"5 \cdot 4!", True),
+        ("-4", "-2^2", True),
+        ("7^{10^9}", "7^{10^9}+1", None),
+        ("3", r"\sqrt[3]{27}", None),
+        (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1", False),
+        (r"1, 2, \ldots, n", r"1,2,\dots,n", True),
+        ("460", r"\ge 460", False),
+        ("460", "at least 460", False),
+        (r"x \ge 460", r"\ge 460", None),
+        (r"\frac{1}{e}", r"\frac{1}{\mathrm{e}}", True),
     ],
 )
 def test_strings_and_plain_numbers_are_compared_without_a_worker(expected, answer, equal):
     assert compare(expected, answer) is equal
 
 
+def test_completions_of_a_small_model_are_read_as_a_reader_reads_them():
+    """SmolLM2-135M-Instruct (Apache-2.0), at temperature 0.6 on questions of GSM8K; readings are by hand."""
+    lines = (Path(__file__).parent / "completions.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        answer = extract(row["text"])
+        assert (None if answer is None else canonical(answer)) == row["answer"], row["text"][-200:]
+
+
+def test_an_answer_of_the_data_without_a_final_answer_is_found():
+    for right in ("5", "4 + 3 = 7\n#### 7", r"so \boxed{x}", "all real numbers except 3", "1 < x < 2"):
+        assert not find_problem(right)
+    for wrong in ("", "####", "a\n####\n", r"\boxed{3", "She has 3 + 4 = 7.\nSo 7.", "then " * 9 + "7"):
+        assert find_problem(wrong).startswith("wanted a final answer"), wrong
+    assert math.check(Problem("?", "5")) is None and math.check(Problem("?", "")) == "wanted a final answer, got none"
+
+
 def test_votes_count_equal_numbers_together():
     assert {canonical(each) for each in ("3 1/2", r"3\frac{1}{2}", r"$3~1/2$", "7/2", "3.50")} == {"7/2"}
     assert {canonical(each) for each in ("1 234", r"1\,234", "1,234", r"1,\!234")} == {"1234"}
+    assert canonical(r"\frac{68}{2}") == canonical("34") and canonical("9^{900}") == str(9**900)
     assert canonical("1 2") == "1 2" and canonical("1, 234") == "1, 234"

@@ -86,6 +86,8 @@ def test_equivalent_answers_are_rewarded(expected, answer):
         ("p - q", "q - p"),
         (r"\text{Evelyn}", r"\text{Nobody}"),
         ("5", r"\frac{"),
+        (r"\frac{\pi}{2^{60}}", r"\frac{\pi}{2^{59}}"),
+        ("e^{-20}", "e^{-21}"),
     ],
 )
 def test_different_answers_are_not_rewarded(expected, answer):

@@ -71,11 +71,13 @@ class Benchmark:
       read: the problem of a row, and the text by which `data.jsonl(exclude=…)` finds it among training prompts. It
         raises ValueError for a row that does not fit.
       keep: whether a row belongs to the benchmark; None for all.
+      check: why a problem cannot be graded, or None; a rule as in `checks` of a data source.
     """
 
     table: Table
     read: Read
     keep: Callable[[Row], bool] | None = None
+    check: Callable[[Problem], str | None] | None = None
 
     def __len__(self) -> int:
         return self.heldout_count
@@ -116,10 +118,13 @@ class Benchmark:
                     raise row
                 if self.keep is not None and not self.keep(row):
                     continue
-                prompts.append(digest(self.read(row)[1]))
+                problem, prompt = self.read(row)
+                if self.check is not None and (reason := self.check(problem)):
+                    raise ValueError(f"answer: {reason}")
+                prompts.append(digest(prompt))
                 numbers.append(i)
-            except (ValueError, KeyError, TypeError, UserError) as reason:
-                bad.add(self.table.where(i), brief(reason))
+            except (ValueError, KeyError, TypeError, UserError) as error:
+                bad.add(self.table.where(i), brief(error))
         if bad.count:
             raise UserError(f"benchmark: {bad.count} rows cannot be used ({bad})")
         if not numbers:
@@ -227,6 +232,9 @@ def reward_math(problem: Problem, completion: str) -> Score:
     return math.reward(problem, split_thinking(completion)[1])
 
 
+reward_math.check_answer = math.check  # type: ignore[attr-defined]
+
+
 @compares_answers
 @needs(code.find_missing_sandbox)
 @concurrent(8)
@@ -245,7 +253,7 @@ def vote_answer(completion: str) -> str | None:
 
 
 def _math_task(name: str, table: Table, read: Read, settings: Settings) -> Task:
-    task = Task(name=name, data=Benchmark(table, read), reward=reward_math, vote=vote_answer)
+    task = Task(name=name, data=Benchmark(table, read, check=math.check), reward=reward_math, vote=vote_answer)
     return replace(task, **settings)
 
 

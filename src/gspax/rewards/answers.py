@@ -1,6 +1,6 @@
 r"""Final answers in completions: where they stand, and which of them are equal without computer algebra.
 
-`extract` finds an answer in one of four forms. `compare` decides what strings and rational numbers decide; the rest
+`extract` finds an answer in one of five forms. `compare` decides what strings and rational numbers decide; the rest
 needs a parser of mathematics (`gspax.rewards.math`). `extract` takes time linear in the text, whatever a policy writes.
 """
 
@@ -11,22 +11,28 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from gspax.errors import UserError
+from gspax.rewards.exact import evaluate
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?!\w))?"  # of 10
 _MIXED_NUMBER = rf"{_DIGITS} \d{{1,15}}/\d{{1,15}}(?!\d)"
+_SPACED = r"[1-9]\d{0,2}(?:[ \u00a0\u202f]\d{3}){1,6}(?![\d/])"
 _LAST_NUMBER = re.compile(
-    rf"(?<![\w.])[-+]?\\?\$?(?:{_MIXED_NUMBER}|(?:{_DIGITS}(?:\.\d+)?|\.\d+){_EXPONENT}(?:/\d+)?)(?:\s*\\?%)?"
+    rf"(?<![\w.])[-+]?\\?[$€£]?(?:{_MIXED_NUMBER}|(?:(?:{_SPACED}|{_DIGITS})(?:\.\d+)?|\.\d+){_EXPONENT}(?:/\d+)?)"
+    r"(?:\s*\\?%| (?:hundred|thousand|million|billion|trillion)(?![a-z]))?"
 )
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;!]|\{,\})(?=\d{3}(?!\d))")
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+){_EXPONENT}")
 _FRACTION = re.compile(rf"([-+]?)({_DIGITS})?\\?frac(?:\{{([-+]?\d+)\}}\{{(\d+)\}}|(\d)(\d))|([-+]?\d+)/(\d+)")
 _BASED = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _UNIT = re.compile(r"(?<=[\d.}])(?:\s+[a-z]{2,})+\.?$", re.IGNORECASE)
 _POWER_OF_UNIT = re.compile(r"\\(?:mbox|text|textrm|mathrm) ?\{[^{}]*[a-z.] *\} ?\^ ?\{?(\d)\}?$", re.IGNORECASE)
 # Words that change a number, or that say it is not one. As units they would be dropped.
-_SCALES = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
+_SCALES = {"dozen": 12, "hundred": 100} | {
+    name: 10 ** (3 * i) for i, name in enumerate(("thousand", "million", "billion", "trillion"), 1)
+}
 _PARTS = ("half", "third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth")
 _POWERS = ("squared", "cubed", "factorial")
 _NOT_UNITS = {
@@ -39,6 +45,37 @@ _CHANGES = re.compile(
     rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:{'|'.join(_SCALES)})s?\b"
     rf"|\d (?:{'|'.join((*_POWERS, *_PARTS))}|halve|mod(?:ulo)?)s?\b"
 )
+_SCALED = re.compile(
+    rf"(.*?\d)\s*(?:\\(?:text|textrm|mbox|mathrm)\s*\{{\s*)?({'|'.join(_SCALES)})s?((?:\s+[a-z]+)*)\s*\}}?",
+    re.IGNORECASE,
+)
+# What a policy writes around an answer in Markdown or LaTeX, and before or after it in its sentence.
+_EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]*[^\s*`])\1(?![\w*({\[])")
+_STYLE = re.compile(
+    r"\\(?:textbf|textit|text|mathbf|mathrm|boldsymbol|bm|bf|emph|underline)\s?\{\s*([-+$\\\d.,/% ]+)\}"
+)
+_CONSTANT = re.compile(r"\\(?:mathrm|text|textrm|operatorname|mathit)\s?\{([ei])\}")
+_LEAD = re.compile(
+    r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:final |correct )?answer(?:\s*[:=]|\s+is\b:?)", re.IGNORECASE
+)
+_MARK = re.compile(r"\banswer\b[*_`]{0,3}(?:\s?(?:[:：=])|\s(?:is|are)\b:?)[*_`]{0,3}", re.IGNORECASE)
+_REASON = re.compile(r"[\s,;]+\(?(?:since|because|as|i\.e\.|which|where|so that)\b", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?<=[\w)}\]$%*`])[.!](?=\s+[A-Z*])")
+_WORD = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}")
+_ECHO = re.compile(r"[$*`\"' ]*answer\b", re.IGNORECASE)  # of the prompt
+_EQUATION = re.compile(r"\W*[a-zA-Z]\w{0,3}\W*=")
+_RELATION = re.compile(
+    r"\s*(?:\\(?:geq?|leq?|geqslant|leqslant|gt|lt)(?![a-zA-Z])|[≥≤<>]"
+    r"|(?:at (?:least|most)|(?:more|less|fewer|greater) than)\b)",
+    re.IGNORECASE,
+)
+_DOTS = re.compile(r"\\[lc]?dots(?:[a-z](?![a-zA-Z]))?|…|\.\.\.")
+_CURRENCY = re.compile(r"\\?\$|[€£¥₹]|\\(?:pounds|euro)(?![a-zA-Z])")
+_HEADING = re.compile(r"\d+[.)]\s+[A-Za-z]")
+_MOST_WORDS = 8  # of prose in an answer
+_MOST_WORDS_AFTER_IS = 3
+_LONGEST_LINE = 4000  # characters of an answer's line
+_MOST_MARKS = 16  # that are looked at, from the end
 _SPACES = re.compile(r"(?:\s|\\[,;:! ]|\\(?:quad|left|right)(?![a-zA-Z])|~)+")
 _GAP = r"(?:\s|\\[,;: ]|~)++"
 _ALONE = r"(?<![\^_\d.a-zA-Z])(?<![a-zA-Z] )"  # digits that are not those of a word, an index or an exponent
@@ -56,19 +93,34 @@ def extract(completion: str, *, form: str | None = None) -> str | None:
     Args:
       completion: any text.
       form: "boxed" (the last complete `\boxed{}`), "hash" (the rest of the line after the last `####`), "tag" (the last
-        `<answer>…</answer>`), "number" (the last number), or None for the first of these that is there, in this order.
+        `<answer>…</answer>`), "answer" (what follows the last `Answer:` or "answer is", up to the end of the line, of
+        the sentence, or a reason), "number" (the last number), or None for the first of these that is there, in this
+        order. A Markdown heading is no `####` mark: a mark has a number, or is the last line.
     """
     if form is not None and form not in FORMS:
         raise UserError(f"form: wanted one of {', '.join(FORMS)} or None, got {form!r}")
     for find in FORMS.values() if form is None else (FORMS[form],):
-        if (answer := find(completion)) and answer.strip():
-            return answer.strip()
+        if (answer := find(completion)) and (answer := _tidy(answer)):
+            return answer
     return None
 
 
 def reference(answer: str) -> str:
     r"""The answer inside a reference solution that ends in `\boxed{}` or `####`; a bare answer as it is."""
-    return (_boxed(answer) or _hash(answer) or answer).strip()
+    marked = answer.rpartition("####")[2].strip().partition("\n")[0] if "####" in answer else ""
+    return (_boxed(answer) or marked or answer).strip()
+
+
+def find_problem(answer: str) -> str:
+    r"""Why an answer of the data has no final answer to compare with; empty if it has one."""
+    final = reference(answer)
+    if _BOX.search(answer) and not _boxed(answer):
+        return f"wanted a final answer in the box, got {answer[-80:]!r}"
+    if not final.strip("#"):
+        return "wanted a final answer, got none"
+    if len(_WORD.findall(final)) > _MOST_WORDS or ("\n" in final and "\\begin" not in final):
+        return rf"wanted a final answer, bare or after #### or in \boxed{{}}, got {final[-80:]!r}"
+    return ""
 
 
 def compare(expected: str, answer: str) -> bool | None:
@@ -83,7 +135,13 @@ def compare(expected: str, answer: str) -> bool | None:
         return False
     if expected == answer:
         return True
-    if bool(_CHANGES.search(expected)) != bool(_CHANGES.search(answer)):
+    if _DOTS.search(expected + answer):  # a parser drops them with what they stand for
+        first, second = (_DOTS.sub("…", text).replace(" ", "") for text in (expected, answer))
+        return first == second
+    wanted, got = _number(expected), _number(_without_unit(answer))
+    if bool(_CHANGES.search(expected)) != bool(_CHANGES.search(answer)) and (wanted is None or got is None):
+        return False
+    if (_RELATION.match(expected) and got is not None) or (_RELATION.match(answer) and wanted is not None):
         return False
     powers = [match[1] for match in map(_POWER_OF_UNIT.search, (expected, answer)) if match]
     if len(set(powers)) == 2:  # square inches are no cubic inches; a parser drops units with their powers
@@ -92,7 +150,6 @@ def compare(expected: str, answer: str) -> bool | None:
         return equal
     if _APART.search(expected) or _APART.search(answer):
         return False
-    wanted, got = _number(expected), _number(_without_unit(answer))
     if wanted is None or got is None or wanted == got:
         return None if wanted is None or got is None else True
     rounded = "." in expected + answer and abs(wanted - got) <= Fraction(1, 10**5) * max(Fraction(1), abs(wanted))
@@ -110,7 +167,8 @@ def join_digits(answer: str) -> str:
         whole, above, below = number.groups()
         return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else number[0]
 
-    answer = _GROUPS.sub(lambda digits: re.sub(_GAP, "", digits[0]), re.sub(r"\\!\s*", "", answer))
+    answer = _CONSTANT.sub(r"\1", re.sub(r"\\!\s*", "", answer))
+    answer = _GROUPS.sub(lambda digits: re.sub(_GAP, "", digits[0]), answer)
     return _MIXED.sub(write_mixed, answer)
 
 
@@ -124,7 +182,7 @@ def canonical(answer: str) -> str:
     """
     bare = _bare(answer)
     number = _number(_without_unit(bare))
-    return bare if number is None else str(number)
+    return bare if number is None or max(number.numerator, number.denominator).bit_length() > 4000 else str(number)
 
 
 def _boxed(text: str) -> str | None:
@@ -146,8 +204,19 @@ def _boxed(text: str) -> str | None:
 
 
 def _hash(text: str) -> str | None:
-    _, mark, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if mark else None
+    """The rest of the line after the last mark that is no heading, or the next line if that is empty."""
+    *before, last = text.split("####")[-_MOST_MARKS:] if "####" in text else [""]
+    parts = [*before[1:], last] if len(before) else []
+    for part in reversed(parts):
+        line, _, below = part.strip(" \t#").partition("\n")
+        line = _LEAD.sub("", _tidy(line)).strip(" *_`:") if line.strip() else ""
+        if not line:
+            line, _, below = below.strip().partition("\n")
+        number = _without_unit(_bare(_tidy(line)))
+        is_number = _number(number) is not None and not _HEADING.match(line)
+        if line and (is_number or (part is last and not below.strip())):
+            return line
+    return None
 
 
 def _tag(text: str) -> str | None:
@@ -157,18 +226,45 @@ def _tag(text: str) -> str | None:
     return (_boxed(inner) or inner) if start >= 0 else None
 
 
+def _after_answer(text: str) -> str | None:
+    """What follows the last `Answer:` or "answer is" that has an answer after it."""
+    for mark in reversed([*_MARK.finditer(text)][-_MOST_MARKS:]):
+        rest = text[mark.end() : mark.end() + _LONGEST_LINE].lstrip(" \t*`").lstrip("\n")
+        line = rest.partition("\n")[0]
+        for end in (_SENTENCE_END, _REASON):
+            if match := end.search(line):
+                line = line[: match.start()]
+        most = _MOST_WORDS if mark.group().rstrip("*_`")[-1] in ":：=" else _MOST_WORDS_AFTER_IS
+        if "=" in line and not _EQUATION.match(line):  # a calculation: its result
+            line = line.rpartition("=")[2]
+        is_echo = _ECHO.match(line) or not line.strip("$*`\"' .")
+        if len(_WORD.findall(line)) <= most and not is_echo:
+            return line
+    return None
+
+
 def _last_number(text: str) -> str | None:
-    numbers = _LAST_NUMBER.findall(text)
+    numbers = _LAST_NUMBER.findall(_BETWEEN_DIGITS.sub("", text))
     return numbers[-1] if numbers else None
 
 
 FORMS: dict[str, Callable[[str], str | None]]
-FORMS = {"boxed": _boxed, "hash": _hash, "tag": _tag, "number": _last_number}
+FORMS = {"boxed": _boxed, "hash": _hash, "tag": _tag, "answer": _after_answer, "number": _last_number}
+
+
+def _tidy(answer: str) -> str:
+    """An answer without the marks of Markdown and of LaTeX's styles around it, and without "the answer is"."""
+    answer = _STYLE.sub(r"\1", _EMPHASIS.sub(r"\2", answer[:_LONGEST_LINE].strip())) + answer.strip()[_LONGEST_LINE:]
+    answer = answer.strip("`")
+    answer = answer[2:] if answer.startswith("**") else answer
+    answer = answer[:-2] if answer.endswith("**") else answer
+    rest = answer[lead.end() :] if (lead := _LEAD.match(answer)) else ""
+    return rest.strip() or answer.strip()
 
 
 def _bare(answer: str) -> str:
     """An answer without math delimiters, a final full stop, and commands that change only its looks."""
-    answer = join_digits(answer).strip().rstrip(".").strip()
+    answer = join_digits(_tidy(answer)).strip().rstrip(".").strip()
     for left, right in _DELIMITERS:
         inner = answer[len(left) : len(answer) - len(right)]
         if answer.startswith(left) and answer.endswith(right) and len(answer) > len(left + right) and left not in inner:
@@ -178,10 +274,16 @@ def _bare(answer: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """An integer, decimal, fraction or mixed number, with thousands separators or a dollar sign; None for others."""
-    text = text.replace(r"\$", "").replace("$", "")
-    if len(text) > 200 or ", " in text or _APART.search(text):
+    """A number with thousands separators, a currency or a word such as million, or a closed form; None for others."""
+    text = _CURRENCY.sub("", text).strip()
+    if len(text) > 400 or ", " in text or _APART.search(text):
         return None
+    if (scaled := _SCALED.fullmatch(text)) and not {*scaled[3].lower().split()} & _NOT_UNITS:
+        value = _number(scaled[1])
+        return None if value is None else value * _SCALES[scaled[2].lower()]
+    value = evaluate(text)
+    if value is not None:
+        return value
     text = text.replace(" ", "")
     if _NUMBER.fullmatch(text):
         return Fraction(text.replace(",", ""))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from gspax.config.ranges import Positive, PositiveInt
 from gspax.data.problem import Problem
 from gspax.errors import UserError, how_to_install
-from gspax.rewards.answers import compare, extract, join_digits, reference
+from gspax.rewards.answers import compare, extract, find_problem, join_digits, reference
 from gspax.rewards.calls import Failure, compares_answers, concurrent, needs, require_answer
 from gspax.rewards.scores import Grade, Score, Tally
 from gspax.rewards.workers.pool import shared
@@ -43,7 +43,7 @@ def reward(
     problem: Problem,
     completion: str,
     *,
-    form: Literal["boxed", "hash", "tag", "number"] | None = None,
+    form: Literal["boxed", "hash", "tag", "answer", "number"] | None = None,
     timeout: Positive = 5.0,
     workers: PositiveInt = 2,
     failed: float = 0.0,
@@ -60,6 +60,14 @@ def reward(
     """
     answers = [require_answer(problem)]
     return grade(answers, [completion], form=form, timeout=timeout, workers=workers, failed=failed)[0].score
+
+
+def check(problem: Problem) -> str | None:
+    """Why a problem's answer has no final answer, or None; one of the `checks` of a data source."""
+    return find_problem(str(problem.answer or "")) or None
+
+
+reward.check_answer = check  # type: ignore[attr-defined]  # for the dry run
 
 
 def grade(

@@ -84,6 +84,94 @@ def test_parsers():
     ]
 
 
+LOOK_UP = Tool(
+    "look_up",
+    "An entry of a dictionary.",
+    lambda word, most=1, deep=None: f"{word!r} {most!r} {deep!r}",
+    {
+        "type": "object",
+        "properties": {
+            "word": {"type": "string"},
+            "most": {"type": "integer", "enum": [1, 20]},
+            "deep": {"type": ["boolean", "null"]},
+        },
+        "required": ["word"],
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "reply"),
+    [
+        ('{"name": "look_up", "parameters": {"word": "a"}}', "'a' 1 None"),
+        ('{"name": "look_up", "args": {"word": "a"}, "id": "1", "type": "tool_call"}', "'a' 1 None"),
+        ('{"type": "function", "function": {"name": "look_up", "arguments": "{\\"word\\": \\"a\\"}"}}', "'a' 1 None"),
+        ('{"tool": "look_up", "tool_input": {"word": "a"}}', "'a' 1 None"),
+        ('{"function": "look_up", "arguments": {"word": "a", "most": 20}}', "'a' 20 None"),
+        ('{"name": "look_up", "arguments": {"word": "</tool_call><tool_call>"}}', "'</tool_call><tool_call>' 1 None"),
+        ('{"name": "look_up", "arguments": {"word": "a\nb"}}', r"'a\nb' 1 None"),
+        ('[{"name": "look_up", "arguments": {"word": "a"}}]', "'a' 1 None"),
+        ('{"name": "look_up", "arguments": {"word": "a"}, "why": 1}', "error: wanted {}, got the unknown key 'why'"),
+        ('{"name": "look_up", "args": {}, "input": {}}', "error: wanted {}, got args and input"),
+        ('{"name": "look_up", "arguments": {"word": "a"}}}', "error: wanted {}, got invalid JSON: text after the call"),
+        ('{"name": "look_up", "arguments": {"most": 20}}', "wanted word, most (optional), deep (optional), got most"),
+        ('{"name": "look_up", "arguments": {"word": "a", "most": 2}}', "wanted most to be one of [1, 20], got 2"),
+        ('{"name": "look_up", "arguments": {"word": "a", "deep": 1}}', "wanted deep of type boolean or null, got int"),
+    ],
+)
+def test_calls_are_read_with_the_keys_of_other_frameworks(call, reply):
+    (text,) = replies(f"<tool_call>\n{call}\n</tool_call>", ToolUse(tools=(LOOK_UP,)))
+    assert reply.replace("{}", '{"name": ..., "arguments": {...}} as JSON') in text
+
+
+@pytest.mark.parametrize(
+    ("body", "reply"),
+    [
+        ("<parameter=word>\na\n\nb\n</parameter>\n<parameter=most>\n20\n</parameter>", r"'a\n\nb' 20 None"),
+        ("<parameter=word>5</parameter><parameter=deep>True</parameter>", "'5' 1 True"),
+        ("<parameter=word></parameter> </tool_call></parameter>", "'</parameter> </tool_call>' 1 None"),
+        ('{"word": "a"}', "'a' 1 None"),
+        ("<parameter=word>a</parameter><parameter=most>x</parameter>", "wanted most of type integer, got str"),
+        ("<parameter=word>a", "wanted </parameter> after the parameter word, got none"),
+        ("word=a", "wanted <parameter=NAME> or </function> in a call, got neither"),
+    ],
+)
+def test_calls_in_xml_are_read_as_qwen3_coder_writes_them(body, reply):
+    call = f"<function=look_up>\n{body}\n</function>"
+    for text in (f"I look.\n<tool_call>\n{call}\n</tool_call>", call):
+        (text,) = replies(text, ToolUse(tools=(LOOK_UP,)))
+        assert reply in text
+
+
+def test_several_calls_are_read_in_their_order():
+    both = (
+        CALCULATE % "1" + "<tool_call>{]</tool_call><function=calculator><parameter=expression>2</parameter></function>"
+    )
+    first, second, third = replies(both + "<tool_call>")[:3]
+    assert (first, third) == ("1", "2") and "invalid JSON" in second
+    assert len(replies(both + "<tool_call>")) == 4
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"word": "string"}, "wanted a JSON schema for each argument, got 'string' for 'word'"),
+        ({"word": {"type": "str"}}, "wanted one of the types string, .* for 'word', got 'str'"),
+        ({"type": "array"}, "wanted a JSON schema for each argument, got 'array' for 'type'"),
+        ({"type": "object", "properties": ["word"]}, "wanted a JSON schema for each argument, got"),
+        ({"type": "object", "properties": {}, "required": ["word"]}, "wanted `required` to list arguments, got"),
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused(parameters, problem):
+    with pytest.raises(UserError, match=f"tool look_up: parameters: {problem}"):
+        Tool("look_up", "", print, parameters)
+
+
+def test_a_full_schema_is_shown_as_it_is():
+    assert LOOK_UP.schema()["function"]["parameters"] == LOOK_UP.parameters
+    assert Tool("f", "", print, {"type": {"type": "string"}}).required == ["type"]
+
+
 def test_the_schema_is_that_of_chat_templates():
     (schema,) = environment.schemas()
     assert schema["type"] == "function" and schema["function"]["name"] == "calculator"

@@ -280,6 +280,18 @@ def _missing_answers(rewards: Sequence[_Reward]) -> Iterator[str]:
             if compares and not (problem := _find_first(load, None, TRIED)[0]).answer:
                 where = f"{key}: {title_of(inner_function(reward))}"
                 yield f"{where}: wanted problems with an answer, got none for {shorten(repr(problem.prompt))}"
+                continue
+        for check in (getattr(inner_function(member), "check_answer", None) for member in find_rewards(reward)):
+            reasons = (
+                f"problem {i}: {reason}" for i in range(TRIED) if check and (reason := _check_one(check, load, i))
+            )
+            yield from (f"{key}: the answer of {reason}" for reason in itertools.islice(reasons, 1))
+
+
+def _check_one(check: Callable[[Problem], str | None], load: Callable[[int], Problem], index: int) -> str | None:
+    with contextlib.suppress(UserError):  # a problem that cannot be used is skipped
+        return check(read_problem(load, index))
+    return None
 
 
 def _check_message(shown: object) -> str:

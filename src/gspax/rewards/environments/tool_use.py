@@ -8,18 +8,31 @@ answered by an error message, and the conversation goes on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from gspax.config.protocols import Message, Problem, Step
 from gspax.config.ranges import NOT_EMPTY, PositiveInt
 from gspax.data.chat import split_thinking
+from gspax.errors import UserError
 from gspax.rewards.calls import concurrent
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
+_WANTED = 'wanted {"name": ..., "arguments": {...}} as JSON'
+_NAMES = ("name", "tool_name", "tool", "function", "action")
+_ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "action_input")
+_IGNORED = ("id", "type", "index", "tool_call_id")  # of a call, which other frameworks number
+_DECODER = json.JSONDecoder(strict=False)  # strings may have line breaks
+_SPACE = re.compile(r"\s*")
+START = re.compile(r"<tool_call>\s*<function=|<tool_call>|<function=")
+_FUNCTION = re.compile(r"([^<>\n]{1,200})>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")
+_PARAMETER_END = re.compile(r"</parameter>(?=\s{0,100}(?:<parameter=|</function>))")
+_FUNCTION_END = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
 _BRACKETS = re.compile(r"\[([^\[\]]*)(\]?)")
 _TYPES: dict[object, tuple[type, ...]] = {
     "string": (str,),
@@ -28,6 +41,7 @@ _TYPES: dict[object, tuple[type, ...]] = {
     "boolean": (bool,),
     "array": (list,),
     "object": (dict,),
+    "null": (type(None),),
 }
 
 
@@ -37,10 +51,23 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool by its name."""
+    """A call of a tool by its name.
+
+    Attributes:
+      name: the name.
+      arguments: the arguments by name.
+      as_texts: whether the arguments are texts, as calls in XML have them: the tool's schema says what they mean.
+    """
 
     name: str
     arguments: Mapping[str, object]
+    as_texts: bool = False
+
+    def typed(self, properties: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+        """The arguments as values of the types of these schemas; a text that is no such value stays a text."""
+        if not self.as_texts:
+            return self.arguments
+        return {name: _read_text(str(text), properties.get(name, {})) for name, text in self.arguments.items()}
 
 
 @dataclass(frozen=True)
@@ -51,30 +78,120 @@ class Malformed:
 
 
 def parse_hermes(text: str) -> list[Call | Malformed]:
-    """The calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen3 write them.
+    """The calls in `<tool_call>` tags, in JSON as Hermes and Qwen3 write them, or in XML as Qwen3-Coder and Qwen3.5 do.
+
+    In JSON the arguments may be named as other frameworks name them, and a tag may hold a list of calls. In XML the
+    outer tag may miss, and a function's body may be JSON. Strings may hold the tags.
 
     >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    [Call(name='add', arguments={'a': 1})]
+    [Call(name='add', arguments={'a': 1}, as_texts=False)]
+    >>> parse_hermes("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>")
+    [Call(name='add', arguments={'a': '1'}, as_texts=True)]
     """
-    return [_parse_call(*part.partition(CLOSE)[:2]) for part in text.split(OPEN)[1:]]
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := START.search(text, position):
+        if match.group().endswith("="):
+            call, position = _read_function(text, match.end())
+            calls.append(call)
+        else:
+            found, position = _read_json(text, match.end())
+            calls += found
+    return calls
 
 
-def _parse_call(body: str, close: str) -> Call | Malformed:
-    wanted = 'wanted {"name": ..., "arguments": {...}} as JSON'
-    if not close:
-        return Malformed(f"wanted {CLOSE} after a tool call, got none")
+def _read_json(text: str, start: int) -> tuple[list[Call | Malformed], int]:
+    """The calls in JSON from `start`, after a tag, and the position after its end."""
+    stop = text.find(OPEN, start)
+    stop = len(text) if stop < 0 else stop
+    close = text.find(CLOSE, start, stop)
+    begin = _SPACE.match(text, start).end()  # type: ignore[union-attr]
+    value, end, problem = None, begin, ""
     try:
-        call = json.loads(body)
+        value, end = _DECODER.raw_decode(text, begin)
     except (ValueError, RecursionError) as error:
-        return Malformed(f"{wanted}, got invalid JSON: {str(error)[:80]}")
-    match call:
-        case {"name": str() as name, "arguments": dict() as arguments}:
-            return Call(name, arguments)
-        case {"name": str(), "arguments": _}:
-            return Malformed(f"{wanted}, got arguments that are no object")
-        case {"name": str() as name}:
-            return Call(name, {})
-    return Malformed(f"{wanted}, got no name")
+        problem = str(error)[:80]
+    after = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+    if not problem and text.startswith(CLOSE, after):
+        values = value if isinstance(value, list) and value else [value]
+        return [_read_call(each) for each in values], after + len(CLOSE)
+    if not problem and text[after : after + 1] and not text.startswith(OPEN, after):
+        problem = f"text after the call: {text[after : after + 20]!r}"
+    if close < 0:
+        return [Malformed(f"wanted {CLOSE} after a tool call, got none")], max(stop, begin)
+    return [Malformed(f"{_WANTED}, got invalid JSON: {problem}")], close + len(CLOSE)
+
+
+def _read_call(call: object) -> Call | Malformed:
+    """A call as an object. Names and arguments have the keys of several frameworks."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):  # as in OpenAI's tool_calls
+        call = {name: value for name, value in call.items() if name != "function"} | call["function"]
+    if not isinstance(call, dict):
+        return Malformed(f"{_WANTED}, got no name")
+    names, given = [[key for key in keys if key in call] for keys in (_NAMES, _ARGUMENTS)]
+    if len(names) != 1 or not isinstance(call[names[0]], str):
+        return Malformed(f"{_WANTED}, got {'two names' if len(names) > 1 else 'no name'}")
+    if unknown := call.keys() - {*names, *_ARGUMENTS, *_IGNORED}:
+        return Malformed(f"{_WANTED}, got the unknown key {', '.join(sorted(map(repr, unknown)))[:80]}")
+    if len(given) > 1:
+        return Malformed(f"{_WANTED}, got {' and '.join(given)}")
+    arguments = call[given[0]] if given else {}
+    if isinstance(arguments, str):  # JSON in a text, as in OpenAI's tool_calls
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments, strict=False)
+    if not isinstance(arguments, dict):
+        return Malformed(f"{_WANTED}, got arguments that are no object")
+    return Call(call[names[0]], arguments)
+
+
+def _read_function(text: str, start: int) -> tuple[Call | Malformed, int]:
+    """The call `<function=name>...</function>` whose name begins at `start`, and the position after it."""
+    match = _FUNCTION.match(text, start)
+    if match is None:
+        return Malformed(f"wanted > after {FUNCTION}NAME, got none"), start
+    name, position, arguments = match[1].strip(" \t\"'"), match.end(), dict[str, object]()
+    if text.startswith("{", _SPACE.match(text, position).end()):  # type: ignore[union-attr]
+        return _read_object(text, name, position)
+    while parameter := _PARAMETER.match(text, position):
+        end = _PARAMETER_END.search(text, parameter.end())
+        if end is None:
+            return Malformed(f"wanted </parameter> after the parameter {parameter[1][:80]}, got none"), len(text)
+        value = text[parameter.end() : end.start()]
+        arguments[parameter[1].strip(" \t\"'")] = value.removeprefix("\n").removesuffix("\n")
+        position = end.end()
+    close = _FUNCTION_END.match(text, position)
+    if close is None:
+        return Malformed("wanted <parameter=NAME> or </function> in a call, got neither"), position
+    return Call(name, arguments, as_texts=True), close.end()
+
+
+def _read_object(text: str, name: str, position: int) -> tuple[Call | Malformed, int]:
+    """A function whose body is an object, as Llama 3 may write it."""
+    try:
+        arguments, end = _DECODER.raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"wanted an object after {FUNCTION}{name}>, got invalid JSON: {str(error)[:80]}"), position
+    close = _FUNCTION_END.match(text, end)
+    if close is None:
+        return Malformed("wanted </function> after a call, got none"), end
+    return Call(name, arguments), close.end()
+
+
+def _read_text(text: str, schema: Mapping[str, object]) -> object:
+    """The value that a text means for a schema."""
+    kinds = _kinds(schema)
+    if "string" in kinds:
+        return text
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def _kinds(schema: Mapping[str, object]) -> list[object]:
+    """The types that a schema permits; none if it does not say."""
+    kind = schema.get("type")
+    return [*kind] if isinstance(kind, list | tuple) else [] if kind is None else [kind]
 
 
 def parse_brackets(text: str, *, tool: str = "calculator", argument: str = "expression") -> list[Call | Malformed]:
@@ -98,30 +215,67 @@ class Tool:
       description: shown by the chat template.
       run: takes the arguments as keywords and returns a text. A `ToolError` is the policy's mistake; any other
         exception is a failure of the tool, which ends the conversation and is counted.
-      parameters: JSON schemas of the arguments by name; all are required.
+      parameters: a JSON schema of the arguments, `{"type": "object", "properties": {...}, "required": [...]}`, whose
+        other arguments are optional; or the schemas of the arguments by name, all of which are required.
     """
 
     name: str
     description: str
     run: Callable[..., str]
-    parameters: Mapping[str, Mapping[str, object]] = field(default_factory=dict, hash=False)
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        where, full = f"tool {self.name}: parameters", self.parameters.get("type") == "object"
+        properties = self.parameters.get("properties", {}) if full else self.parameters
+        for name, schema in properties.items() if isinstance(properties, Mapping) else [("properties", properties)]:
+            if not isinstance(schema, Mapping):
+                raise UserError(f"{where}: wanted a JSON schema for each argument, got {schema!r:.80} for {name!r}")
+            if unknown := [kind for kind in _kinds(schema) if kind not in _TYPES]:
+                wanted = ", ".join(map(str, _TYPES))
+                raise UserError(f"{where}: wanted one of the types {wanted} for {name!r}, got {unknown[0]!r:.80}")
+        required = self.required
+        if isinstance(required, str) or not {*required} <= properties.keys():
+            raise UserError(f"{where}: wanted `required` to list arguments, got {required!r:.80}")
+
+    @property
+    def properties(self) -> Mapping[str, Mapping[str, object]]:
+        """The schemas of the arguments by name."""
+        full = self.parameters.get("type") == "object"
+        return self.parameters.get("properties", {}) if full else self.parameters
+
+    @property
+    def required(self) -> Sequence[str]:
+        """The names of the arguments that every call must have."""
+        full = self.parameters.get("type") == "object"
+        return self.parameters.get("required", ()) if full else [*self.parameters]
 
     def schema(self) -> dict[str, object]:
         """The tool in the form of OpenAI's `tools`."""
-        arguments = {"type": "object", "properties": dict(self.parameters), "required": [*self.parameters]}
+        arguments = {"type": "object", "properties": dict(self.properties), "required": [*self.required]}
+        if self.parameters.get("type") == "object":
+            arguments = {**arguments, **self.parameters}
         function = {"name": self.name, "description": self.description, "parameters": arguments}
         return {"type": "function", "function": function}
 
     def check(self, arguments: Mapping[str, object]) -> None:
-        """ToolError unless the arguments are those of the schema."""
-        if arguments.keys() != self.parameters.keys():
-            wanted = ", ".join(self.parameters) or "no arguments"
+        """ToolError unless the arguments are those of the schema. What is inside lists and objects is not looked at."""
+        if not {*self.required} <= arguments.keys() <= self.properties.keys():
+            optional = [f"{name} (optional)" for name in self.properties if name not in self.required]
+            wanted = ", ".join([*self.required, *optional]) or "no arguments"
             raise ToolError(f"{self.name}: wanted {wanted}, got {', '.join(arguments)[:80] or 'no arguments'}")
-        for name, schema in self.parameters.items():
-            kind, value = schema.get("type"), arguments[name]
-            fits = isinstance(value, _TYPES.get(kind, object))
-            if not fits or (isinstance(value, bool) and kind != "boolean"):
+        for name, value in arguments.items():
+            schema = self.properties[name]
+            kinds = _kinds(schema)
+            fits = any(
+                isinstance(value, _TYPES[kind]) and not (isinstance(value, bool) and kind != "boolean")
+                for kind in kinds
+            )
+            if kinds and not fits:
+                kind = " or ".join(map(str, kinds))
                 raise ToolError(f"{self.name}: wanted {name} of type {kind}, got {type(value).__name__}")
+            choices = schema.get("enum")
+            if isinstance(choices, Sequence) and value not in choices:
+                raise ToolError(f"{self.name}: wanted {name} to be one of {str([*choices])[:200]}, got {value!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -180,7 +334,8 @@ class ToolUse:
             raise ToolError(call.reason)
         for tool in self.tools:
             if tool.name == call.name:
-                tool.check(call.arguments)
-                return str(tool.run(**call.arguments))
+                arguments = call.typed(tool.properties)
+                tool.check(arguments)
+                return str(tool.run(**arguments))
         names = ", ".join(tool.name for tool in self.tools)
         raise ToolError(f"wanted one of the tools {names}, got {call.name[:80]!r}")

@@ -33,7 +33,7 @@ from gspax.config.protocols import Message, Problem, Step
 from gspax.data.chat import split_thinking
 from gspax.errors import UserError
 from gspax.rewards.calls import concurrent
-from gspax.rewards.environments.tool_use import OPEN, Call, Malformed, parse_hermes
+from gspax.rewards.environments.tool_use import START, Call, Malformed, parse_hermes
 
 T = TypeVar("T")
 Parse = Callable[[str], list[Call | Malformed]]
@@ -210,11 +210,13 @@ class _Agent(vf.Agent):
         """The policy's message as servers return it: thinking, text, and calls apart."""
         thinking, content = split_thinking(text)
         calls = [call for call in self._parse(content) if isinstance(call, Call)]
+        schemas = {name: tool.parameters.get("properties", {}) for name, (_, _, tool) in self._tools.items()}
         calls = [
-            vf.ToolCall(id=f"call_{len(self.messages)}_{i}", name=call.name, arguments=json.dumps(call.arguments))
+            vf.ToolCall(id=f"call_{len(self.messages)}_{i}", name=call.name, arguments=json.dumps(arguments))
             for i, call in enumerate(calls)
+            for arguments in [call.typed(schemas.get(call.name, {}))]
         ]
-        content = content.partition(OPEN)[0].strip() if calls else content
+        content = START.split(content, 1)[0].strip() if calls else content
         return vf.AssistantMessage(content=content, reasoning_content=thinking or None, tool_calls=calls or None)
 
     async def _call(self, call: Any) -> str:

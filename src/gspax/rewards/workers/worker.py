@@ -89,9 +89,25 @@ def equal(expected: str, answer: str) -> bool:
     try:
         # The cache is for expected answers, which the samples of a group share.
         parsed = _parse.__wrapped__(answer)
-        return bool(math_verify.verify(_parse(expected), parsed, timeout_seconds=None, allow_set_relation_comp=True))
+        wanted = _parse(expected)
+        same = bool(math_verify.verify(wanted, parsed, timeout_seconds=None, allow_set_relation_comp=True))
+        percent = "%" in expected or "%" in answer  # of which math-verify has two readings
+        return same and (percent or not _differ(wanted, parsed))
     except Exception:
         return False
+
+
+def _differ(wanted: Any, got: Any) -> bool:
+    """Whether two exact numbers differ, however small they are: math-verify rounds to 6 decimals."""
+    import sympy
+
+    pair = [each[0] for each in (wanted, got) if each]
+    if len(pair) < 2 or not all(isinstance(each, sympy.Expr) and each.is_number for each in pair):
+        return False
+    if any(each.atoms(sympy.Float) for each in pair):
+        return False
+    first, second = (each.evalf(30) for each in pair)
+    return bool(abs(first - second) > 1e-9 * max(abs(first), abs(second)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,165 @@
+r"""Exact values of closed forms of whole numbers: `\frac{2^{60}+1}{3 \cdot 59!}`, in LaTeX or as programs write them.
+
+A parser of mathematics compares numbers by their first decimals, so that it takes all small ones for equal. Here every
+value is a fraction, and nothing is computed whose size is not known to be bounded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+_LONGEST = 400  # characters
+_MOST_BITS = 1 << 15  # of a numerator or a denominator
+_DEEPEST = 40  # nested groups
+_TOKEN = re.compile(
+    r"\s*(?:(\d+(?:\.\d*)?|\.\d+)"
+    r"|\\([dt]?frac|sqrt|cdot|times|div|ast|left|right)(?![a-zA-Z])|([-+*/^!(){}÷×·⋅]))"
+)
+_SAME = {"cdot": "*", "times": "*", "ast": "*", "div": "/", "×": "*", "·": "*", "⋅": "*", "÷": "/"}
+_SAME |= {"dfrac": "frac", "tfrac": "frac"}
+
+
+class _UnknownError(Exception):
+    """The text is no closed form, or its value is too large or no fraction."""
+
+
+def evaluate(text: str) -> Fraction | None:
+    r"""The value of an expression of numbers with + - * / ^ ! \frac \sqrt and brackets; None for others and large ones.
+
+    >>> evaluate(r"\frac{2^{10}}{3!}"), evaluate(r"\sqrt{16}"), evaluate(r"\sqrt{2}"), evaluate("7^{10^9}")
+    (Fraction(512, 3), Fraction(4, 1), None, None)
+    """
+    if len(text) > _LONGEST:
+        return None
+    tokens: list[str] = []
+    position = 0
+    text = text.rstrip()
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            return None
+        token = match[1] or match[2] or match[3]
+        token = _SAME.get(token, token)
+        if token == "*" and tokens[-1:] == ["*"]:  # as programs write powers
+            tokens[-1] = "^"
+        elif token not in ("left", "right"):
+            tokens.append(token)
+        position = match.end()
+    try:
+        parser = _Parser(tokens)
+        value = parser.sum()
+        return value if parser.at_end() else None
+    except (_UnknownError, ZeroDivisionError):
+        return None
+
+
+class _Parser:
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens, self._position, self._depth = tokens, 0, 0
+
+    def at_end(self) -> bool:
+        return self._position == len(self._tokens)
+
+    def _next(self) -> str:
+        return "" if self.at_end() else self._tokens[self._position]
+
+    def _take(self, *tokens: str) -> str:
+        """The next token, if it is one of these; else nothing."""
+        token = self._next()
+        if token not in tokens:
+            return ""
+        self._position += 1
+        return token
+
+    def sum(self) -> Fraction:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _UnknownError
+        value = self._product()
+        while sign := self._take("+", "-"):
+            value = _bounded(value + self._product() if sign == "+" else value - self._product())
+        self._depth -= 1
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._signed()
+        while True:
+            if sign := self._take("*", "/"):
+                factor = self._signed()
+                value = _bounded(value * factor if sign == "*" else value / factor)
+            elif self._next() in ("(", "frac", "sqrt"):
+                if self._next() == "frac" and self._tokens[self._position - 1][-1:].isdigit():
+                    raise _UnknownError  # a mixed number is no product
+                value = _bounded(value * self._power())
+            else:
+                return value
+
+    def _signed(self) -> Fraction:
+        negative = False
+        while sign := self._take("+", "-"):
+            negative ^= sign == "-"
+        value = self._power()
+        return -value if negative else value
+
+    def _power(self) -> Fraction:
+        base = self._factor()
+        while self._take("!"):
+            base = _factorial(base)
+        if not self._take("^"):
+            return base
+        return _raise(base, self._signed())
+
+    def _factor(self) -> Fraction:
+        if self._take("frac"):
+            above, below = self._argument(), self._argument()
+            return _bounded(above / below)
+        if self._take("sqrt"):
+            return _root(self._argument())
+        for left, right in ("()", "{}"):
+            if self._take(left):
+                value = self.sum()
+                if not self._take(right):
+                    raise _UnknownError
+                return value
+        token = self._next()
+        if not token[:1].isdigit() and token[:1] != ".":
+            raise _UnknownError
+        self._position += 1
+        return Fraction(token)
+
+    def _argument(self) -> Fraction:
+        """What stands in braces, or one digit."""
+        token = self._next()
+        if token[:1].isdigit():
+            self._tokens[self._position : self._position + 1] = [token[:1], *([token[1:]] if token[1:] else [])]
+        return self._factor()
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MOST_BITS:
+        raise _UnknownError
+    return value
+
+
+def _raise(base: Fraction, exponent: Fraction) -> Fraction:
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if exponent.denominator != 1 or abs(exponent) * size > _MOST_BITS:
+        raise _UnknownError
+    return base ** int(exponent)
+
+
+def _factorial(value: Fraction) -> Fraction:
+    if value.denominator != 1 or not 0 <= value <= 3000:  # 3000! has 30,000 bits
+        raise _UnknownError
+    return Fraction(math.factorial(int(value)))
+
+
+def _root(value: Fraction) -> Fraction:
+    if value < 0:
+        raise _UnknownError
+    root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+    if root * root != value:
+        raise _UnknownError
+    return root
