@@ -90,7 +90,8 @@ def small(tmp_path):
 
 def test_a_tokenizer_from_a_folder_has_the_same_interface(small):
     tokenizer = hf_tokenizer(small)
-    assert tokenizer.encode("two one") == tokenizer.encode_completion("two one") == [2, 1]
+    assert tokenizer.encode_completion("two one") == [2, 1]
+    assert tokenizer.encode("two one") == tokenizer.encode("<turn> two one") == [4, 2, 1]  # as transformers
     assert tokenizer.decode([2, 1]) == "two one"
     assert tokenizer.stop_ids == (0,)
     assert tokenizer.vocab_size == 5

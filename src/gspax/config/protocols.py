@@ -105,7 +105,10 @@ class ConversationTokenizer(CompletionTokenizer, Protocol):
 
     @property
     def turn_end(self) -> int:
-        """The stop id that ends an assistant's turn; with any other one the policy ends the conversation."""
+        """The stop id that ends an assistant's turn; with any other one the policy ends the conversation.
+
+        A tokenizer whose turns end with different ids has a method `end_before(messages)` besides: the id before these.
+        """
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], /) -> Sequence[int]:
         """The ids of a conversation's first messages, up to the start of the assistant's turn.

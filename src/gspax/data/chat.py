@@ -10,26 +10,18 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gspax.config.protocols import Message, Problem
-from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer, read_settings
-from gspax.errors import UserError, brief
-from gspax.storage.buckets import to_path
+from gspax.config.protocols import ConversationTokenizer, Message, Problem
+from gspax.data.chat_template import CLOSE, OPEN, ChatTemplate, check_date, read_template
+from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
+from gspax.errors import UserError
 
 T = TypeVar("T")
 
-OPEN, CLOSE = "<think>", "</think>"
 _MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
-LONGEST = 30.0  # seconds for a template, which takes a millisecond unless its loops have no end
-CLOCK = "strftime_now"  # the function with which a template prints the time
-_CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
-_MARK = "\ue000"  # for private use: in no template
 
 
 @dataclass(frozen=True)
@@ -65,36 +57,47 @@ class ChatTokenizer(HFTokenizer):
             messages = [{"role": "system", "content": self.system}, *messages]
         return self.encode_completion(self.render(messages, tools))  # the template has the special tokens
 
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """What the template writes."""
+        return read_template(
+            self.folder,
+            where=self.path,
+            added=self.added,
+            stop_ids=self.stop_ids,
+            thinking=self.thinking,
+            date=self.date,
+        )
+
     @property
     def turn_end(self) -> int:
-        """The stop id that the template writes after an assistant's message: the end-of-sequence token."""
-        return self.stop_ids[0]
+        """The stop id that the template writes after an assistant's last message, else the first stop id."""
+        end = self.template.end
+        return self.added[end] if end is not None and self.added[end] in self.stop_ids else self.stop_ids[0]
+
+    def end_before(self, messages: Sequence[Message]) -> int:
+        """The id that ends a turn before these messages. Some templates end it with the token of the next role."""
+        return self.added[self.template.reply(self._without_marks(messages))[0]]
 
     def encode_reply(self, messages: Sequence[Message]) -> list[int]:
         """The ids between the end of an assistant's turn, its stop token, and the start of the next one.
 
-        They encode what the template writes after the content of an assistant's message and that token, so no earlier
-        turn is rendered or tokenized again. In a message every added token of the tokenizer, and the marks of thinking
-        and of tools, are split by a space, so that a tool's output can end neither a turn nor the reply. UserError if
-        the template writes anything else after the content.
+        They encode what the template writes after the content of an assistant's message, which has calls before `tool`
+        messages, and that token, so no earlier turn is rendered or tokenized again. In a message every added token of
+        the tokenizer, and the marks of thinking and of tools, are split by a space, so that a tool's output can end
+        neither a turn nor the reply. UserError if the template rejects the messages, or does not write them.
         """
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        safe = [{**message, "content": self._split_marks(str(message["content"]))} for message in messages]
-        before, _, after = self.render([*chat, *safe]).rpartition(_MARK)
-        end = str(self._tokenizer.convert_ids_to_tokens(self.turn_end))
-        if not before or not after.startswith(end):
-            raise UserError(
-                f"the chat template in {self.path}: wanted {end!r} after the content of an assistant's message, "
-                f"got {after[:40]!r}"
-            )
-        return self.encode_completion(after.removeprefix(end))
+        end, text = self.template.reply(self._without_marks(messages))
+        first, *ids = self.encode_completion(end + text)  # white space after a token may belong to it
+        return ids if first == self.added[end] else self.encode_completion(text)
 
     @functools.cached_property
     def _marks(self) -> list[str]:
         """The texts that no reply may hold: added tokens other than white space, and the markup around replies."""
-        tokenizer = self._tokenizer
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        return sorted(token for token in {*added, *tokenizer.all_special_tokens, *_MARKUP} if token.strip())
+        return sorted(token for token in {*self.added, *self.template.special.values(), *_MARKUP} if token.strip())
+
+    def _without_marks(self, messages: Sequence[Message]) -> list[Message]:
+        return [{**message, "content": self._split_marks(str(message["content"]))} for message in messages]
 
     def _split_marks(self, text: str) -> str:
         for mark in self._marks:
@@ -103,42 +106,7 @@ class ChatTokenizer(HFTokenizer):
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
         """The chat as text. UserError if the template is missing, rejects the messages or does not end."""
-        import jinja2  # noqa: F401  (optional in transformers; imported here so that the error names it)
-
-        result: Future[str] = Future()
-        apply = self._tokenizer.apply_chat_template
-        schemas = [dict(tool) for tool in tools] or None
-        template = None
-        if self.date is not None:
-            template = _with_date(self._tokenizer.get_chat_template(tools=schemas), self.date)
-
-        def write() -> None:
-            try:
-                text = apply(
-                    [dict(message) for message in messages],
-                    tools=schemas,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    enable_thinking=self.thinking,
-                    chat_template=template,
-                )
-                result.set_result(str(text))
-            except Exception as error:
-                result.set_exception(error)
-
-        threading.Thread(target=write, name="gspax-template", daemon=True).start()  # no thread can be ended
-        try:
-            return result.result(LONGEST)
-        except TimeoutError:
-            raise UserError(f"the chat template in {self.path} failed: no result after {LONGEST:g} s") from None
-        except Exception as error:  # a template is a program and can fail in any way
-            raise UserError(f"the chat template in {self.path} failed: {brief(error)}") from error
-
-
-def _with_date(template: str, date: str) -> str:
-    """The template with this date in place of the time. Every call of the clock names its format."""
-    day = datetime.date.fromisoformat(date)
-    return _CLOCK_CALL.sub(lambda call: repr(day.strftime(call[2])), template)
+        return self.template.render(messages, tools)
 
 
 @dataclass(frozen=True)
@@ -188,10 +156,11 @@ class CharChat(CharTokenizer):
 def hf_chat(
     path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False, date: str | None = None
 ) -> ChatTokenizer:
-    """The chat tokenizer in a folder, also of a bucket (gs://BUCKET/NAME).
+    """The chat tokenizer in a folder, also of a bucket (gs://BUCKET/NAME), or of a name on the Hub.
 
     Args:
-      path: a folder with `tokenizer.json` and a template, in `chat_template.jinja` or in `tokenizer_config.json`.
+      path: a folder with `tokenizer.json` and a template, in `chat_template.jinja` or in `tokenizer_config.json`; or a
+        name on the Hub, such as "Qwen/Qwen3-0.6B", of which only the tokenizer's files are downloaded.
       system: text of a system message before every prompt.
       thinking: the template's `enable_thinking`; templates without that variable ignore it.
       date: the day that the template prints as today, such as "2026-01-31". Templates that print none, such as
@@ -201,28 +170,18 @@ def hf_chat(
       UserError: the folder has no tokenizer or no chat template, or the template prints today's date and there is no
         `date`: a run that is resumed on another day would have other prompts.
     """
-    folder = hf_tokenizer(path).path
-    file = to_path(folder) / "chat_template.jinja"
-    template: object = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
-    template = template or read_settings(folder, "tokenizer_config.json").get("chat_template")
-    if not template and not file.is_file():
-        raise UserError(
-            f"wanted a chat template in {folder!r} (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "there is none (hf_tokenizer reads the tokenizer of a base model)"
-        )
-    texts = template if isinstance(template, list) else [{"template": template}]  # a list of named templates
-    text = "".join(str(each.get("template")) for each in texts if isinstance(each, dict))
-    if f"{CLOCK}(" in _CLOCK_CALL.sub("", text):
-        raise UserError(f'the chat template in {folder}: wanted {CLOCK}("...") with its format, got another call of it')
-    if date is None and f"{CLOCK}(" in text:
-        raise UserError(
-            f"the chat template in {folder} prints today's date ({CLOCK}), so that a run resumed on another day would "
-            "have other prompts: wanted the day to print, as in hf_chat(..., date='2026-01-31'), got none"
-        )
+    found = hf_tokenizer(path)
+    check_date(found.folder, found.path, date)
     try:
-        return ChatTokenizer(folder, system, thinking, date)
+        return ChatTokenizer(found.path, system, thinking, date)
     except ValueError:
         raise UserError(f"date: wanted a day such as 2026-01-31, got {date!r}") from None
+
+
+def end_before(tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> int:
+    """The stop id that ends a turn before these messages: `turn_end`, unless the tokenizer has `end_before`, too."""
+    named: Callable[[Sequence[Message]], int] | None = getattr(tokenizer, "end_before", None)
+    return named(messages) if named is not None and messages else tokenizer.turn_end
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
@@ -232,8 +191,9 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
 
     Args:
       text: a completion.
-      opened: the prompt already contains `<think>`, as the templates of always-thinking models do; text without
-        `</think>` then is thinking, otherwise an answer.
+      opened: the text before the completion already contains `<think>`; text without `</think>` then is thinking,
+        otherwise an answer. In a run it is not needed: there the text of a completion begins with a `<think>` that its
+        prompt ends with.
     """
     before, close, after = text.rpartition(CLOSE)
     if OPEN in after or (opened and not close):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gspax.config.functions import interface_problems
-from gspax.data.files import Json, read_object, reading, require_own_files
+from gspax.data.files import Json, read_object, reading, require_own_files, why_not_on_hub
+from gspax.data.hub import HUB_NAME, locate
 from gspax.errors import UserError, brief
 from gspax.storage.buckets import is_bucket, to_path
 
@@ -21,6 +22,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
+_READ = (*TOKENIZER_FILES, "generation_config.json")  # of a name on the Hub
 
 
 def tokenizer_problems(tokenizer: object, vocab_size: int, *, demonstrations: bool) -> Iterator[str]:
@@ -87,11 +89,12 @@ class CharTokenizer:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A Hugging Face tokenizer in a folder, also of a bucket, loaded on first use; the Hub is not asked.
+    """A Hugging Face tokenizer in a folder, also of a bucket, or of a name on the Hub, loaded on first use.
 
     The stop ids are the tokenizer's end-of-sequence id, then those of `generation_config.json`, if it exists. Special
-    tokens in a text are encoded as special tokens; none are added, and only stop ids are removed. `stop_ids` and
-    `vocab_size` are read from the JSON files, so that a dry run does not import transformers.
+    tokens in a text are encoded as special tokens. A prompt begins with the tokens that transformers puts before a
+    text, such as `<bos>`; only stop ids are removed. `stop_ids` and `vocab_size` are read from the JSON files, so that
+    a dry run does not import transformers.
 
     Every member raises UserError if a file of the folder is missing, cannot be parsed, or is a link out of it.
     """
@@ -100,12 +103,11 @@ class HFTokenizer:
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        eos = read_settings(self.path, "tokenizer_config.json").get("eos_token")
-        token = eos.get("content") if isinstance(eos, dict) else eos
+        token = _named_tokens(self.folder).get("eos_token")
         if token is not None and not (isinstance(token, str) and token in self.ids):
             raise UserError(f"the tokenizer in {self.path} has no token {token!r}, which it names as its eos_token")
         ids = [] if token is None else [self.ids[token]]
-        more = read_settings(self.path, "generation_config.json").get("eos_token_id")
+        more = read_settings(self.folder, "generation_config.json").get("eos_token_id")
         for i in more if isinstance(more, list) else [] if more is None else [more]:
             if not isinstance(i, int):
                 raise UserError(f"generation_config.json in {self.path}: wanted ids in eos_token_id, got {more!r}")
@@ -119,10 +121,19 @@ class HFTokenizer:
         return 1 + max(self.ids.values())
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_completion(text)
+        """The ids of a prompt, after those that transformers puts before a text, unless it begins with them."""
+        first, ids = self._first_ids, self.encode_completion(text)
+        return ids if ids[: len(first)] == first else [*first, *ids]
 
     def encode_completion(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @functools.cached_property
+    def _first_ids(self) -> list[int]:
+        """The ids that transformers puts before a text; those that it puts after one would end a prompt."""
+        alone, whole = self.encode_completion("x"), list(self._tokenizer.encode("x"))
+        starts = (place for place in range(len(whole)) if whole[place : place + len(alone)] == alone)
+        return whole[: next(starts, 0)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(
@@ -132,27 +143,36 @@ class HFTokenizer:
         )
 
     @functools.cached_property
+    def folder(self) -> Path:
+        """The folder of its files; of a name on the Hub the one that they are downloaded to."""
+        return locate_tokenizer(self.path)
+
+    @functools.cached_property
+    def added(self) -> dict[str, int]:
+        """The added tokens, special or not, to their ids."""
+        with _parsing(self.path):
+            table: Any = read_object(self.folder / "tokenizer.json")
+            added = {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
+            more: Any = read_settings(self.folder, "tokenizer_config.json").get("added_tokens_decoder", {})
+            return added | {token["content"]: int(i) for i, token in more.items()}
+
+    @functools.cached_property
     def ids(self) -> dict[str, int]:
         """Token to id, added tokens included."""
-        table: Any = read_object(to_path(self.path) / "tokenizer.json")
-        try:
+        table: Any = read_object(self.folder / "tokenizer.json")
+        with _parsing(self.path):
             vocab = table["model"]["vocab"]  # for Unigram models a list of (token, score) in the order of the ids
             pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
-            ids = {token: int(i) for token, i in pairs}
-            ids |= {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
-            more: Any = read_settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
-            ids |= {token["content"]: int(i) for i, token in more.items()}
+            ids = {token: int(i) for token, i in pairs} | self.added
             if not ids:
                 raise ValueError("no tokens")
             return ids
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"tokenizer.json in {self.path} is not in the form of a tokenizer: {error!r}") from error
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        with reading(self.path), _local(to_path(self.path)) as folder:
+        with reading(self.path), _local(self.folder) as folder:
             _ = self.ids  # for a clearer error on a missing or broken file
             try:
                 return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -161,13 +181,47 @@ class HFTokenizer:
 
 
 def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
-    """The tokenizer in a folder, also of a bucket; UserError if it has no `tokenizer.json`, or a link out of it."""
+    """The tokenizer in a folder, also of a bucket, or of a name on the Hub, such as "Qwen/Qwen3-0.6B-Base".
+
+    Of a name only the tokenizer's files are downloaded. UserError if there is no `tokenizer.json`, or a link out of it.
+    """
+    locate_tokenizer(os.fspath(path))
+    return HFTokenizer(os.fspath(path))
+
+
+def locate_tokenizer(path: str) -> Path:
+    """The folder of a tokenizer; of a name on the Hub the one that its files are downloaded to.
+
+    UserError if it has no `tokenizer.json`, or a link leads out of it.
+    """
     folder = to_path(path)
+    if not is_bucket(folder) and not folder.is_dir() and not why_not_on_hub(path, HUB_NAME):
+        folder = locate(path, _READ)
     with reading(folder):
         if not (folder / "tokenizer.json").is_file():
-            raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
+            raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {path!r}")
     require_own_files(folder)
-    return HFTokenizer(os.fspath(path))
+    return folder
+
+
+def special_tokens(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """The special tokens by name, such as `bos_token`, from the files of a tokenizer's folder."""
+    return {name: token for name, token in _named_tokens(folder).items() if isinstance(token, str)}
+
+
+def _named_tokens(folder: str | os.PathLike[str]) -> dict[str, Json]:
+    named = read_settings(folder, "special_tokens_map.json") | read_settings(folder, "tokenizer_config.json")
+    named = {name: token for name, token in named.items() if name.endswith("_token")}
+    return {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+
+
+@contextlib.contextmanager
+def _parsing(path: str) -> Iterator[None]:
+    """Turn what a file in another form raises into a UserError."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"tokenizer.json in {path} is not in the form of a tokenizer: {error!r}") from error
 
 
 @contextlib.contextmanager

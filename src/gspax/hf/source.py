@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gspax.config import Lora, ModelConfig
 from gspax.config.functions import parse
-from gspax.data.files import read_object, require_own_files, why_not_on_hub
+from gspax.data.files import read_object, require_own_files
+from gspax.data.hub import ALL as ALL
+from gspax.data.hub import HUB_NAME as HUB_NAME
+from gspax.data.hub import SMALL as SMALL
+from gspax.data.hub import locate as locate
 from gspax.data.tokenizer import TOKENIZER_FILES
-from gspax.errors import UserError, describe_error
+from gspax.errors import UserError
 from gspax.hf.config_json import read_config
-from gspax.storage.buckets import is_bucket, to_path
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)
 RUN = "experiment.json"  # in the directory of a run
-SMALL = ("*.json", "*.txt", "*.jinja")  # everything except the weights
-ALL = (*SMALL, "*.safetensors")
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # of the weights
 
 
@@ -57,41 +56,6 @@ def read_model(recorded: Mapping[str, Any], file: Path) -> tuple[ModelConfig, Lo
         return parse(ModelConfig, recorded["model"]), parse(Lora, recorded["lora"]) if recorded.get("lora") else None
     except (KeyError, TypeError) as problem:
         raise UserError(f"{file}: wanted a model of this version of gspax: {problem}") from problem
-
-
-def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool = True) -> Path:
-    """The folder of a checkpoint; for a name on the Hub, files that match the patterns are downloaded first.
-
-    With `download=False` only the local cache of earlier downloads is used.
-
-    Raises:
-      UserError: there is no such folder, and no such checkpoint on the Hub or no access to it; or a link leads out of
-        the folder.
-    """
-    folder = to_path(checkpoint)
-    if is_bucket(folder) or folder.is_dir():
-        require_own_files(folder)
-        return folder
-    if folder.exists():
-        advice = ": gspax convert --from FILE.gguf --to DIR writes one" if checkpoint.endswith(".gguf") else ""
-        raise UserError(f"{checkpoint}: wanted the folder of a checkpoint, this is a file{advice}")
-    if why := why_not_on_hub(checkpoint, HUB_NAME):
-        raise UserError(
-            f"{checkpoint}: wanted the folder of a checkpoint or a name on the Hub such as Qwen/Qwen3-30B-A3B; {why}"
-        )
-    from huggingface_hub import snapshot_download
-
-    repository, _, revision = checkpoint.partition("@")
-    try:
-        snapshot = snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(patterns), local_files_only=not download
-        )
-    except Exception as problem:  # of many kinds: no network, no such name, no permission, no disk space
-        raise UserError(
-            f"{checkpoint}: there is no such folder in the working directory {Path.cwd()}, and the download from the "
-            f"Hub failed: {describe_error(problem)}"
-        ) from problem
-    return Path(snapshot)
 
 
 def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:

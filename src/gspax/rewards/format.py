@@ -31,10 +31,12 @@ def match_tags(
       tags: the names, in order. Each stands there once, with text inside.
       opened: the prompt ends with the first opening tag, so the completion starts after it.
     """
-    rest = f"<{tags[0]}>{completion}" if opened else completion
+    if opened and not completion.startswith(f"<{tags[0]}>"):  # in a run, a `<think>` of the prompt is in the text
+        completion = f"<{tags[0]}>{completion}"
+    rest = completion
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
-        if completion.count(opening) + (opened and tag == tags[0]) != 1 or completion.count(closing) != 1:
+        if completion.count(opening) != 1 or completion.count(closing) != 1:
             return 0.0
         before, _, rest = rest.partition(opening)
         inside, mark, rest = rest.partition(closing)

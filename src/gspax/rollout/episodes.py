@@ -19,6 +19,8 @@ import numpy as np
 
 from gspax.config import Grading, Turns
 from gspax.config.protocols import ConversationTokenizer, Environment, Message, Problem, Step, Tokenizer
+from gspax.data.chat import end_before
+from gspax.data.chat_template import opening_of
 from gspax.data.problem import encode_prompt
 from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError, describe_error
@@ -43,6 +45,7 @@ class Ready(NamedTuple):
     prompt: Sequence[int]  # tokens; with an environment those of its first messages
     state: object = None  # of the environment
     earlier: Sequence[np.ndarray] = ()  # with drafts, what followed the prompt in an earlier epoch, for each sample
+    opening: str = ""  # what the prompt has of the completion's thinking already: `<think>`, or nothing
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Episode:
     problem: Problem
     state: object  # of the environment
     start: int = 0  # of the turn
+    opening: str = ""  # what the tokens before the turn have of its thinking already
     spans: list[tuple[int, int]] = field(default_factory=list)  # of the turns that have ended; the ends are exclusive
     rewards: list[float] = field(default_factory=list)  # of these turns
     message: str = ""  # the last one of the policy
@@ -74,7 +78,7 @@ class RowsOnHost:
         if row not in self.open:
             ready = self.ready[row * len(self.ready) // len(self.ended_B)]
             assert ready is not None
-            self.open[row] = Episode(ready.problem, copy.deepcopy(ready.state))
+            self.open[row] = Episode(ready.problem, copy.deepcopy(ready.state), opening=ready.opening)
         return self.open[row]
 
 
@@ -101,16 +105,19 @@ def interact(
 def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> Ready:
     """The problem with the tokens of its prompt. UserError if the environment's `reset` fails."""
     if interaction is None:
-        return Ready(problem, encode_prompt(tokenizer, problem))
+        prompt = encode_prompt(tokenizer, problem)
+        return Ready(problem, prompt, opening=opening_of(tokenizer, prompt))
     try:
         state, messages = interaction.environment.reset(problem)
         messages = list(messages)
     except UserError:
         raise
     except Exception as error:
-        prompt = problem.prompt[:200]
-        raise UserError(f"environment: reset raised {describe_error(error)} for the prompt {prompt!r}") from error
-    return Ready(problem, encode_first(interaction.environment, interaction.tokenizer, messages), state)
+        raise UserError(
+            f"environment: reset raised {describe_error(error)} for the prompt {problem.prompt[:200]!r}"
+        ) from error
+    prompt = encode_first(interaction.environment, interaction.tokenizer, messages)
+    return Ready(problem, prompt, state, opening=opening_of(tokenizer, prompt))
 
 
 def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:
@@ -131,13 +138,12 @@ def encode_demonstration(
     tokens = encode_first(environment, tokenizer, first)
     sampled = [False] * len(tokens)
     for number, message in enumerate(messages, start=1):
-        turn = [*tokenizer.encode_completion(message), tokenizer.turn_end]
-        tokens, sampled = tokens + turn, sampled + [True] * len(turn)
-        if number == len(messages):
-            break
-        step = environment.step(state, message)
+        step = environment.step(state, message) if number < len(messages) else Step(done=True)
         if not isinstance(step, Step):
             raise UserError(f"environment: wanted a Step for a demonstrated message, got {type(step).__name__}")
+        end = tokenizer.turn_end if step.done else end_before(tokenizer, step.messages)
+        turn = [*tokenizer.encode_completion(message.removeprefix(opening_of(tokenizer, tokens))), end]
+        tokens, sampled = tokens + turn, sampled + [True] * len(turn)
         if step.done:
             break
         reply = list(tokenizer.encode_reply(step.messages))
@@ -201,7 +207,8 @@ def answer(
         turns.update((row, rows.find(row)) for row in tokens_BC if turn_B[row])
         for row, episode in turns.items():
             episode.spans.append((episode.start, int(length_B[row])))
-            episode.message = interaction.tokenizer.decode(tokens_BC[row][slice(*episode.spans[-1])])
+            tokens = tokens_BC[row][slice(*episode.spans[-1])]
+            episode.message = episode.opening + interaction.tokenizer.decode(tokens)
             episode.texts.append(episode.message)
         whole = {row: episode for row, episode in turns.items() if waiting_B[row]}
         states = [episode.state for episode in whole.values()]
@@ -243,12 +250,14 @@ def _take_step(
     episode.state = step.state
     for name, value in step.metrics.items():
         episode.metrics[name] = episode.metrics.get(name, 0.0) + value
-    episode.finished = bool(step.done) or stop != interaction.tokenizer.turn_end
-    if episode.finished or len(episode.spans) >= interaction.turns.limit:
-        return [], ""
+    tokenizer, messages = interaction.tokenizer, step.messages
     try:
-        reply = list(interaction.tokenizer.encode_reply(step.messages))
+        episode.finished = bool(step.done) or stop != end_before(tokenizer, messages)
+        if episode.finished or len(episode.spans) >= interaction.turns.limit:
+            return [], ""
+        reply = list(tokenizer.encode_reply(messages)) if messages else []
         check_ids(reply, vocab_size, "a reply")
+        episode.opening = opening_of(tokenizer, reply)
         episode.texts += [str(message["content"]) for message in step.messages]
     except Exception as problem:  # of what the environment has written
         return [], f"reply: {type(problem).__name__}: {problem}"

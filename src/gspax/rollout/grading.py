@@ -18,6 +18,7 @@ import numpy as np
 from gspax.advantages import by_turn, constant_groups
 from gspax.config.functions import takes_lengths, title_of
 from gspax.config.protocols import Advantage, LengthReward, Tokenizer
+from gspax.data.chat_template import opening_of
 from gspax.data.problem import Problem
 from gspax.errors import UserError, warn_once
 from gspax.parallel import multihost
@@ -59,14 +60,17 @@ def start_rewards(
     tokenizer: Tokenizer,
     calls: Calls[Result],
     group: int,
+    openings: Mapping[int, str],
 ) -> None:
     """Start the rewards of finished rows, while others are being sampled, and add them to `started`.
 
     Args:
       problems: each with `group` rows; None where this process does not have it: then its rows are left out.
       finished: the tokens of each row's completion.
+      openings: by problem, what its prompt has of the completion's thinking already (`chat_template.opening_of`).
     """
-    texts = {row: tokenizer.decode(tokens) for row, tokens in finished.items() if problems[row // group] is not None}
+    own = {row: tokens for row, tokens in finished.items() if problems[row // group] is not None}
+    texts = {row: openings.get(row // group, "") + tokenizer.decode(tokens) for row, tokens in own.items()}
     futures = calls.submit([problems[row // group] for row in texts], list(texts.values()))
     for (row, text), future in zip(texts.items(), futures, strict=True):
         started[row] = StartedReward(text, future)
@@ -97,12 +101,14 @@ def reward_completions(
 
     def start_others() -> None:
         """Start the rewards of this process's rows that no process has started before."""
-        finished = {}
+        finished, openings = {}, dict[int, str]()
         for row, tokens in sorted(multihost.owned_rows(rollout.tokens_BT).items()):
             if row not in known:
                 start = rollout.prompt_length_B[row]
                 finished[row] = tokens[start : start + rollout.length_B[row]]
-        start_rewards(problems, own, finished, tokenizer=tokenizer, calls=calls, group=group)
+                if row // group not in openings:
+                    openings[row // group] = opening_of(tokenizer, tokens[:start].tolist())
+        start_rewards(problems, own, finished, tokenizer=tokenizer, calls=calls, group=group, openings=openings)
 
     multihost.all_or_raise(start_others)
     interrupt.wait([reward.future for reward in own.values()])

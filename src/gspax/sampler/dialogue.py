@@ -15,7 +15,8 @@ import numpy as np
 
 from gspax.config import Sampling
 from gspax.config.protocols import ConversationTokenizer, Tokenizer
-from gspax.data.chat import OPEN
+from gspax.data.chat import end_before
+from gspax.data.chat_template import opening_of
 from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError
 from gspax.parallel import multihost
@@ -92,14 +93,15 @@ class Dialogue:
         try:
             if continues:
                 chat = cast(ConversationTokenizer, self._tokenizer)
-                cut = () if self._waits else (chat.turn_end,)
-                ids: Sequence[int] = [*cut, *chat.encode_reply([{"role": "user", "content": message}])]
+                reply = [{"role": "user", "content": message}]
+                cut = () if self._waits else (end_before(chat, reply),)
+                ids: Sequence[int] = [*cut, *chat.encode_reply(reply)]
             else:
                 ids = self._tokenizer.encode(message)
         except ValueError as problem:
             raise UserError(str(problem)) from problem
         check_ids(ids, self._options.model.vocab_size, message)
-        self.opened = self._tokenizer.decode(ids[-3:]).rstrip().endswith(OPEN)
+        self.opened = bool(opening_of(self._tokenizer, ids))
         return ids
 
     def _start(self, ids: Sequence[int], options: SampleOptions) -> tuple[State, sampler.Progress]:

@@ -108,19 +108,19 @@ def start_rollout(
     places = range(runtime.experiment.sampling.prompts)
     ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), in_flight)
     prompt_ids, taken = [ids[place] for place in places], max(ids.values()) + 1 - first
-    problems, started = [one and one.problem for one in ready], Started()
+    started = Started()
     request = Request(
         ready=ready,
         prompt_ids=prompt_ids,
         key=sampling_key(state),
         options=sample_options(runtime),
         interaction=runtime.interaction,
-        ended=rewarder(runtime, problems, started) if runtime.interaction is None else None,
+        ended=rewarder(runtime, ready, started) if runtime.interaction is None else None,
     )
     batch = SampledBatch(
         policy=weights.version,
         taken=taken,
-        problems=problems,
+        problems=[one and one.problem for one in ready],
         sampled=None,
         started=started,
         pending=runtime.engine.sample(weights, request),
@@ -184,11 +184,18 @@ def read_prompts(
     return ids, [ready.get(place) for place in range(places)]
 
 
-def rewarder(runtime: Runtime, problems: Sequence[Problem | None], started: Started) -> Finished:
+def rewarder(runtime: Runtime, ready: Sequence[Ready | None], started: Started) -> Finished:
     """A function that starts the rewards of finished samples and adds them to `started`."""
     experiment = runtime.experiment
-    tokenizer, group = experiment.tokenizer, experiment.sampling.group
-    return partial(start_rewards, problems, started, tokenizer=tokenizer, calls=runtime.rewards, group=group)
+    return partial(
+        start_rewards,
+        [one and one.problem for one in ready],
+        started,
+        tokenizer=experiment.tokenizer,
+        calls=runtime.rewards,
+        group=experiment.sampling.group,
+        openings={place: one.opening for place, one in enumerate(ready) if one},
+    )
 
 
 def sampling_key(state: TrainState) -> Array:
@@ -246,9 +253,9 @@ def fill(runtime: Runtime, pool: Pool, done: int, weights: Weights, in_flight: I
 
 def end_samples(runtime: Runtime, pool: Pool, weights: Weights) -> None:
     """Start the rewards of finished samples; with an environment, reply to the turns that have ended. Waits."""
-    reached, problems = pool.held.progress(), [ready and ready.problem for ready in pool.rows.ready]
+    reached = pool.held.progress()
     if runtime.interaction is None:
-        hand_over(reached, pool.rows.ended_B, rewarder(runtime, problems, pool.rows.started))
+        hand_over(reached, pool.rows.ended_B, rewarder(runtime, pool.rows.ready, pool.rows.started))
     elif (replies := answer(runtime.interaction, pool.rows, reached, sample_options(runtime))) is not None:
         pool.held.reply(replies, weights)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from gspax.config import Experiment, Sampling, Schedule, WarmStart, row_shape, trained_dtype
 from gspax.config.protocols import ConversationTokenizer, DataSource, Environment
+from gspax.data.chat_template import opening_of
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.errors import DivergedError, UserError
@@ -191,8 +192,9 @@ def demonstrate(source: Demonstrations, index: int) -> tuple[list[int], list[boo
         messages = [shown] if isinstance(shown, str) else shown
         tokens, imitated = encode_demonstration(environment, tokenizer, problem, messages)
     elif isinstance(shown, str):
-        prompt, answer = encode_prompt(tokenizer, problem), tokenizer.encode_completion(shown)
-        tokens = [*prompt, *answer, tokenizer.stop_ids[0]]
+        prompt = encode_prompt(tokenizer, problem)
+        answer = tokenizer.encode_completion(shown.removeprefix(opening_of(tokenizer, prompt)))
+        tokens = [*prompt, *answer, getattr(tokenizer, "turn_end", tokenizer.stop_ids[0])]
         imitated = [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
     else:
         raise UserError(f"warm_start.demonstration: wanted a text without an environment, got {shown!r}")

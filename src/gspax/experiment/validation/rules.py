@@ -51,6 +51,7 @@ from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems, reading_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError, did_you_mean
+from gspax.experiment.validation.chats import chat_problems, chat_warnings
 from gspax.experiment.validation.contracts import contract_problems
 from gspax.experiment.validation.engines import engine_problems, engine_warnings
 from gspax.experiment.validation.fields import (
@@ -141,6 +142,7 @@ def validate(
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: score_norm_problems(e.advantage, e.loss, e.old_logp, _terms(e.correction, e.rejection, e.reference)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
+        lambda: chat_problems(e.tokenizer, e.environment),
         lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
         lambda: _mesh(e, devices, slices),
     )
@@ -170,7 +172,7 @@ def check(experiment: Experiment, devices: int | None = None, slices: tuple[int,
 
 def warnings(experiment: Experiment) -> list[str]:
     """Settings of a valid experiment that are probably not intended, one sentence each."""
-    notes = opening_notes(experiment.data)
+    notes = [*opening_notes(experiment.data), *chat_warnings(experiment.tokenizer, experiment.environment)]
     sampling = experiment.sampling
     if (filters := filters_in_use(sampling)) and not sampling.mask_replay:
         notes.append(

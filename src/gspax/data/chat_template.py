@@ -1,0 +1,305 @@
+"""What a chat template writes, found from its renderings: the one place that knows where a turn ends, whether a prompt
+opens thinking, how tools, their calls and replies look, and what a conversation keeps.
+
+The files of a tokenizer say none of this: an `eos_token` often is not what ends a turn. So a message is rendered with a
+mark as its content, and what the template writes around the mark is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspax.config.protocols import Message, Tokenizer
+from gspax.data import templates
+from gspax.data.files import Json
+from gspax.data.tokenizer import read_settings, special_tokens
+from gspax.errors import UserError
+
+OPEN, CLOSE = "<think>", "</think>"
+CLOCK = "strftime_now"  # the function with which a template prints the time
+_CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
+_MARK = "qzmarkqz"  # what no template holds and every template writes as it is
+_TAIL = 32  # the most tokens of `<think>` and the white space after it
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thinking, as transformers reads them
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTemplate:
+    """The chat template of a folder, and how it is called.
+
+    Attributes:
+      where: the folder, for messages.
+      texts: the templates by name, "default" if it is the only one.
+      special: the special tokens that it may name, such as `bos_token`.
+      added: the texts of the tokenizer's added tokens.
+      stops: those of its stop ids.
+      thinking: its `enable_thinking`.
+    """
+
+    where: str
+    texts: Mapping[str, str]
+    special: Mapping[str, str]
+    added: frozenset[str]
+    stops: tuple[str, ...]
+    thinking: bool = False
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = (), *, prompt: bool = True
+    ) -> str:
+        """The chat as text, up to the start of the assistant's turn if `prompt`.
+
+        A call's arguments are given as they are, else as JSON, else as an object: templates want one or the other.
+        UserError if the template rejects the messages, does not end, or needs too much memory.
+        """
+        name = "tool_use" if tools and "tool_use" in self.texts else "default"
+        variables: dict[str, object] = {
+            **self.special,
+            "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
+        }
+        variables |= {"add_generation_prompt": prompt, "enable_thinking": self.thinking}
+        variables |= {"thinking": self.thinking}  # the name of the same in DeepSeek-V3.1's
+        problem: templates.TemplateError | None = None
+        for form in _forms([_as_transformers(message) for message in messages]):
+            try:
+                return templates.render(self.texts[name], variables | {"messages": form})
+            except templates.TemplateError as error:
+                problem = problem or error
+        raise UserError(f"the chat template in {self.where} failed: {problem}") from problem
+
+    @functools.cached_property
+    def end(self) -> str | None:
+        """The token after the last message of a chat, if it is the assistant's; else the one after an earlier message.
+
+        None if there is no added token: the template writes text alone.
+        """
+        after = self._after(prompt=False)
+        return self._first_token(after) or self._first_token(self._after([{"role": "user", "content": "?"}]))
+
+    @functools.cached_property
+    def opening(self) -> str:
+        """What a prompt has of the completion's thinking already: `<think>` with white space, or nothing."""
+        return opened_by(self.render([{"role": "user", "content": "?"}]))
+
+    def reply(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """The token that ends an assistant's turn before these messages, and the text from there to the next turn.
+
+        With a `tool` message the turn has calls. UserError if the template rejects the messages, ends the turn without
+        a token, or does not write them.
+        """
+        roles = tuple(str(message["role"]) for message in messages)
+        if roles not in self._written:
+            self._check_reply(roles)
+            self._written.add(roles)
+        return self._reply(messages)
+
+    @functools.cached_property
+    def _written(self) -> set[tuple[str, ...]]:
+        """The roles of replies that the template writes."""
+        return set()
+
+    def _reply(self, messages: Sequence[Message]) -> tuple[str, str]:
+        answers = [message for message in messages if message["role"] == "tool"]
+        calls = [
+            {"id": _call_id(i), "type": "function", "function": {"name": one.get("name", "tool"), "arguments": {}}}
+            for i, one in enumerate(answers)
+        ]
+        numbers, named = iter(range(len(answers))), list[Message]()
+        for message in messages:
+            more = {"tool_call_id": _call_id(next(numbers)), "name": "tool"} if message["role"] == "tool" else {}
+            named.append({**more, **message})
+        problem: UserError | None = None
+        for asked in dict.fromkeys((len(calls), min(len(calls), 1), 0)):
+            try:
+                after = self._after(named, calls[:asked])
+            except UserError as error:
+                problem = problem or error
+                continue
+            if end := self._first_stop(after) if asked else self._first_token(after):
+                return end, after.partition(end)[2]
+            problem = problem or UserError(
+                f"the chat template in {self.where}: wanted a token that ends the turn after the content of an "
+                f"assistant's message, got {after[:40]!r}"
+            )
+        assert problem is not None
+        raise problem
+
+    def _check_reply(self, roles: tuple[str, ...]) -> None:
+        marked = [{"role": role, "content": f"qz{i}reply"} for i, role in enumerate(roles)]
+        _, text = self._reply(marked)
+        if lost := [message["role"] for message in marked if message["content"] not in text]:
+            raise UserError(f"the chat template in {self.where} writes nothing of a message with the role {lost[0]!r}")
+
+    def _after(
+        self, messages: Sequence[Message] = (), calls: Sequence[Mapping[str, object]] = (), *, prompt: bool = True
+    ) -> str:
+        """What is written after the text of an assistant's message, which ends with calls if there are some."""
+        mark = _MARK
+        while any(mark in str(value) for message in messages for value in message.values()):
+            mark += "q"
+        made = [_with_argument(call, lambda _: {"mark": mark}) for call in calls]
+        said: Message = {"role": "assistant", "content": mark, **({"tool_calls": made} if made else {})}
+        text = self.render([{"role": "user", "content": "?"}, said, *messages], prompt=prompt)
+        before, _, after = text.rpartition(mark)
+        if not before:
+            raise UserError(f"the chat template in {self.where} writes nothing of an assistant's message")
+        return after
+
+    def _first_token(self, text: str) -> str | None:
+        """The added token that the text begins with, white space aside."""
+        text = text.lstrip()
+        return max((token for token in self.added if token.strip() and text.startswith(token)), key=len, default=None)
+
+    def _first_stop(self, text: str) -> str | None:
+        """The first token of the text that ends a turn."""
+        ends = {*self.stops, *([self.end] if self.end else [])}
+        return min((end for end in ends if end in text), key=text.index, default=None)
+
+    # What a dry run tells
+
+    def shows_tools(self, tools: Sequence[Mapping[str, object]]) -> bool:
+        """Whether a prompt with tools differs from one without."""
+        chat: list[Message] = [{"role": "user", "content": "?"}]
+        return self.render(chat, tools) != self.render(chat)
+
+    def write_call(self, name: str, arguments: Mapping[str, object], tools: Sequence[Mapping[str, object]]) -> str:
+        """An assistant's message with a call, as the template writes it after the user's message."""
+        call = {"id": _call_id(0), "type": "function", "function": {"name": name, "arguments": arguments}}
+        said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self.render([{"role": "user", "content": _MARK}, said], tools, prompt=False).rpartition(_MARK)[2]
+
+    def compare_history(self, role: str) -> tuple[str, str]:
+        """A conversation of two turns as it is kept, and as the template writes it, from the first prompt on.
+
+        `role` is that of the reply between them. They differ where a template writes earlier turns otherwise than what
+        was sampled, such as without their thinking.
+        """
+        user: Message = {"role": "user", "content": "?"}
+        reply: Message = {"role": role, "content": "reply", "name": "tool", "tool_call_id": _call_id(0)}
+        start = self.render([user])
+        thought = f"{OPEN}\nthought\n{CLOSE}\n\n" if self.thinking or self.opening else ""
+        end, rest = self.reply([reply])
+        said: Message = {"role": "assistant", "content": f"{thought}answer"}
+        kept = start + said["content"].removeprefix(self.opening) + end + rest
+        return kept, self.render([user, said, reply])
+
+
+def opened_by(text: str) -> str:
+    """The `<think>` that a text ends with, with the white space after it; empty if it ends with anything else."""
+    _, mark, rest = text.rpartition(OPEN)
+    return mark + rest if mark and not rest.strip() else ""
+
+
+def opening_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """What the tokens before a completion have of its thinking already: `<think>` with white space, or nothing.
+
+    The text of a completion begins with it wherever one is read: rewards, votes, tools and samples need not know which
+    templates open thinking, and thinking that is cut off is no answer.
+    """
+    tail = [int(i) for i in prompt[-_TAIL:]]
+    stops = [place for place, i in enumerate(tail) if i in tokenizer.stop_ids]
+    return opened_by(tokenizer.decode(tail[stops[-1] + 1 if stops else 0 :]))
+
+
+def read_templates(folder: Path, where: str) -> dict[str, str]:
+    """The chat templates of a folder by name. UserError if there is none."""
+    file = folder / "chat_template.jinja"
+    found: Json = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+    found = found or read_settings(folder, "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):
+        return {str(one.get("name")): str(one.get("template")) for one in found if isinstance(one, dict)}
+    if not found and not file.is_file():
+        raise UserError(
+            f"wanted a chat template in {where!r} (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json); there is none (hf_tokenizer reads the tokenizer of a base model)"
+        )
+    return {"default": str(found or "")}
+
+
+def read_template(
+    folder: Path,
+    *,
+    where: str,
+    added: Mapping[str, int],
+    stop_ids: Sequence[int],
+    thinking: bool,
+    date: str | None,
+) -> ChatTemplate:
+    """The chat template of a folder, which prints this date as today's."""
+    texts = read_templates(folder, where)
+    if "default" not in texts:
+        raise UserError(f"the chat template in {where}: wanted one named 'default', got {', '.join(texts)}")
+    if date is not None:
+        texts = {name: _with_date(text, date) for name, text in texts.items()}
+    stops = tuple(text for text, i in added.items() if i in stop_ids)
+    return ChatTemplate(where, texts, special_tokens(folder), frozenset(added), stops, thinking)
+
+
+def check_date(folder: Path, where: str, date: str | None) -> None:
+    """UserError if a template prints today's date, and there is none to print in its place."""
+    text = "".join(read_templates(folder, where).values())
+    if f"{CLOCK}(" in _CLOCK_CALL.sub("", text):
+        raise UserError(f'the chat template in {where}: wanted {CLOCK}("...") with its format, got another call of it')
+    if date is None and f"{CLOCK}(" in text:
+        raise UserError(
+            f"the chat template in {where} prints today's date ({CLOCK}), so that a run resumed on another day would "
+            "have other prompts: wanted the day to print, as in hf_chat(..., date='2026-01-31'), got none"
+        )
+
+
+def _with_date(template: str, date: str) -> str:
+    """The template with this date in place of the time. Every call of the clock names its format."""
+    day = datetime.date.fromisoformat(date)
+    return _CLOCK_CALL.sub(lambda call: repr(day.strftime(call[2])), template)
+
+
+def _as_transformers(message: Message) -> dict[str, object]:
+    """A message as transformers gives it to a template: without None, and with its thinking by both names."""
+    given: dict[str, object] = {name: value for name, value in message.items() if value is not None}
+    if thought := next((given[name] for name in _REASONING if name in given), None):
+        given = {"thinking": thought, **given, "reasoning_content": thought}
+    return given
+
+
+def _forms(messages: Sequence[Mapping[str, object]]) -> Iterator[list[dict[str, object]]]:
+    """The messages, and then with the arguments of calls as JSON, and as objects."""
+    yield [dict(message) for message in messages]
+    if any("tool_calls" in message for message in messages):
+        yield [_with_arguments(message, _to_text) for message in messages]
+        yield [_with_arguments(message, _to_object) for message in messages]
+
+
+def _with_arguments(message: Mapping[str, object], change: Callable[[object], object]) -> dict[str, object]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence):
+        return dict(message)
+    return {**message, "tool_calls": [_with_argument(call, change) for call in calls]}
+
+
+def _with_argument(call: Mapping[str, Any], change: Callable[[object], object]) -> dict[str, object]:
+    function = call.get("function", call)
+    changed = {**function, "arguments": change(function.get("arguments"))}
+    return {"type": "function", **call, "function": changed} if "function" in call else changed
+
+
+def _to_text(arguments: object) -> object:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _to_object(arguments: object) -> object:
+    with contextlib.suppress(ValueError):
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    return arguments
+
+
+def _call_id(number: int) -> str:
+    """An id of nine characters, as Mistral's templates want it."""
+    return f"call{number:05}"

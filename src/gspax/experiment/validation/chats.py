@@ -1,0 +1,111 @@
+"""The rules of a chat template: what it writes fits the stop ids, the environment, its tools, and demonstrations.
+
+Each message is one sentence. `data.chat_template` finds out what a template writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gspax.config.functions import title_of
+from gspax.config.protocols import Environment, Message, Tokenizer
+from gspax.data.chat import ChatTokenizer
+from gspax.errors import UserError
+
+_SHOWN = 60  # characters of what a template writes
+
+
+def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_ids: Sequence[int] = ()) -> Iterator[str]:
+    """The reasons why a chat tokenizer's template cannot be used.
+
+    Args:
+      tokenizer: of any kind; only a `ChatTokenizer` has a template.
+      environment: replies to the policy.
+      stop_ids: that end a completion besides the tokenizer's.
+    """
+    if not isinstance(tokenizer, ChatTokenizer):
+        return
+    try:
+        template, stops = tokenizer.template, (*tokenizer.stop_ids, *stop_ids)
+        end = template.end
+        if end is not None and (i := tokenizer.added[end]) not in stops:
+            stops = (*stops, i)  # told once
+            yield (
+                f"tokenizer.stop_ids: wanted {end!r} ({i}), with which the chat template in {tokenizer.path} ends a "
+                f"turn, got {_name(tokenizer, stops[:-1])}: a policy that has learned it would run on to the limit of "
+                "tokens (add it to eos_token_id in generation_config.json)"
+            )
+        if environment is not None:
+            yield from _reply_problems(tokenizer, environment, stops)
+    except UserError as problem:
+        yield f"tokenizer: {problem}"
+
+
+def _reply_problems(tokenizer: ChatTokenizer, environment: Environment, stops: Sequence[int]) -> Iterator[str]:
+    """The template writes a reply after a turn that ends with a stop id."""
+    role = _role(environment)
+    if (i := tokenizer.end_before([_message(role)])) not in stops and tokenizer.template.end:
+        yield (
+            f"environment: wanted a stop id before a reply of the role {role!r}, one of {_name(tokenizer, stops)}, the "
+            f"chat template in {tokenizer.path} writes {_name(tokenizer, [i])}: no conversation would go on"
+        )
+
+
+def chat_warnings(tokenizer: Tokenizer, environment: Environment | None) -> Iterator[str]:
+    """What a template does not write of a conversation, or writes otherwise than it is kept."""
+    if not isinstance(tokenizer, ChatTokenizer) or environment is None:
+        return
+    template, tools, role = tokenizer.template, _schemas(environment), _role(environment)
+    if tools and not template.shows_tools(tools):
+        yield (
+            f"tokenizer: the chat template in {tokenizer.path} writes no tools, so the policy does not see those of "
+            "the environment: describe them, and the form of a call, in the prompt"
+        )
+    elif tools:
+        yield from _call_warnings(tokenizer, environment, tools)
+    try:
+        kept, written = template.compare_history(role)
+    except UserError:  # a template that wants its own form of calls before a reply
+        return
+    if kept != written:
+        place = next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), 0)
+        yield (
+            f"tokenizer: a conversation keeps what was sampled, so from its second turn on it is not what the chat "
+            f"template in {tokenizer.path} would write: {kept[place:][:_SHOWN]!r}, not {written[place:][:_SHOWN]!r}"
+        )
+
+
+def _call_warnings(
+    tokenizer: ChatTokenizer, environment: Environment, tools: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The environment's parser reads the calls that the template describes."""
+    parse, function = getattr(environment, "parse", None), tools[0].get("function", {})
+    if parse is None:
+        return
+    name, parameters = str(function.get("name")), function.get("parameters", {}).get("properties", {})
+    written = tokenizer.template.write_call(name, dict.fromkeys(parameters, "1"), tools)
+    if not any(getattr(call, "name", None) == name for call in parse(written)):
+        yield (
+            f"environment.parse: {title_of(parse)} finds no call in what the chat template in {tokenizer.path} writes "
+            f"for one, {written[-2 * _SHOWN :]!r}: a policy that follows the template calls no tool"
+        )
+
+
+def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:
+    schemas = getattr(environment, "schemas", None)
+    return schemas() if schemas is not None else ()
+
+
+def _role(environment: Environment) -> str:
+    """The role of the replies, as far as it can be known: an environment of tools has schemas."""
+    return "tool" if _schemas(environment) else "user"
+
+
+def _message(role: str) -> Message:
+    return {"role": role, "content": "reply"}
+
+
+def _name(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    names = {i: text for text, i in tokenizer.ids.items() if i in ids}
+    return ", ".join(repr(names.get(i, i)) for i in ids)

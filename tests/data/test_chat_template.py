@@ -1,0 +1,231 @@
+"""What chat templates write, for templates in the structure of those that are published."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from chat_templates import PUBLISHED, write_folder
+
+from gspax.config import Turns
+from gspax.data import Problem, hf_chat, hf_tokenizer, split_thinking, templates
+from gspax.data.chat import end_before
+from gspax.data.chat_template import opening_of
+from gspax.errors import UserError
+from gspax.evaluation import tasks
+from gspax.experiment.validation.chats import chat_problems, chat_warnings
+from gspax.rewards.environments import Step, ToolUse, calculator
+from gspax.rollout import episodes
+from gspax.rollout.grading import start_rewards
+
+USER = [{"role": "user", "content": "1 + 1?"}]
+CALL = {"name": "calculator", "arguments": {"expression": "1"}}
+
+
+class Talk:
+    """An environment that answers as a user."""
+
+    def reset(self, problem):
+        return None, USER
+
+    def step(self, state, message):
+        return Step(state, [{"role": "user", "content": "And?"}])
+
+
+TOOLS = ToolUse((calculator(),))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of each published template, by its name."""
+    pytest.importorskip("transformers")
+    return {name: write_folder(tmp_path_factory.mktemp("chat"), one) for name, one in PUBLISHED.items()}
+
+
+@pytest.fixture(params=PUBLISHED)
+def chat(request, folders):
+    published = PUBLISHED[request.param]
+    return hf_chat(folders[request.param], thinking=published.thinking, date=published.date)
+
+
+def names(tokenizer, ids):
+    texts = {i: text for text, i in tokenizer.added.items()}
+    return [texts[i] for i in ids]
+
+
+def by_transformers(tokenizer, messages, **settings):
+    """The text that transformers renders, on the day of the tokenizer."""
+    date = {"chat_template": tokenizer.template.texts["default"]}
+    switches = {"enable_thinking": tokenizer.thinking, "thinking": tokenizer.thinking}
+    return tokenizer._tokenizer.apply_chat_template(messages, tokenize=False, **switches, **date, **settings)
+
+
+def test_a_prompt_is_rendered_as_by_transformers(chat):
+    for messages in (USER, [*USER, {"role": "assistant", "content": "<think>\na\n</think>\n\n2"}, *USER]):
+        for tools in (None, TOOLS.schemas()):
+            wanted = by_transformers(chat, messages, tools=tools, add_generation_prompt=True)
+            assert chat.render(messages, tools or ()) == wanted
+
+
+@pytest.mark.parametrize("arguments", [{"expression": "1"}, '{"expression": "1"}'])
+def test_calls_of_a_chat_are_rendered_in_either_form(chat, arguments):
+    """Transformers fails with one of the forms where a template wants the other; what it renders is equal."""
+    call = {"id": "call00000", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    reply = {"role": "tool", "content": "1", "name": "calculator", "tool_call_id": "call00000"}
+    try:
+        wanted = by_transformers(chat, [*USER, said, reply], add_generation_prompt=True)
+    except Exception as error:
+        if "must alternate" in str(error):
+            pytest.skip("has no tools")
+        wanted = None
+    text = chat.render([*USER, said, reply])
+    assert text == wanted if wanted is not None else "calculator" in text
+
+
+ENDS = {  # of the last message; before a user's reply; before a tool's
+    "Gemma 3": ("<end_of_turn>", "<end_of_turn>", None),
+    "Phi-3.5": ("<|end|>", "<|end|>", None),
+    "Phi-4-mini": ("<|end|>", "<|end|>", "<|end|>"),
+    "Llama 3": ("<|eot_id|>", "<|eot_id|>", "<|eot_id|>"),
+    "Llama 3.1": ("<|eot_id|>", "<|eot_id|>", "<|eot_id|>"),
+    "GLM-4.5": ("<|user|>", "<|user|>", "<|observation|>"),
+    "gpt-oss": ("<|return|>", "<|end|>", "<|call|>"),
+    "DeepSeek-R1": ("<|end_of_sentence|>",) * 3,
+    "MiniMax-M2": ("[e~[",) * 3,
+    "Qwen3": ("<|im_end|>",) * 3,
+    "Olmo 3": ("<|endoftext|>", "<|im_end|>", "<|im_end|>"),
+    "Mistral": ("</s>",) * 3,
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_turn_ends_with_what_the_template_writes(folders, name):
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
+    last, user, tool = ENDS[name]
+    assert names(tokenizer, [tokenizer.turn_end, end_before(tokenizer, USER)]) == [last, user]
+    reply = [{"role": "tool", "content": "2"}]
+    if tool is None:
+        with pytest.raises(UserError, match=r"must alternate|writes nothing of a message with the role 'tool'"):
+            end_before(tokenizer, reply)
+    else:
+        assert names(tokenizer, [end_before(tokenizer, reply)]) == [tool]
+
+
+def test_a_turn_s_end_and_the_reply_are_the_ids_of_the_whole_chat(chat):
+    kept = [end_before(chat, USER), *chat.encode_reply(USER)]
+    assert chat.encode_chat([*USER, {"role": "assistant", "content": "2"}, *USER])[-len(kept) :] == kept
+
+
+def take_step(tokenizer, stop, messages):
+    """The reply to a turn that has ended with a stop token, what has failed, and whether the conversation is over."""
+    interaction = SimpleNamespace(tokenizer=tokenizer, turns=Turns())
+    episode = episodes.Episode(Problem("p", ""), None, spans=[(0, 1)])
+    step = Step(None, messages)
+    return *episodes._take_step(interaction, episode, step, tokenizer.added[stop], 10**6), episode.finished
+
+
+@pytest.mark.parametrize(("name", "stop"), [(name, ends[1]) for name, ends in ENDS.items() if name != "gpt-oss"])
+def test_a_conversation_goes_on_after_its_template_s_end(folders, name, stop):
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
+    reply, error, finished = take_step(tokenizer, stop, USER)
+    assert (error, finished) == ("", False) and "1 + 1?" in tokenizer._tokenizer.decode(reply)
+    other = next(stop for stop in [*published.stops, *tokenizer.added] if stop not in ENDS[name])
+    assert take_step(tokenizer, other, USER) == ([], "", True)
+
+
+REFUSED = {  # a part of the sentence without an environment, for one that answers as a user, and for tools
+    "Qwen3-Base": ("wanted '<|im_end|>'", "wanted '<|im_end|>'", "wanted '<|im_end|>'"),
+    "ERNIE-4.5": ("wanted '<|end_of_sentence|>'", "wanted '<|end_of_sentence|>'", "wanted '<|end_of_sentence|>'"),
+    "gpt-oss": (None, "writes '<|end|>': no conversation would go on", None),
+    "Gemma 3": (None, None, "must alternate"),
+    "Phi-3.5": (None, None, "writes nothing of a message with the role 'tool'"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_dry_run_refuses_what_a_template_cannot_do(folders, name):
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
+    for environment, wanted in zip((None, Talk(), TOOLS), REFUSED.get(name, (None,) * 3), strict=True):
+        problems = list(chat_problems(tokenizer, environment))
+        assert len(problems) == (wanted is not None), problems
+        assert wanted is None or wanted in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "sentence"),
+    [
+        ("SmolLM2", TOOLS, "writes no tools"),
+        ("gpt-oss", TOOLS, "finds no call in what the chat template"),
+        ("Qwen3", Talk(), r"it is not what the chat template .* would write: '<think>\\n\\n</think>"),
+        ("DeepSeek-R1", Talk(), r"would write: '<think>\\nthought"),
+    ],
+)
+def test_a_dry_run_tells_what_is_not_in_a_conversation(folders, name, environment, sentence):
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
+    assert re.search(sentence, " ".join(chat_warnings(tokenizer, environment)))
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Mistral", "Llama 3", "Qwen3"])
+def test_a_base_model_s_prompt_begins_as_transformers_does(folders, name):
+    tokenizer = hf_tokenizer(folders[name])
+    for text in ("1 + 1 =", ""):
+        assert tokenizer.encode(text) == tokenizer._tokenizer(text)["input_ids"]
+    bos = PUBLISHED[name].bos or ""
+    assert tokenizer.encode(f"{bos}1") == tokenizer.encode("1")  # not twice
+
+
+# Thinking that the prompt opens
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Thinking-2507", "Qwen3.5", "DeepSeek-R1", "MiniMax-M2", "Olmo 3"])
+def test_unfinished_thinking_is_no_answer_where_the_prompt_opens_it(folders, name):
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(folders[name], thinking=True, date=published.date)
+    opening = opening_of(tokenizer, tokenizer.encode("How many?"))
+    assert opening.rstrip() == "<think>"
+    seen, problem = [], Problem("How many?", "18")
+    calls = SimpleNamespace(submit=lambda problems, texts: seen.extend(texts) or [None] * len(texts))
+    for text in ("so maybe \\boxed{18}. But", "so 18\n</think>\n\n\\boxed{18}"):
+        finished = {0: np.array(tokenizer.encode_completion(text))}
+        own = {"tokenizer": tokenizer, "calls": calls, "group": 1, "openings": {0: opening}}
+        start_rewards([problem], {}, finished, **own)
+    cut, whole = seen
+    assert (tasks.vote_answer(cut), tasks.vote_answer(whole)) == (None, "18")
+    assert split_thinking(cut)[1] == "" and split_thinking(whole)[1] == "\\boxed{18}"
+    assert TOOLS.step(None, f'{opening}I could <tool_call>{{"name": "calculator"}}</tool_call>').done
+
+
+def test_a_plain_prompt_can_open_thinking_too(folders):
+    tokenizer = hf_tokenizer(folders["Mistral"])
+    assert opening_of(tokenizer, tokenizer.encode("Q: 1?\nA: <think>\n")) == "<think>\n"
+    assert opening_of(tokenizer, tokenizer.encode("Q: <think> is a tag.")) == ""
+
+
+# Limits
+
+HOSTILE = {
+    "{{ (9**(9**9)) > 1 }}": "no result after 0.5 s",
+    "{{ ('a\\n' * 1000000)|indent(3000) }}": "no result after 0.5 s|MiB of memory",
+    "{{ 'x' * 3000000000 }}": "at most 1024 MiB of memory",
+    "{{ '{:>2000000000}'.format(1) }}": "at most 1024 MiB of memory",
+    "{{ '%2000000000d' % 1 }}": "at most 1024 MiB of memory",
+    "{{ 'x' * 20000000 }}": "at most 16777216 characters, got 20000000",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "nested too deeply",
+    "{{ cycler.__init__.__globals__ }}": "unsafe",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE)
+def test_a_hostile_template_is_one_sentence(monkeypatch, template):
+    monkeypatch.setattr(templates, "LONGEST", 0.5)
+    if "**" not in template and "indent" not in template:
+        monkeypatch.setattr(templates, "LONGEST", 30)
+    with pytest.raises(templates.TemplateError, match=HOSTILE[template]):
+        templates.render(template, {"messages": []})
+    monkeypatch.setattr(templates, "LONGEST", 30)
+    assert templates.render("{{ 1 }}", {}) == "1"  # the next template has a process again
