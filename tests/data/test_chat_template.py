@@ -49,7 +49,7 @@ def chat(request, folders):
 
 
 def names(tokenizer, ids):
-    texts = {i: text for text, i in tokenizer.added.items()}
+    texts = {i: text for text, i in tokenizer.added_tokens.items()}
     return [texts[i] for i in ids]
 
 
@@ -123,7 +123,7 @@ def take_step(tokenizer, stop, messages):
     interaction = SimpleNamespace(tokenizer=tokenizer, turns=Turns())
     episode = episodes.Episode(Problem("p", ""), None, spans=[(0, 1)])
     step = Step(None, messages)
-    return *episodes._take_step(interaction, episode, step, tokenizer.added[stop], 10**6), episode.finished
+    return *episodes._take_step(interaction, episode, step, tokenizer.added_tokens[stop], 10**6), episode.finished
 
 
 @pytest.mark.parametrize(("name", "stop"), [(name, ends[1]) for name, ends in ENDS.items() if name != "gpt-oss"])
@@ -132,7 +132,7 @@ def test_a_conversation_goes_on_after_its_template_s_end(folders, name, stop):
     tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
     reply, error, finished = take_step(tokenizer, stop, USER)
     assert (error, finished) == ("", False) and "1 + 1?" in tokenizer._tokenizer.decode(reply)
-    other = next(stop for stop in [*published.stops, *tokenizer.added] if stop not in ENDS[name])
+    other = next(stop for stop in [*published.stops, *tokenizer.added_tokens] if stop not in ENDS[name])
     assert take_step(tokenizer, other, USER) == ([], "", True)
 
 

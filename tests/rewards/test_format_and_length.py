@@ -56,7 +56,8 @@ def test_each_tag_must_appear_once_and_in_order(completion, reward):
 
 def test_the_prompt_may_open_the_first_tag():
     assert format.match_tags(PROBLEM, "a</think><answer>b</answer>", opened=True) == 1.0
-    assert format.match_tags(PROBLEM, "<think>a</think><answer>b</answer>", opened=True) == 0.0
+    assert format.match_tags(PROBLEM, "<think>a</think><answer>b</answer>", opened=True) == 1.0  # as texts of a run
+    assert format.match_tags(PROBLEM, "<think><think>a</think><answer>b</answer>", opened=True) == 0.0
     assert format.match_tags(PROBLEM, "<a>1</a>", tags=("a",)) == 1.0
 
 

@@ -63,7 +63,7 @@ class ChatTokenizer(HFTokenizer):
         return read_template(
             self.folder,
             where=self.path,
-            added=self.added,
+            added=self.added_tokens,
             stop_ids=self.stop_ids,
             thinking=self.thinking,
             date=self.date,
@@ -73,11 +73,13 @@ class ChatTokenizer(HFTokenizer):
     def turn_end(self) -> int:
         """The stop id that the template writes after an assistant's last message, else the first stop id."""
         end = self.template.end
-        return self.added[end] if end is not None and self.added[end] in self.stop_ids else self.stop_ids[0]
+        return (
+            self.added_tokens[end] if end is not None and self.added_tokens[end] in self.stop_ids else self.stop_ids[0]
+        )
 
     def end_before(self, messages: Sequence[Message]) -> int:
         """The id that ends a turn before these messages. Some templates end it with the token of the next role."""
-        return self.added[self.template.reply(self._without_marks(messages))[0]]
+        return self.added_tokens[self.template.reply(self._without_marks(messages))[0]]
 
     def encode_reply(self, messages: Sequence[Message]) -> list[int]:
         """The ids between the end of an assistant's turn, its stop token, and the start of the next one.
@@ -89,12 +91,14 @@ class ChatTokenizer(HFTokenizer):
         """
         end, text = self.template.reply(self._without_marks(messages))
         first, *ids = self.encode_completion(end + text)  # white space after a token may belong to it
-        return ids if first == self.added[end] else self.encode_completion(text)
+        return ids if first == self.added_tokens[end] else self.encode_completion(text)
 
     @functools.cached_property
     def _marks(self) -> list[str]:
         """The texts that no reply may hold: added tokens other than white space, and the markup around replies."""
-        return sorted(token for token in {*self.added, *self.template.special.values(), *_MARKUP} if token.strip())
+        return sorted(
+            token for token in {*self.added_tokens, *self.template.special.values(), *_MARKUP} if token.strip()
+        )
 
     def _without_marks(self, messages: Sequence[Message]) -> list[Message]:
         return [{**message, "content": self._split_marks(str(message["content"]))} for message in messages]

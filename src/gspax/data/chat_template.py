@@ -163,34 +163,6 @@ class ChatTemplate:
         ends = {*self.stops, *([self.end] if self.end else [])}
         return min((end for end in ends if end in text), key=text.index, default=None)
 
-    # What a dry run tells
-
-    def shows_tools(self, tools: Sequence[Mapping[str, object]]) -> bool:
-        """Whether a prompt with tools differs from one without."""
-        chat: list[Message] = [{"role": "user", "content": "?"}]
-        return self.render(chat, tools) != self.render(chat)
-
-    def write_call(self, name: str, arguments: Mapping[str, object], tools: Sequence[Mapping[str, object]]) -> str:
-        """An assistant's message with a call, as the template writes it after the user's message."""
-        call = {"id": _call_id(0), "type": "function", "function": {"name": name, "arguments": arguments}}
-        said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return self.render([{"role": "user", "content": _MARK}, said], tools, prompt=False).rpartition(_MARK)[2]
-
-    def compare_history(self, role: str) -> tuple[str, str]:
-        """A conversation of two turns as it is kept, and as the template writes it, from the first prompt on.
-
-        `role` is that of the reply between them. They differ where a template writes earlier turns otherwise than what
-        was sampled, such as without their thinking.
-        """
-        user: Message = {"role": "user", "content": "?"}
-        reply: Message = {"role": role, "content": "reply", "name": "tool", "tool_call_id": _call_id(0)}
-        start = self.render([user])
-        thought = f"{OPEN}\nthought\n{CLOSE}\n\n" if self.thinking or self.opening else ""
-        end, rest = self.reply([reply])
-        said: Message = {"role": "assistant", "content": f"{thought}answer"}
-        kept = start + said["content"].removeprefix(self.opening) + end + rest
-        return kept, self.render([user, said, reply])
-
 
 def opened_by(text: str) -> str:
     """The `<think>` that a text ends with, with the white space after it; empty if it ends with anything else."""
@@ -303,3 +275,37 @@ def _to_object(arguments: object) -> object:
 def _call_id(number: int) -> str:
     """An id of nine characters, as Mistral's templates want it."""
     return f"call{number:05}"
+
+
+# What a dry run tells
+
+
+def shows_tools(template: ChatTemplate, tools: Sequence[Mapping[str, object]]) -> bool:
+    """Whether a prompt with tools differs from one without."""
+    chat: list[Message] = [{"role": "user", "content": "?"}]
+    return template.render(chat, tools) != template.render(chat)
+
+
+def write_call(
+    template: ChatTemplate, name: str, arguments: Mapping[str, object], tools: Sequence[Mapping[str, object]]
+) -> str:
+    """An assistant's message with a call, as the template writes it after the user's message."""
+    call = {"id": _call_id(0), "type": "function", "function": {"name": name, "arguments": arguments}}
+    said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return template.render([{"role": "user", "content": _MARK}, said], tools, prompt=False).rpartition(_MARK)[2]
+
+
+def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:
+    """A conversation of two turns as it is kept, and as the template writes it, from the first prompt on.
+
+    `role` is that of the reply between them. They differ where a template writes earlier turns otherwise than what
+    was sampled, such as without their thinking.
+    """
+    user: Message = {"role": "user", "content": "?"}
+    reply: Message = {"role": role, "content": "reply", "name": "tool", "tool_call_id": _call_id(0)}
+    start = template.render([user])
+    thought = f"{OPEN}\nthought\n{CLOSE}\n\n" if template.thinking or template.opening else ""
+    end, rest = template.reply([reply])
+    said: Message = {"role": "assistant", "content": f"{thought}answer"}
+    kept = start + said["content"].removeprefix(template.opening) + end + rest
+    return kept, template.render([user, said, reply])

@@ -148,7 +148,7 @@ class HFTokenizer:
         return locate_tokenizer(self.path)
 
     @functools.cached_property
-    def added(self) -> dict[str, int]:
+    def added_tokens(self) -> dict[str, int]:
         """The added tokens, special or not, to their ids."""
         with _parsing(self.path):
             table: Any = read_object(self.folder / "tokenizer.json")
@@ -163,7 +163,7 @@ class HFTokenizer:
         with _parsing(self.path):
             vocab = table["model"]["vocab"]  # for Unigram models a list of (token, score) in the order of the ids
             pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
-            ids = {token: int(i) for token, i in pairs} | self.added
+            ids = {token: int(i) for token, i in pairs} | self.added_tokens
             if not ids:
                 raise ValueError("no tokens")
             return ids

@@ -11,6 +11,7 @@ from typing import Any
 from gspax.config.functions import title_of
 from gspax.config.protocols import Environment, Message, Tokenizer
 from gspax.data.chat import ChatTokenizer
+from gspax.data.chat_template import compare_history, shows_tools, write_call
 from gspax.errors import UserError
 
 _SHOWN = 60  # characters of what a template writes
@@ -29,7 +30,7 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
     try:
         template, stops = tokenizer.template, (*tokenizer.stop_ids, *stop_ids)
         end = template.end
-        if end is not None and (i := tokenizer.added[end]) not in stops:
+        if end is not None and (i := tokenizer.added_tokens[end]) not in stops:
             stops = (*stops, i)  # told once
             yield (
                 f"tokenizer.stop_ids: wanted {end!r} ({i}), with which the chat template in {tokenizer.path} ends a "
@@ -57,7 +58,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None) -> Iter
     if not isinstance(tokenizer, ChatTokenizer) or environment is None:
         return
     template, tools, role = tokenizer.template, _schemas(environment), _role(environment)
-    if tools and not template.shows_tools(tools):
+    if tools and not shows_tools(template, tools):
         yield (
             f"tokenizer: the chat template in {tokenizer.path} writes no tools, so the policy does not see those of "
             "the environment: describe them, and the form of a call, in the prompt"
@@ -65,7 +66,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None) -> Iter
     elif tools:
         yield from _call_warnings(tokenizer, environment, tools)
     try:
-        kept, written = template.compare_history(role)
+        kept, written = compare_history(template, role)
     except UserError:  # a template that wants its own form of calls before a reply
         return
     if kept != written:
@@ -84,7 +85,7 @@ def _call_warnings(
     if parse is None:
         return
     name, parameters = str(function.get("name")), function.get("parameters", {}).get("properties", {})
-    written = tokenizer.template.write_call(name, dict.fromkeys(parameters, "1"), tools)
+    written = write_call(tokenizer.template, name, dict.fromkeys(parameters, "1"), tools)
     if not any(getattr(call, "name", None) == name for call in parse(written)):
         yield (
             f"environment.parse: {title_of(parse)} finds no call in what the chat template in {tokenizer.path} writes "

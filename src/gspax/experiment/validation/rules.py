@@ -142,7 +142,6 @@ def validate(
         lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
         lambda: score_norm_problems(e.advantage, e.loss, e.old_logp, _terms(e.correction, e.rejection, e.reference)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
-        lambda: chat_problems(e.tokenizer, e.environment),
         lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
         lambda: _mesh(e, devices, slices),
     )
@@ -574,6 +573,7 @@ def _conversation(
     environment: Environment | None, turns: Turns, tokenizer: Tokenizer, placement: Placement | None
 ) -> Iterator[str]:
     """The environment has its methods, the tokenizer encodes turns, and the placement waits for replies."""
+    yield from chat_problems(tokenizer, environment)
     if environment is None:
         if turns.credit == "turn":
             yield 'turns.credit: wanted "conversation" without an environment, got "turn"'
