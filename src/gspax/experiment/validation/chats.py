@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gspax.config import Turns
 from gspax.config.functions import title_of
 from gspax.config.protocols import Environment, Message, Tokenizer
 from gspax.data.chat import ChatTokenizer
@@ -91,6 +92,15 @@ def _call_warnings(
             f"environment.parse: {title_of(parse)} finds no call in what the chat template in {tokenizer.path} writes "
             f"for one, {written[-2 * _SHOWN :]!r}: a policy that follows the template calls no tool"
         )
+
+
+def unused_turns(environment: Environment | None, turns: Turns) -> Iterator[str]:
+    """Settings of turns that change nothing."""
+    default = Turns()
+    if environment is None and turns.limit != default.limit:
+        yield f"turns.limit={turns.limit}: without effect, because there is no environment"
+    if turns.discount != default.discount and (environment is None or turns.credit != "turn"):
+        yield f'turns.discount={turns.discount:g}: without effect, unless turns.credit="turn" with an environment'
 
 
 def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:

@@ -51,7 +51,7 @@ from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems, reading_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError, did_you_mean
-from gspax.experiment.validation.chats import chat_problems, chat_warnings
+from gspax.experiment.validation.chats import chat_problems, chat_warnings, unused_turns
 from gspax.experiment.validation.contracts import contract_problems
 from gspax.experiment.validation.engines import engine_problems, engine_warnings
 from gspax.experiment.validation.fields import (
@@ -191,7 +191,7 @@ def warnings(experiment: Experiment) -> list[str]:
     return [
         *notes,
         *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
-        *_unused_turns(experiment.environment, experiment.turns),
+        *unused_turns(experiment.environment, experiment.turns),
         *engine_warnings(experiment.engine, sampling, experiment.model),
     ]
 
@@ -591,12 +591,3 @@ def _conversation(
             "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, or "
             f"placement.partial, got {placement.staleness}"
         )
-
-
-def _unused_turns(environment: Environment | None, turns: Turns) -> Iterator[str]:
-    """Settings of turns that change nothing."""
-    default = Turns()
-    if environment is None and turns.limit != default.limit:
-        yield f"turns.limit={turns.limit}: without effect, because there is no environment"
-    if turns.discount != default.discount and (environment is None or turns.credit != "turn"):
-        yield f'turns.discount={turns.discount:g}: without effect, unless turns.credit="turn" with an environment'
