@@ -6,17 +6,35 @@ import contextlib
 import difflib
 import functools
 import os
+import re
 import signal
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
 
+# Controls, and those that turn the direction of a text; U+2028 and U+2029 end a line for some programs
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than tabs and line breaks as escapes, so that none reaches a terminal."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
 
 def warn(sentence: str) -> None:
     """Warn the user, on stderr. With several processes see `multihost.warn_from_primary`."""
+    _tell(f"gspax: warning: {sentence}")
+
+
+def tell(sentence: str) -> None:
+    """Tell the user on stderr, whoever wrote the words of the sentence."""
+    _tell(f"gspax: {sentence}")
+
+
+def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads stderr any more
-        print(f"gspax: warning: {sentence}", file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -37,8 +55,8 @@ def how_to_install(extra: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """The text on one line of at most 300 characters."""
-    line = " ".join(text.split())
+    """The text on one line of at most 300 characters, which a terminal shows and does not obey."""
+    line = printable(" ".join(text.split()))
     return line if len(line) <= 300 else f"{line[:300]}…"
 
 

@@ -15,8 +15,9 @@ from published import published, random_params, save
 from rich.console import Console
 
 from gspax.commands import chat, main
-from gspax.commands.terminal import dim_thinking, printable
+from gspax.commands.terminal import dim_thinking
 from gspax.config import Lora, Mesh, Sampling
+from gspax.errors import printable
 from gspax.experiment.description import describe
 from gspax.learner import adapters
 from gspax.learner.state import save_start

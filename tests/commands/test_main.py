@@ -15,7 +15,7 @@ import pytest
 import stub_experiment
 
 import gspax
-from gspax import losses
+from gspax import errors, losses
 from gspax.commands import main, train
 from gspax.errors import DivergedError, FailureError, UserError
 
@@ -337,3 +337,14 @@ def test_a_closed_pipe_is_not_a_failure():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
+
+
+def test_what_others_wrote_reaches_no_terminal_as_it_is(capsys):
+    """A message may repeat a key of a file, an answer, or an exception; the funnels of stderr escape it."""
+    hostile = "key \x1b]0;title\x07 \x9b31m \u202e\ttab"
+    shown = "key \\x1b]0;title\\x07 \\x9b31m \\u202e\ttab"
+    errors.warn(hostile)
+    errors.tell(hostile)
+    assert capsys.readouterr().err == f"gspax: warning: {shown}\ngspax: {shown}\n"
+    assert errors.shorten(hostile) == shown.replace("\t", " ")
+    assert errors.describe_error(KeyError("\x1b[2J")).isprintable() and errors.brief(OSError("\x1b[2J")).isprintable()

@@ -106,7 +106,19 @@ def drop(handler, body):
     handler.close_connection = True
 
 
-TRANSIENT = {"503": (503, b"busy"), "429": (429, b"slow down"), "500": (500, b""), "dropped": drop}
+def break_off(handler, body):
+    """Announce more than is sent; what comes is JSON, too."""
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 20\r\n\r\n" + b'{"reward": 12}')
+    drop(handler, body)
+
+
+TRANSIENT = {
+    "broken off": break_off,
+    "503": (503, b"busy"),
+    "429": (429, b"slow down"),
+    "500": (500, b""),
+    "dropped": drop,
+}
 
 
 @pytest.mark.parametrize("first", TRANSIENT.values(), ids=TRANSIENT)
@@ -132,6 +144,7 @@ def test_retries_back_off_and_honor_retry_after(monkeypatch):
         ((200, b"<html>"), r"wanted JSON, got '<html>'$", 1),
         ((200, b'{"score": 1}'), r"wanted a JSON object with the number reward or the list rewards", 1),
         ((503, b"busy"), r"no answer in 3 attempts; the last one: HTTP 503 Service Unavailable: 'busy'$", 3),
+        ((200, b"[" * 10**5), r"wanted JSON, got '\[\[\[", 1),
         ((200, b"x" * (2**20 + 1)), "at most 1048576 bytes, got more", 1),
     ],
 )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
 from gspax.commands.export import find_checkpoints, read_recorded, read_tokenizer
-from gspax.errors import UserError
+from gspax.errors import UserError, printable, tell
 from gspax.storage.buckets import to_path
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def execute(options: argparse.Namespace) -> int:
         except UserError as problem:
             if not interactive:
                 raise
-            print(f"gspax: {problem}", file=sys.stderr)
+            tell(str(problem))
     return 0
 
 
@@ -170,7 +170,6 @@ class Chat:
 
 def describe_logps(talk: Talk, ids: Sequence[int]) -> str:
     """The tokens of the last answer with their log-probs, and the sum."""
-    from gspax.commands.terminal import printable
 
     logps = talk.dialogue.logp()
     pieces = [talk.tokenizer.decode([i]) or "(stop)" for i in ids]

@@ -12,7 +12,6 @@ imports what needs jax in `execute`, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import importlib
 import os
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 import gspax
 from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
-from gspax.errors import Interrupted, UserError, did_you_mean, how_to_install, shorten
+from gspax.errors import Interrupted, UserError, did_you_mean, how_to_install, shorten, tell
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -107,9 +106,8 @@ def _run_and_report(arguments: list[str]) -> int:
 def _fail(problem: BaseException, lines: Sequence[str], code: int) -> int:
     if os.environ.get("GSPAX_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exception(problem)
-    with contextlib.suppress(OSError):  # of a closed stderr
-        for line in lines:
-            print(f"gspax: {line}", file=sys.stderr, flush=True)
+    for line in lines:
+        tell(line)
     return code
 
 

@@ -136,7 +136,8 @@ def make_table(rows: Sequence[Row]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from gspax.commands.terminal import dim_thinking, printable
+    from gspax.commands.terminal import dim_thinking
+    from gspax.errors import printable
 
     cells: list[dict[str, str | Text]] = []
     before = None
@@ -174,7 +175,7 @@ def mark_changes(before: str, after: str) -> Text:
     """The later text, with what it no longer has as [-words-] in red, and what is new as {+words+} in green."""
     from rich.text import Text
 
-    from gspax.commands.terminal import printable
+    from gspax.errors import printable
 
     old, new = (re.findall(r"\s+|\w+|[^\w\s]", shorten(text)) for text in (before, after))
     marked = Text()

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gspax.data.chat import CLOSE, OPEN
-
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last ones turn the direction
+from gspax.errors import printable
 
 
 class _Console(Console):
@@ -21,11 +20,6 @@ class _Console(Console):
 def make_console(*, quiet: bool = False) -> Console:
     """A console of standard output that interprets no markup; a quiet one prints nothing."""
     return _Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
-
-
-def printable(text: str) -> str:
-    """The text with control characters other than tabs and line breaks as escapes, so that none reaches a terminal."""
-    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def dim_thinking(text: str, *, opened: bool = False) -> Text:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from gspax.data.files import parse_json
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import concurrent, needs
@@ -108,6 +109,8 @@ def reward(
         try:
             with _open(post, timeout=timeout) as answer:
                 text = answer.read(_LARGEST + 1)
+                if len(text) <= _LARGEST and answer.length:  # of what was announced and did not come
+                    raise http.client.IncompleteRead(text, answer.length)
         except urllib.error.HTTPError as error:
             reason = _describe_refusal(error)
             if error.code not in REPEATED:
@@ -143,7 +146,7 @@ def _parse(url: str, text: bytes) -> object:
     if len(text) > _LARGEST:
         raise RuntimeError(f"{url}: wanted an answer of at most {_LARGEST} bytes, got more")
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         raise RuntimeError(f"{url}: wanted JSON, got {_start(text)}") from None
 

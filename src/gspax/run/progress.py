@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from gspax.errors import printable
 from gspax.run import interrupt
 from gspax.run.compilation import Compilations, count_compilations
 
@@ -127,7 +128,7 @@ def _console() -> Console:
 
 
 def _print(console: Console, message: str) -> None:
-    console.print(Text(message), soft_wrap=True)
+    console.print(Text(printable(message)), soft_wrap=True)
     console.file.flush()
 
 

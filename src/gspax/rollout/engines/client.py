@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
+from gspax.data.files import DEEPEST, parse_json
 from gspax.errors import UserError, shorten
 from gspax.experiment.validation.engines import is_address
 
-LARGEST = 2**30  # bytes of an answer: experts of 32,768 tokens in 94 layers take 33 MB
+SMALL = 2**22  # bytes of an answer that holds no tokens
 PIECE = 2**16
 
 
@@ -32,7 +34,16 @@ class BrokenError(UnreachableError):
 
 
 class RefusedError(Exception):
-    """An answer with another status than 200 and those of 500 and above, or one that is no JSON."""
+    """An answer with another status than 200 and those of 500 and above, or one that is not what was asked for."""
+
+
+class Call(NamedTuple):
+    """A request."""
+
+    method: str
+    path: str
+    body: object
+    most: int  # bytes of an answer that may be right
 
 
 class Client:
@@ -51,26 +62,32 @@ class Client:
 
     def get(self, path: str, *, timeout: float | None = None) -> Any:
         """The parsed answer."""
-        return self._call("GET", path, None, timeout)
+        return self._call(Call("GET", path, None, SMALL), timeout)
 
     def post(
-        self, path: str, body: object = None, *, query: Mapping[str, str] | None = None, timeout: float | None = None
+        self,
+        path: str,
+        body: object = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        most: int = SMALL,
     ) -> Any:
-        """The parsed answer; None for an empty one.
+        """The parsed answer, of at most `most` bytes; None for an empty one.
 
         Raises:
           UnreachableError, RefusedError: as above; the message names the address.
         """
-        return self._call("POST", path + (f"?{urlencode(query)}" if query else ""), body, timeout)
+        return self._call(Call("POST", path + (f"?{urlencode(query)}" if query else ""), body, most), timeout)
 
-    def _call(self, method: str, path: str, body: object, timeout: float | None) -> Any:
+    def _call(self, call: Call, timeout: float | None) -> Any:
         limit = self.timeout if timeout is None else timeout
         end = time.monotonic() + limit
         for fresh in (False, True):  # a kept connection may have been closed by the server since its last answer
             connection = self._connection(fresh)
             kept = connection.sock is not None
             try:
-                return self._exchange(connection, method, path, body, end)
+                return self._exchange(connection, call, end)
             except (RefusedError, UnreachableError):
                 self._drop()
                 raise
@@ -82,41 +99,38 @@ class Client:
                 if not kept:
                     cause = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
                     raise UnreachableError(
-                        f"{self.address} is not reachable: {cause or type(problem).__name__}"
+                        f"{self.address} is not reachable: {shorten(cause) or type(problem).__name__}"
                     ) from None
         raise AssertionError("the second attempt returns or raises")
 
-    def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: object, end: float
-    ) -> Any:
+    def _exchange(self, connection: http.client.HTTPConnection, call: Call, end: float) -> Any:
+        where = f"{self.address}{call.path}"
         connection.timeout = _left(end)
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
-        data = None if body is None else json.dumps(body).encode()
-        connection.request(method, path, data, {"Content-Type": "application/json", "Accept": "application/json"})
+        connection.response_class = _until(end)
+        data = None if call.body is None else json.dumps(call.body).encode()
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        connection.request(call.method, call.path, data, headers)
         answer, pieces, size = connection.getresponse(), [], 0
-        while True:
-            if connection.sock is not None:  # closed already by the last piece of an answer with `Connection: close`
-                connection.sock.settimeout(_left(end))
-            if not (piece := answer.read1(PIECE)):
-                break
+        while piece := answer.read1(PIECE):
             pieces.append(piece)
             size += len(piece)
-            if size > LARGEST:
-                raise RefusedError(f"{self.address}{path}: wanted an answer of at most {LARGEST} bytes, got more")
+            if size + (answer.length or 0) > call.most:  # what has come, and what is announced
+                raise RefusedError(f"{where}: wanted an answer of at most {call.most} bytes, got more")
         text = b"".join(pieces)
         if answer.length:  # of what was announced and did not come
             raise http.client.IncompleteRead(text, answer.length)
         answer.close()  # else the connection cannot be used again
         if answer.status >= 500:
             kind = BrokenError if answer.status == 500 else UnreachableError
-            raise kind(f"{self.address}{path}: HTTP {answer.status}: {_start(text)}")
+            raise kind(f"{where}: HTTP {answer.status}: {_start(text)}")
         if answer.status != 200:
-            raise RefusedError(f"{self.address}{path}: HTTP {answer.status}: {_start(text)}")
+            raise RefusedError(f"{where}: HTTP {answer.status}: {_start(text)}")
         try:
-            return json.loads(text) if text.strip() else None
+            return parse_json(text) if text.strip() else None
         except ValueError:
-            raise RefusedError(f"{self.address}{path}: wanted JSON, got {_start(text)}") from None
+            raise RefusedError(f"{where}: wanted JSON, at most {DEEPEST} levels deep, got {_start(text)}") from None
 
     def _connection(self, fresh: bool) -> http.client.HTTPConnection:
         connection = None if fresh else getattr(self._own, "connection", None)
@@ -141,6 +155,34 @@ class Client:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
+class _Timed(io.RawIOBase):
+    """What a socket receives until a time, whatever it is read for: the status, headers, or the body."""
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._sock, self._end = sock, end
+        self._file = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left(self._end))
+        return self._file.readinto(buffer)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """All that `http.client` asks of a socket."""
+        return io.BufferedReader(self)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _until(end: float) -> Any:
+    """A class of answers that are read until then."""
+    return lambda sock, **settings: http.client.HTTPResponse(_Timed(sock, end), **settings)  # type: ignore[arg-type]
+
+
 def _left(end: float) -> float:
     left = end - time.monotonic()
     if left <= 0:
@@ -151,7 +193,7 @@ def _left(end: float) -> float:
 def _start(text: bytes) -> str:
     """The reason in an answer, or its first characters."""
     with contextlib.suppress(ValueError, AttributeError):
-        parsed = json.loads(text)
+        parsed: Any = parse_json(text)
         error = parsed.get("error", parsed.get("detail", parsed.get("message", parsed)))
         return shorten(str(error.get("message", error) if isinstance(error, dict) else error))
     return shorten(text[:1000].decode(errors="replace"))

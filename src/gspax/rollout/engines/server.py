@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import io
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from gspax.config import ModelConfig, Sampling, sparse_numbers
-from gspax.rollout.engines.client import Client, RefusedError
+from gspax.errors import shorten
+from gspax.rollout.engines.client import SMALL, Client, RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Served
 from gspax.rollout.engines.weights import Written
 
@@ -21,6 +22,8 @@ from gspax.rollout.engines.weights import Written
 ONE_HEADER = threading.Lock()
 EXCLUDED = -9000.0  # a log-prob below it is of a token that a filter excludes; vLLM sends -9999 for -inf
 ROUNDING = 1e-4  # of the sum of a set's probabilities
+LARGEST_LOGP = 1e-3  # 0, and what rounding adds
+T = TypeVar("T")
 
 
 class Ask(NamedTuple):
@@ -98,10 +101,72 @@ class Endpoint:
         self._client.close()
 
 
-def truncated(sent: int, got: int, where: str) -> RefusedError:
-    """The error of a server that has read another prompt than it was sent."""
+def longest_answer(model: ModelConfig, prompt: int, new: int, listed: int = 0) -> int:
+    """The bytes of the longest answer that may be right, generously: what it lists of each token, and its experts.
+
+    Args:
+      prompt: its tokens.
+      new: tokens that follow it, at most.
+      listed: the most probable tokens that are listed of each new one.
+    """
+    experts = 6 * model.num_hidden_layers * model.num_experts_per_tok  # of a token: int32 numbers as base64
+    return SMALL + (512 + experts) * (prompt + new) + 64 * listed * new
+
+
+@contextlib.contextmanager
+def reading(where: str, wanted: str) -> Iterator[None]:
+    """Turn every exception of code that reads an answer into a RefusedError: an answer may hold anything."""
+    try:
+        yield
+    except (RefusedError, UnreachableError):
+        raise
+    except Exception as problem:
+        reason = str(problem) if isinstance(problem, ValueError) else repr(problem)
+        raise RefusedError(f"{where}: wanted {wanted}, got {shorten(reason)}") from None
+
+
+def take(answer: object, name: str, kind: type[T]) -> T:
+    """The value of an object's key. ValueError if there is none, or one of another type (true is no integer)."""
+    value = answer.get(name) if isinstance(answer, dict) else None
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.100} as {name}")
+    return value
+
+
+def read_ids(values: Sequence[object], vocab_size: int) -> list[int]:
+    """Token ids. ValueError if one is no integer, or not in the vocabulary."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise ValueError(f"{value!r:.100} as a token id, not an integer from 0 to {vocab_size - 1}")
+    return list(values)  # type: ignore[arg-type]  # their types were compared
+
+
+def read_logps(values: Sequence[object]) -> list[float]:
+    """Log-probs. ValueError if one is no number, not finite, or above 0 by more than rounding."""
+    for value in values:
+        if type(value) not in (int, float) or not -1e30 < value <= LARGEST_LOGP:  # type: ignore[operator]
+            raise ValueError(f"{value!r:.100} as a log-prob, not a finite number of at most 0")
+    return [float(value) for value in values]  # type: ignore[arg-type]  # their types were compared
+
+
+def has_stopped(reason: str, where: str) -> bool:
+    """Whether a completion ended with a stop token; else with its last token. ValueError if it ended otherwise.
+
+    Raises:
+      UnreachableError: the server has dropped the request, as it does when it ends.
+    """
+    if reason == "abort":
+        raise UnreachableError(f"{where}: the request was aborted")
+    if reason not in ("stop", "length"):
+        raise ValueError(f"{reason!r:.100} as finish_reason")
+    return reason == "stop"
+
+
+def truncated(sent: int, got: object, where: str) -> RefusedError:
+    """The error of a server that has read another prompt than it was sent: so many tokens."""
     return RefusedError(
-        f"{where}: wanted the prompt that was sent, {sent} tokens, got {got}: it was truncated or tokenized again"
+        f"{where}: wanted the prompt that was sent, {sent} tokens, got {got!r:.100}: it was truncated or "
+        "tokenized again"
     )
 
 
@@ -117,8 +182,8 @@ def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
             f"{where}: wanted {ask.most} tokens or a stop token at the end, got {count} tokens: its context is shorter "
             "than prompt and completion, or it stops at other tokens"
         )
-    if not np.isfinite(answer.logps).all() or max(answer.logps) > 1e-3:
-        raise RefusedError(f"{where}: wanted log-probs of at most 0, got {min(answer.logps)} to {max(answer.logps)}")
+    if inner := set(answer.tokens[:-1]).intersection(ask.stop_ids):
+        raise RefusedError(f"{where}: wanted no token after a stop token, got one after {min(inner)}")
     if ask.mask_size and not len(answer.kept) == len(answer.cut) == count:
         raise RefusedError(f"{where}: wanted the tokens that each of {count} was chosen from, got {len(answer.kept)}")
     if ask.keep_experts and (answer.expert_TLA is None or len(answer.expert_TLA) != len(ask.tokens) + count - 1):
@@ -155,29 +220,40 @@ def pad_sets(kept: Sequence[Sequence[int]], size: int, vocab_size: int) -> np.nd
     return kept_TK
 
 
-def read_experts(text: object, model: ModelConfig, where: str) -> np.ndarray | None:
-    """The experts [T, L, A] of the model's sparse layers, from base64 of an .npy file; None if there are none."""
+def read_experts(text: object, count: int, model: ModelConfig, where: str) -> np.ndarray | None:
+    """The experts [count, L, A] of the model's sparse layers, from base64 of an .npy file; None if there are none.
+
+    Nothing is allocated for what its header announces.
+    """
     if text is None:
         return None
-    try:
+    with reading(where, "experts as base64 of an .npy file"):
         file = io.BytesIO(base64.b64decode(str(text), validate=True))
         with ONE_HEADER:
-            array = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError, OSError, binascii.Error):
-        raise RefusedError(f"{where}: wanted experts as base64 of an .npy file, got something else") from None
-    return select_layers(array, model, where)
+            if (version := np.lib.format.read_magic(file)) not in ((1, 0), (2, 0)):
+                raise ValueError(f"one of version {version}")
+            is_first = version == (1, 0)
+            read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = read_header(file)
+        left = file.getbuffer()[file.tell() :]
+        if dtype.kind not in "iu" or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(left):
+            raise ValueError(f"{len(left)} bytes of {dtype}, shape {shape!r:.100}")
+        expert_TLA = np.frombuffer(left, dtype).reshape(shape, order="F" if is_fortran else "C")
+    return select_layers(expert_TLA, count, model, where)
 
 
-def select_layers(expert_TLA: np.ndarray, model: ModelConfig, where: str) -> np.ndarray:
-    """The sparse layers of an array of experts, which may have the others too."""
+def select_layers(expert_TLA: np.ndarray, count: int, model: ModelConfig, where: str) -> np.ndarray:
+    """The sparse layers of the experts of `count` tokens, which may have the others too."""
     sparse = list(sparse_numbers(model))
     if expert_TLA.ndim == 3 and expert_TLA.shape[1] == model.num_hidden_layers != len(sparse):
         expert_TLA = expert_TLA[:, sparse]
-    if expert_TLA.shape[1:] != (len(sparse), model.num_experts_per_tok) or expert_TLA.max(initial=0) >= (
-        model.num_experts
-    ):
+    low, high, shape = expert_TLA.min(initial=0), expert_TLA.max(initial=0), list(expert_TLA.shape)
+    wanted = [count, len(sparse), model.num_experts_per_tok]
+    if shape != wanted or low < 0 or high >= model.num_experts:
         raise RefusedError(
-            f"{where}: wanted experts [tokens, {len(sparse)}, {model.num_experts_per_tok}] below {model.num_experts}, "
-            f"got {list(expert_TLA.shape)} up to {expert_TLA.max(initial=0)}"
+            f"{where}: wanted the experts of {count} tokens, {wanted} from 0 to {model.num_experts - 1}, got "
+            f"{shape!s:.100} from {low} to {high}"
         )
+    if (np.diff(np.sort(expert_TLA)) == 0).any():
+        raise RefusedError(f"{where}: wanted {model.num_experts_per_tok} experts for a token, got one of them twice")
     return expert_TLA

@@ -10,7 +10,6 @@ The version, the digest, and the name of a load are the label that SGLang keeps 
 from __future__ import annotations
 
 import base64
-import binascii
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,23 @@ from typing import Any
 import numpy as np
 
 from gspax.config import ModelConfig
-from gspax.rollout.engines.client import RefusedError, UnreachableError
+from gspax.errors import shorten
+from gspax.rollout.engines.client import RefusedError
 from gspax.rollout.engines.contract import Served
-from gspax.rollout.engines.server import Answer, Ask, Endpoint, check_answer, select_layers, truncated
+from gspax.rollout.engines.server import (
+    Answer,
+    Ask,
+    Endpoint,
+    check_answer,
+    has_stopped,
+    longest_answer,
+    read_ids,
+    read_logps,
+    reading,
+    select_layers,
+    take,
+    truncated,
+)
 from gspax.rollout.engines.weights import Written
 
 LABEL = "gspax"  # the first word of a `weight_version`
@@ -44,43 +57,36 @@ class SGLang(Endpoint):
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
             "stop_token_ids": list(ask.stop_ids),
         }
-        meta = self._generate(ask.tokens, params, {"return_routed_experts": ask.keep_experts})
+        meta = self._generate(ask.tokens, ask.most, params, {"return_routed_experts": ask.keep_experts})
         where = f"{self.address}/generate"
-        try:
-            logps, tokens = zip(*(entry[:2] for entry in meta["output_token_logprobs"]), strict=True)
-            reason = meta["finish_reason"]["type"]
+        with reading(where, "output_token_logprobs and finish_reason"):
+            stopped = has_stopped(take(take(meta, "finish_reason", dict), "type", str), where)
+            logps, tokens = zip(*(entry[:2] for entry in take(meta, "output_token_logprobs", list)), strict=True)
             answer = Answer(
-                tokens=[int(token) for token in tokens],
-                logps=[float(logp) for logp in logps],
-                stopped=reason == "stop",
+                tokens=read_ids(tokens, self._model.vocab_size),
+                logps=read_logps(logps),
+                stopped=stopped,
                 expert_TLA=self._read_experts(meta, len(ask.tokens) + len(tokens) - 1) if ask.keep_experts else None,
             )
-        except (KeyError, TypeError, ValueError) as problem:
-            raise RefusedError(f"{where}: wanted output_token_logprobs and finish_reason, got {problem!r}") from None
-        if reason == "abort":
-            raise UnreachableError(f"{where}: the request was aborted")
         return check_answer(ask, answer, where)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """POST /generate with the log-probs of the prompt."""
-        meta = self._generate(tokens, {"max_new_tokens": 1, "temperature": 1.0}, {"logprob_start_len": 0})
-        try:
-            logps, ids = zip(*(entry[:2] for entry in meta["input_token_logprobs"][1:]), strict=True)
+        meta = self._generate(tokens, 1, {"max_new_tokens": 1, "temperature": 1.0}, {"logprob_start_len": 0})
+        with reading(self.address, "input_token_logprobs of every token"):
+            listed = take(meta, "input_token_logprobs", list)[1:]
+            logps, ids = zip(*(entry[:2] for entry in listed), strict=True)
             if list(ids) != list(tokens[1:]):
                 raise ValueError("log-probs of other tokens")
-            return np.array(logps, np.float32)
-        except (KeyError, TypeError, ValueError) as problem:
-            raise RefusedError(f"{self.address}: wanted input_token_logprobs of every token, got {problem!r}") from None
+            return np.array(read_logps(logps), np.float32)
 
-    def _generate(self, tokens: Sequence[int], params: object, more: Mapping[str, object]) -> dict[str, Any]:
-        """The `meta_info` of one completion."""
+    def _generate(self, tokens: Sequence[int], new: int, params: object, more: Mapping[str, object]) -> dict[str, Any]:
+        """The `meta_info` of one completion of at most `new` tokens."""
         body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, **more}
-        answer = self._client.post("/generate", body)
-        try:
-            meta = dict(answer["meta_info"])
-            count = int(meta["prompt_tokens"])
-        except (KeyError, TypeError, ValueError):
-            raise RefusedError(f"{self.address}/generate: wanted meta_info with prompt_tokens") from None
+        answer = self._client.post("/generate", body, most=longest_answer(self._model, len(tokens), new))
+        with reading(f"{self.address}/generate", "meta_info with prompt_tokens"):
+            meta: dict[str, Any] = take(answer, "meta_info", dict)
+            count = take(meta, "prompt_tokens", int)
         if count != len(tokens):
             raise truncated(len(tokens), count, f"{self.address}/generate")
         return meta
@@ -90,12 +96,10 @@ class SGLang(Endpoint):
         if meta.get("routed_experts") is None:
             return None
         where = f"{self.address}/generate"
-        try:
-            flat = np.frombuffer(base64.b64decode(meta["routed_experts"], validate=True), "<i4")
+        with reading(where, f"the experts of {count} tokens as base64 of int32 numbers"):
+            flat = np.frombuffer(base64.b64decode(take(meta, "routed_experts", str), validate=True), "<i4")
             expert_TLA = flat.reshape(count, -1, self._model.num_experts_per_tok)
-        except (TypeError, ValueError, binascii.Error):
-            raise RefusedError(f"{where}: wanted the experts of {count} tokens as base64 of int32 numbers") from None
-        return select_layers(expert_TLA, self._model, where)
+        return select_layers(expert_TLA, count, self._model, where)
 
     def load(self, written: Written) -> None:
         """POST /update_weights_from_disk, with everything held and all caches forgotten."""
@@ -109,7 +113,9 @@ class SGLang(Endpoint):
         answer = self._client.post("/update_weights_from_disk", body)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             reason = answer.get("message") if isinstance(answer, dict) else answer
-            raise RefusedError(f"{self.address}: wanted version {written.version} to be loaded, got {reason}"[:500])
+            raise RefusedError(
+                f"{self.address}: wanted version {written.version} to be loaded, got {shorten(str(reason))}"
+            )
         self.resume()
 
     def pause(self) -> None:
@@ -127,7 +133,7 @@ class SGLang(Endpoint):
         if not isinstance(info, dict) or not isinstance(settings, dict) or "weight_version" not in info:
             raise RefusedError(f"{self.address}: wanted a weight_version in /get_model_info, as SGLang has it")
         label = str(info["weight_version"]).split()
-        is_ours = len(label) == 4 and label[0] == LABEL and label[1].isdecimal()
+        is_ours = len(label) == 4 and label[0] == LABEL and label[1].isdecimal() and len(label[1]) < 20
         _, version, digest, instance = label if is_ours else ["", "", "", ""]
         limits = {"routed_experts": int(bool(settings.get("enable_return_routed_experts")))}
         if isinstance(length := settings.get("context_length"), int):

@@ -17,9 +17,24 @@ from typing import Any
 import numpy as np
 
 from gspax.config import ModelConfig
+from gspax.errors import shorten
 from gspax.rollout.engines.client import BrokenError, RefusedError
 from gspax.rollout.engines.contract import Served
-from gspax.rollout.engines.server import Answer, Ask, Endpoint, check_answer, keep_set, read_experts, truncated
+from gspax.rollout.engines.server import (
+    Answer,
+    Ask,
+    Endpoint,
+    check_answer,
+    has_stopped,
+    keep_set,
+    longest_answer,
+    read_experts,
+    read_ids,
+    read_logps,
+    reading,
+    take,
+    truncated,
+)
 from gspax.rollout.engines.weights import Written
 
 NAME = "gspax"  # of the served model
@@ -53,53 +68,61 @@ class VLLM(Endpoint):
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
             "stop_token_ids": list(ask.stop_ids),
         }
-        choice = self._first_choice(self._client.post("/v1/completions", body), ask.tokens)
         where = f"{self.address}/v1/completions"
-        try:
+        most = longest_answer(self._model, len(ask.tokens), ask.most, ask.mask_size)
+        choice = self._first_choice(self._client.post("/v1/completions", body, most=most), ask.tokens)
+        with reading(where, "token_ids, logprobs and finish_reason"):
+            logprobs, reason = take(choice, "logprobs", dict), take(choice, "finish_reason", str)
+            tokens = read_ids(take(choice, "token_ids", list), self._model.vocab_size)
+            count = len(ask.tokens) + len(tokens) - 1
             answer = Answer(
-                tokens=[int(token) for token in choice["token_ids"]],
-                logps=[float(logp) for logp in choice["logprobs"]["token_logprobs"]],
-                stopped=choice["finish_reason"] == "stop",
-                expert_TLA=read_experts(choice.get("routed_experts"), self._model, where) if ask.keep_experts else None,
+                tokens=tokens,
+                logps=read_logps(take(logprobs, "token_logprobs", list)),
+                stopped=has_stopped(reason, where),
+                expert_TLA=read_experts(choice.get("routed_experts"), count, self._model, where)
+                if ask.keep_experts
+                else None,
             )
-            answer = with_sets(answer, choice["logprobs"]["top_logprobs"], ask.mask_size) if ask.mask_size else answer
-        except (KeyError, TypeError, ValueError) as problem:
-            raise RefusedError(f"{where}: wanted token_ids, logprobs and finish_reason, got {problem!r}") from None
+            if ask.mask_size:
+                entries = take(logprobs, "top_logprobs", list)
+                answer = with_sets(answer, entries, ask.mask_size, self._model.vocab_size)
         return check_answer(ask, answer, where)
 
     def _first_choice(self, answer: Any, tokens: Sequence[int]) -> dict[str, Any]:
-        try:
-            choice = answer["choices"][0]
-            prompt = choice["prompt_token_ids"]
-        except (KeyError, IndexError, TypeError):
-            raise RefusedError(f"{self.address}/v1/completions: wanted a choice with prompt_token_ids") from None
-        if prompt != list(tokens):
-            raise truncated(len(tokens), len(prompt or ()), f"{self.address}/v1/completions")
-        return dict(choice)
+        where = f"{self.address}/v1/completions"
+        with reading(where, "a choice with prompt_token_ids"):
+            choice: dict[str, Any] = take(answer, "choices", list)[0]
+            prompt = take(choice, "prompt_token_ids", list)
+            if prompt != list(tokens):
+                raise truncated(len(tokens), len(prompt), where)
+            return choice
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """POST /v1/completions with `prompt_logprobs`."""
         body = {"model": self._name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         body |= {"return_token_ids": True, "ignore_eos": True}
-        choice = self._first_choice(self._client.post("/v1/completions", body), tokens)
-        try:
-            entries = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
-            return np.array([entry[str(token)]["logprob"] for token, entry in entries], np.float32)
-        except (KeyError, TypeError, ValueError) as problem:
-            raise RefusedError(f"{self.address}: wanted prompt_logprobs of every token, got {problem!r}") from None
+        most = longest_answer(self._model, len(tokens), 1)
+        choice = self._first_choice(self._client.post("/v1/completions", body, most=most), tokens)
+        with reading(self.address, "prompt_logprobs of every token"):
+            entries = zip(tokens[1:], take(choice, "prompt_logprobs", list)[1:], strict=True)
+            return np.array(read_logps([entry[str(token)]["logprob"] for token, entry in entries]), np.float32)
 
     def load(self, written: Written) -> None:
         """Our worker extension, with everything held and all caches forgotten."""
         self.pause()
         for loaded in self._workers("gspax_load", str(written.path), secrets.token_hex(8)):
             if "error" in loaded:
-                raise RefusedError(f"{self.address}: {loaded['error']}")
-            if loaded["digest"] != written.digest:
+                raise RefusedError(f"{self.address}: {shorten(str(loaded['error']))}")
+            with reading(self.address, "the version that was loaded"):
+                version, digest = take(loaded, "version", int), take(loaded, "digest", str)
+            if digest != written.digest:
                 raise RefusedError(
                     f"{self.address}: wanted version {written.version} (digest {written.digest[:16]}), it loaded "
-                    f"{loaded['version']} ({loaded['digest'][:16]})"
+                    f"{version} ({digest[:16]})"
                 )
-        if not self._client.post("/reset_prefix_cache").get("success"):
+        with reading(self.address, "an empty prefix cache"):
+            is_empty = take(self._client.post("/reset_prefix_cache"), "success", bool)
+        if not is_empty:
             raise RefusedError(f"{self.address}: wanted an empty prefix cache, but requests of others are using it")
         self._client.post("/update_weight_version", {"new_version": str(written.version)})
         self.resume()
@@ -117,13 +140,22 @@ class VLLM(Endpoint):
         states = self._workers("gspax_state", timeout=timeout)
         first = states[0]
         if any(other != first for other in states[1:]):
-            raise RefusedError(f"{self.address}: wanted workers that agree, got {states}")
-        if (mode := first["logprobs_mode"]) != "processed_logprobs":
-            raise RefusedError(f"{self.address}: wanted --logprobs-mode processed_logprobs, got {mode}")
-        loaded = first["loaded"] or {"version": None, "digest": "", "instance": ""}
-        limits = {name: first[name] for name in ("max_tokens", "vocab_size", "num_hidden_layers", "hidden_size")}
-        limits["routed_experts"] = int(first["routed_experts"])
-        return Served(self.address, loaded["version"], loaded["digest"], limits, first["dtype"], loaded["instance"])
+            raise RefusedError(f"{self.address}: wanted workers that agree, got {shorten(str(states))}")
+        with reading(self.address, "the state of gspax's extension of its workers"):
+            if (mode := take(first, "logprobs_mode", str)) != "processed_logprobs":
+                raise RefusedError(f"{self.address}: wanted --logprobs-mode processed_logprobs, got {shorten(mode)}")
+            names = "max_tokens", "vocab_size", "num_hidden_layers", "hidden_size"
+            limits = {name: take(first, name, int) for name in names}
+            limits["routed_experts"] = int(take(first, "routed_experts", bool))
+            version, digest, instance = None, "", ""
+            if first["loaded"] is not None:
+                loaded = take(first, "loaded", dict)
+                version, digest, instance = (
+                    take(loaded, "version", int),
+                    take(loaded, "digest", str),
+                    take(loaded, "instance", str),
+                )
+            return Served(self.address, version, digest, limits, take(first, "dtype", str), instance)
 
     def _workers(self, method: str, *args: str, timeout: float | None = None) -> list[dict[str, Any]]:
         """The results of a method of our extension, one for each worker."""
@@ -137,13 +169,16 @@ class VLLM(Endpoint):
             ) from None
         results = answer.get("results") if isinstance(answer, dict) else answer
         if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
-            raise RefusedError(f"{self.address}: wanted the answers of its workers, got {str(answer)[:200]}")
+            raise RefusedError(f"{self.address}: wanted the answers of its workers, got {shorten(str(answer))}")
         return results
 
 
-def with_sets(answer: Answer, entries: Sequence[Mapping[str, float]], size: int) -> Answer:
+def with_sets(answer: Answer, entries: Sequence[Mapping[str, float]], size: int, vocab_size: int) -> Answer:
     """The answer with the set that each token was chosen from, by the most probable tokens of each, "token_id:ID"."""
-    read = [{int(name.removeprefix("token_id:")): float(logp) for name, logp in entry.items()} for entry in entries]
+    read = []
+    for entry in entries:
+        ids = read_ids([int(name.removeprefix("token_id:")) for name in entry], vocab_size)
+        read.append(dict(zip(ids, read_logps(list(entry.values())), strict=True)))
     kept, logps, cut = zip(*map(keep_set, read, answer.tokens, itertools.repeat(size)), strict=True)
     return answer._replace(kept=kept, logps=list(logps), cut=cut)
 
