@@ -116,6 +116,20 @@ def test_a_return_value_that_breaks_the_contract_is_one_error(changes, said):
     assert found.startswith(said) and "\n" not in found and not notes
 
 
+@pytest.mark.parametrize(
+    ("reward", "answer", "said"),
+    [
+        (math.reward, "She has 3 + 4 = 7.\nSo it is 7.", "wanted a final answer, bare or after #### or in"),
+        (math.reward, "3 + 4 = 7\n####", "wanted a final answer after ####, got none"),
+        (partial(weighted_sum, rewards={"right": math.reward}), r"so \boxed{7", "wanted a final answer in the box"),
+    ],
+)
+def test_an_answer_that_cannot_be_graded_is_found_in_a_sample_of_rows(reward, answer, said):
+    rows = data.sequence([Problem(f"{n}=", answer) for n in range(40)])
+    found = check(data=rows, reward=reward)[0][0]
+    assert found.startswith(f"reward: the answer of problem 0: {said}")
+
+
 UNANSWERED = data.sequence([Problem(f"{n}=") for n in range(40)], answer=None)
 
 

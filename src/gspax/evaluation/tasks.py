@@ -173,7 +173,7 @@ def livecodebench(
     """
     keep = partial(is_between, since=since, until=until) if since or until else None
     reward = partial(reward_program, allow_code_execution=allow_code_execution, isolation=isolation)
-    data = Benchmark(open_table(path), read_livecodebench, keep)
+    data = Benchmark(open_table(path), read_livecodebench, keep, program_tests.check)
     return replace(Task(name="livecodebench", data=data, reward=reward), **settings)
 
 

@@ -116,7 +116,9 @@ def find_problem(answer: str) -> str:
     final = reference(answer)
     if _BOX.search(answer) and not _boxed(answer):
         return f"wanted a final answer in the box, got {answer[-80:]!r}"
-    if not final.strip("#"):
+    if "####" in answer and not _boxed(answer) and not answer.rpartition("####")[2].strip():
+        return "wanted a final answer after ####, got none"
+    if not final:
         return "wanted a final answer, got none"
     if len(_WORD.findall(final)) > _MOST_WORDS or ("\n" in final and "\\begin" not in final):
         return rf"wanted a final answer, bare or after #### or in \boxed{{}}, got {final[-80:]!r}"
