@@ -23,15 +23,44 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, masked
+from gspax.losses import checks, masked, traits
 
 Array = jax.Array
+
+
+Function = TypeVar("Function", bound=Callable[..., Array])
+
+
+def across_groups(advantage: Function) -> Function:
+    """Decorator: the advantage compares the samples of the whole batch, not those of a group.
+
+    So a group may have one sample, and a group of equal rewards has a signal, which dynamic sampling would remove.
+    """
+    setattr(advantage, "across_groups", True)  # noqa: B010 (mypy: functions have no such attribute)
+    return advantage
+
+
+def compares_groups(advantage: Callable[..., object]) -> bool:
+    """Whether an advantage, or what it wraps by `functools.partial` and `functools.wraps`, is `across_groups`."""
+    return any(getattr(layer, "across_groups", False) for layer in traits.layers(advantage))
+
+
+def non_negative(advantage: Function) -> Function:
+    """Decorator: the advantage takes no negative rewards, so nothing that may be negative is added to them."""
+    setattr(advantage, "non_negative", True)  # noqa: B010
+    return advantage
+
+
+def takes_negative(advantage: Callable[..., object]) -> bool:
+    """Whether an advantage takes negative rewards: it is not `non_negative`."""
+    return not any(getattr(layer, "non_negative", False) for layer in traits.layers(advantage))
 
 
 def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
@@ -77,6 +106,7 @@ def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     return _center(reward_PG, mask_PG) * (count_P1 / jnp.maximum(count_P1 - 1, 1))
 
 
+@across_groups
 def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
     """A = (R - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv 2501.03262).
 
@@ -148,6 +178,7 @@ def gdpo(
     return _over_batch_std(sum(each_R[1:], start=each_R[0]), mask_PG, ddof, eps)
 
 
+@non_negative
 def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """A = (R - mean) / mean in each group, 0 if no sample succeeds (MaxRL, arXiv 2602.02710).
 

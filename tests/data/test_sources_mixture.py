@@ -49,6 +49,20 @@ def test_a_mixture_uses_all_problems_of_each_source():
     assert Counter(from_b) == Counter(b.train(i) for i in range(2 * len(a.opened.train)))
 
 
+def test_a_mixture_holds_each_problem_out_once():
+    """In proportions while both have some; then those that are left, and from the first again."""
+    a, b = source("a", heldout=rows("x", 3)), source("b", heldout=rows("y", 20))
+    mixed = data.mixture((a, 1), (b, 1))
+    assert [mixed.count_heldout(most) for most in (5, 23, 256)] == [5, 23, 23]
+    held_out = [mixed.heldout(i) for i in range(23)]
+    assert len(set(held_out)) == 23 and Counter(each.task for each in held_out[:6]) == {"a": 3, "b": 3}
+    assert mixed.heldout(23 + 4) == held_out[4]
+    few = sort.Problems(min_digits=2, max_digits=2)
+    distinct = few.count_heldout(256)
+    assert distinct == len({few.heldout(i).prompt for i in range(256)}) < 256
+    assert data.mixture((few, 1), (b, 2)).count_heldout(256) == distinct + 20
+
+
 def test_a_mixture_depends_only_on_seed_and_index():
     parts = (source("a"), 2), (source("b"), 3)
     one, other = data.mixture(*parts), data.mixture(*parts, seed=1)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import small_experiment
 
-from gspax import losses
-from gspax.config import Mesh, Placement, Teacher, TeacherPlacement
+from gspax import advantages, losses
+from gspax.config import Mesh, Placement, Reference, Teacher, TeacherPlacement
 from gspax.data import CharTokenizer
 from gspax.experiment.description import describe
 from gspax.experiment.plan import plan, render
 from gspax.experiment.validation.rules import validate
 from gspax.hf import hf
-from gspax.losses import distill
+from gspax.losses import distill, kl
 
 MODEL = small_experiment.experiment.model
 LARGE = replace(MODEL, num_experts=0, hidden_size=64, num_hidden_layers=4, intermediate_size=96, checkpoint="expert")
@@ -23,6 +23,12 @@ JENSEN_SHANNON = functools.partial(distill.jensen_shannon, beta=0.5)
 
 def taught(loss=losses.grpo, **changes):
     return replace(small_experiment.experiment, loss=loss, teacher=Teacher(**{"model": LARGE, **changes}))
+
+
+def alone(advantage, **sampling):
+    """One sample of each prompt, and no teacher."""
+    sampling = replace(small_experiment.experiment.sampling, **{"group": 1, "prompts": 32} | sampling)
+    return replace(small_experiment.experiment, advantage=advantage, sampling=sampling)
 
 
 def without_aggregate(logp, old_logp, advantage, mask):
@@ -51,8 +57,9 @@ def one_number(logp, teacher_logp):
         taught(model=None, models={"one": LARGE, "other": LARGE}, offload=True),
         taught(losses.gspo_token, as_advantage=True),
         replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32)),
+        alone(functools.partial(advantages.reinforce_plus_plus, ddof=0)),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_every_form_is_valid(experiment):
     assert validate(experiment, 1) == []
@@ -159,8 +166,22 @@ def test_every_form_is_valid(experiment):
             "none",
         ),
         (
-            replace(small_experiment.experiment, sampling=replace(taught().sampling, group=1, prompts=32)),
+            alone(advantages.reinforce_plus_plus_baseline),
             "sampling.group: wanted at least 2, got 1",
+        ),
+        (
+            alone(advantages.reinforce_plus_plus, group=4, prompts=8, max_refills=2),
+            "sampling.max_refills: wanted 0 with gspax.advantages.reinforce_plus_plus, which learns from groups of "
+            "equal rewards too, got 2",
+        ),
+        (
+            replace(alone(advantages.maxrl, group=4, prompts=8), reference=Reference(reward=kl.k1)),
+            "reference.reward: wanted null with gspax.advantages.maxrl, which takes no negative rewards, got "
+            "gspax.losses.kl.k1",
+        ),
+        (
+            replace(taught(), sampling=replace(taught().sampling, max_refills=2)),
+            "sampling.max_refills: wanted 0 with a teacher, who teaches where rewards are equal too, got 2",
         ),
         (
             replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32, max_refills=2)),

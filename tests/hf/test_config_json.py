@@ -71,7 +71,73 @@ def test_every_key_of_transformers_is_known(name, tmp_path):
     tables.append(family.harmless)
     keys = {"moe_layer_end_index"} | {key for each in family.copied.values() for key in (each.name, each.other)}
     for key in {*theirs.to_dict(), *(field.name for field in fields(theirs))}:
-        assert key in keys or any(key in table for table in tables), key
+        assert key in keys or config_json.is_harmless(key) or any(key in table for table in tables), key
+
+
+NOTES = {  # what transformers and others write beside a model
+    **{"_model_name_or_path": "models/one", "_name_or_path": "", "_attn_implementation": "sdpa"},
+    **{"unk_token_id": 0, "pad_token_id": 1, "mask_token_id": None, "decoder_start_token_id": 1},
+    **{"cls_token_id": 3, "boi_token_index": 4, "transformers_version": "5.24.0", "temperature": 0.6, "top_p": 0.95},
+    **{"max_length": 20, "do_sample": False, "suppress_tokens": None, "finetuning_task": None, "prefix": None},
+    **{"is_decoder": False, "pruned_heads": {}, "cross_attention_hidden_size": None, "tie_encoder_decoder": False},
+    **{"gradient_checkpointing": False, "tf_legacy_loss": False, "torchscript": False, "id2label": {"0": "LABEL_0"}},
+    **{"chunk_size_feed_forward": 0, "is_encoder_decoder": False, "add_cross_attention": False},
+}
+UNBUILT = {  # families whose default sizes in transformers are no model
+    "glm4_moe": {"head_dim": 128},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("name", [*families.FAMILIES, *families.WRAPPERS])
+def test_what_cannot_change_the_model_passes_and_what_can_does_not(name, tmp_path):
+    """On each family's configuration as transformers writes it; the same model with and without the notes."""
+    transformers = pytest.importorskip("transformers")
+    raw = transformers.AutoConfig.for_model(name).to_dict() | UNBUILT.get(name, {})
+    model = read_config(write(tmp_path, raw))
+    assert read_config(write(tmp_path, raw | {key: raw.get(key, value) for key, value in NOTES.items()})) == model
+    for key, value in {"pruned_heads": {"0": [1]}, "is_encoder_decoder": True, "logit_scale": 2.0}.items():
+        with pytest.raises(UserError, match=f"{key}: wanted "):
+            read_config(write(tmp_path, raw | {key: value}))
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_window_of_no_position_is_refused_wherever_there_are_windows(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    raw = transformers.AutoConfig.for_model(name).to_dict() | UNBUILT.get(name, {}) | {"sliding_window": 0}
+    switched = families.FAMILIES[name].window == "switch"
+    if families.FAMILIES[name].window == "none":
+        assert read_config(write(tmp_path, raw)).sliding_layers == ()
+        return
+    with pytest.raises(UserError, match="sliding_window: wanted null or at least 1, got 0"):
+        read_config(write(tmp_path, raw | ({"use_sliding_window": True} if switched else {})))
+    if switched:
+        assert read_config(write(tmp_path, raw | {"use_sliding_window": False})).sliding_layers == ()
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [
+        ({"rope_parameters": ROPE, "rope_scaling": SCALED}, "rope_type"),
+        ({"rope_parameters": SCALED | {"rope_theta": 1e6}, "rope_scaling": SCALED}, "rope_theta"),
+        ({"rope_parameters": SCALED, "rope_scaling": SCALED | {"beta_fast": 8.0}}, "beta_fast"),
+        ({"rope_parameters": SCALED | {"rope_theta": 1e6}, "rope_scaling": SCALED, "rope_theta": 1e6}, ""),
+        ({"rope_parameters": SCALED, "rope_scaling": SCALED | {"attention_factor": None}}, ""),
+    ],
+)
+def test_two_objects_for_rope_agree(rope, key, tmp_path):
+    """One of them would be dropped, and with it the base that only it has."""
+    raw = {name: value for name, value in DENSE.items() if not name.startswith("rope_")} | rope
+    if key:
+        with pytest.raises(UserError, match=f"rope_parameters: wanted the {key} of rope_scaling"):
+            read_config(write(tmp_path, raw))
+    else:
+        assert read_config(write(tmp_path, raw)).rope_theta == rope.get("rope_theta", 1e4)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])

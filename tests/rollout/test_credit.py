@@ -7,6 +7,7 @@ import pytest
 
 from gspax import advantages, config, losses
 from gspax.config import RowShape
+from gspax.errors import UserError
 from gspax.learner import minibatches
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.completion import Completion, GradedTurns
@@ -46,6 +47,14 @@ def a_rollout():
         finished_B=np.ones(8, bool),
         reply_B=length - mask.sum(axis=1, dtype=np.int32),
     )
+
+
+def test_rewards_that_an_advantage_refuses_are_told():
+    """A raw ValueError would end the run without the name of the setting."""
+    with pytest.raises(
+        UserError, match=r"advantage: gspax\.advantages\.maxrl refuses these rewards: reward_PG must not"
+    ):
+        credit_turns(advantages.maxrl, completions(), a_rollout(), group=G, discount=0.0)
 
 
 def slowly(discount, finished=None):

@@ -68,7 +68,7 @@ class Sampling:
     """How completions are sampled for training."""
 
     prompts: Size = 64  # P, prompts per rollout
-    group: GroupSize = 8  # G, completions per prompt; a group of 1 needs a teacher
+    group: GroupSize = 8  # G, completions per prompt; 1 with a teacher, or an advantage that is `across_groups`
     max_prompt_tokens: Size = 64
     max_tokens: Size = 64  # the length limit of a completion, stop token included
     # Compute the rewards of finished samples after every `chunk` tokens, while the others are still being generated.

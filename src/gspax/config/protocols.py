@@ -69,7 +69,10 @@ class DataSource(Protocol):
 
 
 class HeldoutProblems(Protocol):
-    """The problems of a benchmark. A property `heldout_count` says how many there are, if they are finitely many."""
+    """The problems of a benchmark. A property `heldout_count` says how many there are, if they are finitely many.
+
+    A source that would have to count them has a method `count_heldout(most)` instead (`data.problem.count_distinct`).
+    """
 
     def heldout(self, index: int, /) -> Problem:
         """Problem number `index`, from 0."""

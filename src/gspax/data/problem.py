@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspax.config.protocols import HeldoutProblems, Problem, Tokenizer
 from gspax.config.protocols import Message as Message
-from gspax.config.protocols import Problem, Tokenizer
 from gspax.errors import UserError, describe_error
 
 HELDOUT_SHARE = 8  # one prompt in 8 is held out
@@ -55,8 +55,17 @@ class GeneratedProblems:
 
     def heldout(self, index: int) -> Problem:
         """Held-out problem number `index`. All are distinct until the task runs out of them; then the list repeats."""
-        problems = _distinct_heldout(self, 1 << max(8, at_least_0(index).bit_length()))
+        problems = _distinct_heldout(self, _enough(at_least_0(index)))
         return problems[index % len(problems)]
+
+    def count_heldout(self, most: int) -> int:
+        """The number of distinct held-out problems, counted up to `most`."""
+        return min(most, len(_distinct_heldout(self, _enough(most))))
+
+
+def _enough(count: int) -> int:
+    """A power of 2 above `count`, so that few lists are made."""
+    return 1 << max(8, count.bit_length())
 
 
 @functools.lru_cache(maxsize=16)
@@ -74,6 +83,18 @@ def _distinct_heldout(source: GeneratedProblems, count: int) -> tuple[Problem, .
     if not problems:
         raise ValueError(f"none of {tries} generated problems is held out: the task has too few prompts")
     return tuple(problems)
+
+
+def count_distinct(source: HeldoutProblems, most: int) -> int:
+    """How many of a source's first `most` held-out problems there are before the list begins again.
+
+    A source says it by a property `heldout_count`, or, if it would have to count, by a method `count_heldout(most)`.
+    """
+    available: int | None = getattr(source, "heldout_count", None)
+    count: Callable[[int], int] | None = getattr(source, "count_heldout", None)
+    if available is None:
+        return most if count is None else count(most)
+    return min(most, available)
 
 
 def at_least_0(index: int) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from gspax.config import Experiment, Sampling, Task
 from gspax.config.protocols import HeldoutProblems
-from gspax.data.problem import Problem, digest
+from gspax.data.problem import Problem, count_distinct, digest
 from gspax.errors import UserError, describe_error, warn_once
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.report import statistics
@@ -185,8 +185,7 @@ def count_heldout(experiment: Experiment) -> int:
 
 def _at_most(problems: int, data: HeldoutProblems) -> int:
     """A number of problems, or all of the data if that is 0 or more than there are."""
-    available = getattr(data, "heldout_count", None)
-    return problems if available is None else min(problems or available, available)
+    return count_distinct(data, problems) if problems else getattr(data, "heldout_count")  # noqa: B009 (only finite sources have it)
 
 
 def evaluate_heldout(

@@ -53,27 +53,32 @@ PERMITTED: dict[str, tuple[Json, ...]] = {  # the only values that gspax impleme
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1),
     "router_jitter_noise": (None, 0),
-    "chunk_size_feed_forward": (0,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
+    **{"chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,), "tie_encoder_decoder": (None, False)},
+    **{"add_cross_attention": (False,), "cross_attention_hidden_size": (None,), "pruned_heads": (None, {})},
     "per_layer_config": (None,),
     "auto_map": (None,),  # code that comes with the checkpoint
     "qkv_bias": (False,),
     "shared_expert_intermediate_size": (None, 0),
 }
-HARMLESS = (  # keys that do not affect what gspax computes
-    *("transformers_version", "_name_or_path", "unsloth_fixed", "unsloth_version"),  # who wrote the file, and where
-    *("bos_token_id", "eos_token_id"),  # for generation; gspax uses the tokenizer and generation_config.json
-    *("sep_token_id", "eod_token_id"),
-    "pad_token_id",  # gspax marks padding by segments, not by a token
+HARMLESS = (  # keys that do not affect what gspax computes; `is_harmless` knows more by their form
+    *("transformers_version", "unsloth_fixed", "unsloth_version", "name_or_path", "model_name"),  # who wrote the file
     *OF_MTP,
-    "moe_capacity",  # of training
-    *("pretraining_tp", "tokenizer_class"),  # how it was trained, and with what
+    *("moe_capacity", "pretraining_tp", "gradient_checkpointing"),  # how it was trained
+    *("router_aux_loss_coef", "router_z_loss_coef", "tf_legacy_loss"),  # losses that the experiment may name
+    *("tokenizer_class", "prefix", "finetuning_task", "task_specific_params"),  # what it was trained with, and for
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),  # what transformers returns
-    "router_aux_loss_coef",  # a loss that the experiment may name
-    *("use_cache", "torchscript", "use_bfloat16", "_attn_implementation", "_attn_implementation_autoset"),  # its speed
+    *("use_cache", "torchscript", "use_bfloat16", "attn_implementation"),  # its speed
     *("id2label", "label2id", "num_labels", "problem_type"),  # of a classifier
+    "is_decoder",  # of models that may be an encoder
+    # of generation, where older versions of transformers wrote its settings into this file
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_return_sequences"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "output_scores"),
+    *("return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty"),
+    *("suppress_tokens", "begin_suppress_tokens", "use_return_dict"),
 )
+# Token ids: gspax takes those of the tokenizer and generation_config.json, and marks padding by segments
+OF_TOKENS = ("_token_id", "_token_ids", "_token_index")
 HARMLESS_ROPE = ("attn_factor",)  # of DeepSeek-R1-0528-Qwen3-8B; what transformers reads is `attention_factor`
 ACTIVATIONS: dict[str, dict[str, Json]] = {
     "silu": {"hidden_act": "silu"},
@@ -82,7 +87,6 @@ ACTIVATIONS: dict[str, dict[str, Json]] = {
 MROPE = ("mrope_section", "mrope_interleaved")  # of images; a text's tokens have one position, and this is RoPE
 OF_WRAPPER = (  # keys around a text model
     *("text_config", "vision_config", "tie_word_embeddings", "language_model_only"),
-    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -95,6 +99,15 @@ OBJECTS = {"router": Router, "latent": Latent, "delta": GatedDelta}
 for part, kind in OBJECTS.items():
     HINTS |= {f"{part}.{name}": hint for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
 HINTS |= {"dense_layers": HINTS["intermediate_size"], "shared_experts": HINTS["vocab_size"]}
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a key of any family's file cannot change what the model computes.
+
+    That is a name, a path, a note, a token's id, a setting of training or generation, or a private attribute of
+    transformers, which begins with an underscore.
+    """
+    return key in HARMLESS or key.startswith("_") or key.endswith(OF_TOKENS)
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -300,7 +313,7 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
 def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
     """ValueError unless every key is known, and has a permitted value if no field holds it."""
     known = {name for key in family.copied.values() for name in (key.name, key.other)} - {""}
-    known |= {*TRANSLATED, *HARMLESS, *family.harmless}
+    known |= {*TRANSLATED, *filter(is_harmless, raw), *family.harmless}
     if family.quantized and _object(raw, "quantization_config").get("quant_method") == family.quantized:
         known |= {"quantization_config"}
     permitted = _permitted(family, raw)
@@ -340,7 +353,9 @@ def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
     text_type, architecture = WRAPPERS[name]
     expect("architectures", raw.get("architectures"), (None, [architecture]))
     for key in raw:
-        if key not in (*OF_WRAPPER, *TRANSLATED, *HARMLESS):
+        if key in PERMITTED:
+            expect(key, raw[key], PERMITTED[key])
+        elif key not in (*OF_WRAPPER, *TRANSLATED) and not is_harmless(key):
             raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(raw[key])}")
     text = _object(raw, "text_config")
     expect("text_config.model_type", text.get("model_type"), (text_type,))
@@ -376,9 +391,13 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     """The fields of `ModelConfig` about RoPE. As in transformers, the older object wins, also over the top level."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or family.rope
     own = None  # of the layers with a window
+    _require_agreement(raw, family)
     if family.sliding_theta:  # `rope_parameters` then has one object for each kind of layers
         each = _object(raw, "rope_parameters")
-        rope, own = _object(each, FULL) | _object(raw, "rope_scaling"), _object(each, SLIDING)
+        full, older, own = _object(each, FULL), _object(raw, "rope_scaling"), _object(each, SLIDING)
+        rope = full | older
+        for name in older:
+            expect(f"rope_scaling.{name[:SHOWN]}", older[name], (full.get(name, older[name]),))
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
     theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
@@ -400,6 +419,22 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     elif FRACTION in rope:
         expect(FRACTION, rope[FRACTION], (None, 1))
     return fields
+
+
+def _require_agreement(raw: Mapping[str, Json], family: Family) -> None:
+    """ValueError unless `rope_parameters` says the same as `rope_scaling`, where a file has both and one is dropped."""
+    older, newer = raw.get("rope_scaling"), raw.get("rope_parameters")
+    if family.sliding_theta or not (older and newer and isinstance(older, dict) and isinstance(newer, dict)):
+        return
+    outer = {key: raw[key] for key in ("rope_theta", FRACTION) if raw.get(key) is not None}
+    one, other = (outer | {key: value for key, value in rope.items() if value is not None} for rope in (older, newer))
+    for rope in (one, other):
+        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    if key := next((key for key in other | one if other.get(key) != one.get(key)), None):
+        raise ValueError(
+            f"rope_parameters: wanted the {key[:SHOWN]} of rope_scaling ({show(one.get(key))}), or one of the two "
+            f"objects alone, got {show(other.get(key))}"
+        )
 
 
 def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
@@ -444,7 +479,9 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
         window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
         first = _read(int, raw, "max_window_layers", 0 if family.experts else 28)
         kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+        _require_window(raw, on=on)
     else:  # null is none, whatever an absent key stands for
+        _require_window(raw, on=True)
         absent = {"sliding_window": family.sliding_window}
         window = _read(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
         if not isinstance(every := family.window, int):
@@ -455,6 +492,12 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
         key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
         raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
     return (window, sliding) if sliding else (0, ())
+
+
+def _require_window(raw: Mapping[str, Json], *, on: bool) -> None:
+    """ValueError if a window that is on has no position: to transformers that is not the absence of a window."""
+    if on and raw.get("sliding_window") == 0:
+        raise ValueError("sliding_window: wanted null or at least 1, got 0")
 
 
 def _listed(raw: Mapping[str, Json], kinds: list[str], permitted: tuple[str, ...], wanted: str) -> tuple[int, ...]:

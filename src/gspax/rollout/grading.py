@@ -5,8 +5,9 @@ Axes: P prompts, G samples, B = P·G completions, R rewards of each, K turns of 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -320,11 +321,18 @@ def compute_advantages(
     lengths = {}
     if takes_lengths(advantage):
         lengths["length_PG"] = jnp.array([completion.length for completion in completions]).reshape(groups)
-    try:
+    with _refusal(advantage):
         advantages = np.asarray(advantage(reward_PGR[..., 0] if single else reward_PGR, *masks, **lengths), np.float32)
+    return advantages.reshape(len(completions), *advantages.shape[2:]), metrics
+
+
+@contextlib.contextmanager
+def _refusal(advantage: Callable[..., Array]) -> Iterator[None]:
+    """A UserError in place of the TypeError or ValueError with which an advantage refuses rewards."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise UserError(f"advantage: {title_of(advantage)} refuses these rewards: {error}") from error
-    return advantages.reshape(len(completions), *advantages.shape[2:]), metrics
 
 
 def compute_token_advantages(
@@ -387,7 +395,8 @@ def credit_turns(
     if finished_B is not None:
         mask_BK &= np.asarray(finished_B)[:, None]
     reward_PGK, mask_PGK = (jnp.asarray(x.reshape(-1, group, x.shape[1])) for x in (reward_BK, mask_BK))
-    advantage_PGK = by_turn(advantage, reward_PGK, mask_PGK, discount=discount)
+    with _refusal(advantage):
+        advantage_PGK = by_turn(advantage, reward_PGK, mask_PGK, discount=discount)
     advantage_BK = np.asarray(advantage_PGK).reshape(mask_BK.shape)
     advantage_BT = np.zeros(rollout.tokens_BT.shape, np.float32)
     for row, graded in enumerate(turns):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspax import losses
+from gspax import advantages, losses
 from gspax.config import Placement, Reference, Turns
 from gspax.data.tasks import sort
 from gspax.experiment.description import describe, flatten
@@ -57,6 +57,10 @@ def no_mask(rewards):
         (
             {"advantage": no_mask},
             "turns.credit: wanted an advantage of (rewards, mask), because not every ",
+        ),
+        (
+            {"advantage": advantages.gdpo},
+            "turns.credit: wanted an advantage of one reward per turn, gspax.advantages.gdpo takes several",
         ),
         (
             {"placement": Placement(devices=1, staleness=1)},

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from gspax.config.protocols import DataSource
-from gspax.data.problem import Problem, at_least_0
+from gspax.data.problem import Problem, at_least_0, count_distinct
 from gspax.data.sources.order import block_key, permute
 from gspax.data.sources.row_source import RowSource
 
@@ -49,9 +49,32 @@ class Mixture:
         return self.parts[source].train(inner)
 
     def heldout(self, index: int) -> Problem:
-        """Held-out problem number `index`, from 0, in the same proportions; the order does not depend on the seed."""
-        source, inner = self._find(index, "mixture heldout")
+        """Held-out problem number `index`, from 0, in the same proportions; the order does not depend on the seed.
+
+        A source that has none left is passed over. After the last problem of all the list begins again.
+        """
+        if self.count_heldout(at_least_0(index) + 1) == 0:
+            raise ValueError("none of the sources has a held-out problem")
+        _, source, inner = self._heldout[index % len(self._heldout)]
         return self.parts[source].heldout(inner)
+
+    def count_heldout(self, most: int) -> int:
+        """The number of held-out problems of all sources, counted up to `most`."""
+        found, block = self._heldout, sum(self.weights)
+        index = found[-1][0] + 1 if found else 0
+        since = index  # the first place since the last problem that was found
+        while len(found) < most and index - since < 2 * block:  # a whole block without one: there is none left
+            source, inner = self._find(index, "mixture heldout")
+            if count_distinct(self.parts[source], inner + 1) > inner:
+                found.append((index, source, inner))
+                since = index
+            index += 1
+        return min(most, len(found))
+
+    @functools.cached_property
+    def _heldout(self) -> list[tuple[int, int, int]]:
+        """The held-out problems that were counted: the place in the proportions, the source, and the index there."""
+        return []
 
     def described(self) -> dict[str, object]:
         """For `experiment.describe`; the sources by number, so that a difference names one of their fields."""

@@ -36,10 +36,9 @@ from gspax.config import (
     teacher_models,
     updates_per_step,
 )
-from gspax.config.functions import Function, interface_problems, named_parts, takes_lengths, title_of
+from gspax.config.functions import Function, interface_problems, named_parts, title_of
 from gspax.config.model import architecture_problems
 from gspax.config.protocols import (
-    Advantage,
     Correction,
     Environment,
     Loss,
@@ -51,13 +50,17 @@ from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems, reading_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError, did_you_mean
+from gspax.experiment.validation.advantages import (
+    advantage_problems,
+    credit_problems,
+    overlong_problems,
+)
 from gspax.experiment.validation.chats import chat_problems, chat_warnings, unused_turns
 from gspax.experiment.validation.contracts import contract_problems
 from gspax.experiment.validation.engines import engine_problems, engine_warnings
 from gspax.experiment.validation.fields import (
     WrongFieldError,
     function_problems,
-    positional_count,
     range_problems,
     takes_segments,
     type_problems,
@@ -77,7 +80,7 @@ from gspax.experiment.validation.losses import (
     weight_problems,
 )
 from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
-from gspax.losses.traits import takes_sampler_logp, traits_of
+from gspax.losses.traits import takes_sampler_logp
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
@@ -119,9 +122,8 @@ def validate(
     problems += _run(
         lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=e.warm_start is not None),
         lambda: architecture_problems(e.model),
-        lambda: _lengths(e.model, e.sampling, e.evaluation),
         lambda: _async_rewards(e.reward, e.evaluation),
-        lambda: _tasks(e.evaluation, e.sampling, e.model),
+        lambda: chain(_lengths(e.model, e.sampling, e.evaluation), _tasks(e.evaluation, e.sampling, e.model)),
         lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
         lambda: chain(_delta_nets(e.model, e.sampling, e.engine), _shared_prompts(e.schedule, e.model)),
         lambda: chain(_drafts(e.sampling, e.model), _sampled_ahead(e.sampling, e.placement or e.engine)),
@@ -137,12 +139,13 @@ def validate(
         lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
         lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
-        lambda: chain(_groups(e.sampling, e.teacher), prompt_problems(e.teacher, e.environment, e.model, e.sampling)),
+        lambda: advantage_problems(e.advantage, e.sampling, e.teacher, e.length_reward, e.reference),
+        lambda: prompt_problems(e.teacher, e.environment, e.model, e.sampling),
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
-        lambda: _overlong(e.advantage, filter_overlong=e.filter_overlong),
+        lambda: overlong_problems(e.advantage, on=e.filter_overlong),
         lambda: score_norm_problems(e.advantage, e.loss, e.old_logp, _terms(e.correction, e.rejection, e.reference)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
-        lambda: _credit(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
+        lambda: credit_problems(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
         lambda: _mesh(e, devices, slices),
     )
     e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
@@ -255,17 +258,6 @@ def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
     for key, function in ({"reward": reward} | of_tasks).items():
         for composition, member in find_async_members(function):
             yield f"{key}: wanted plain functions inside {title_of(composition)}, got the async {title_of(member)}"
-
-
-def _groups(sampling: Sampling, teacher: Teacher | None) -> Iterator[str]:
-    """The task's advantages compare the rewards of a group; with a teacher one completion of a prompt will do."""
-    if sampling.group == 1 and teacher is None:
-        yield "sampling.group: wanted at least 2, got 1"
-    if sampling.group == 1 and sampling.max_refills:
-        yield (
-            "sampling.max_refills: wanted 0 with sampling.group=1, where all groups would be replaced, got "
-            f"{sampling.max_refills}"
-        )
 
 
 def _lengths(model: ModelConfig, sampling: Sampling, evaluation: Evaluation) -> Iterator[str]:
@@ -425,33 +417,6 @@ def _packing(schedule: Schedule, loss: Loss, terms: Terms) -> Iterator[str]:
                 f"schedule.microbatch_tokens: wanted a {field} that takes `segment_ids`, for packed rows; "
                 f"{title_of(function)} does not"
             )
-
-
-def _credit(turns: Turns, loss: Loss, advantage: Advantage, terms: Terms) -> Iterator[str]:
-    """Advantages of turns need a loss that takes those of tokens, and an advantage function that takes a mask."""
-    if turns.credit != "turn":
-        return
-    if not traits_of(loss).token_advantage:
-        yield f"turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got {title_of(loss)}"
-    for field, function in terms.items():
-        if not takes_segments(function):
-            yield f"turns.credit: wanted a {field} that takes `segment_ids`, {title_of(function)} does not"
-    if takes_lengths(advantage):
-        yield f"turns.credit: wanted an advantage of rewards alone, {title_of(advantage)} takes lengths of responses"
-    if positional_count(advantage) < 2:
-        yield (
-            "turns.credit: wanted an advantage of (rewards, mask), because not every conversation has every turn; "
-            f"{title_of(advantage)} takes no mask"
-        )
-
-
-def _overlong(advantage: Advantage, *, filter_overlong: bool) -> Iterator[str]:
-    """An advantage can leave samples out of their group."""
-    if filter_overlong and positional_count(advantage) < 2:
-        yield (
-            "filter_overlong: wanted an advantage of (rewards, mask), so that the responses left out do not count "
-            f"in their groups; {title_of(advantage)} takes no mask"
-        )
 
 
 def _terms(correction: Correction | None, rejection: Rejection | None, reference: Reference | None) -> Terms:

@@ -1,0 +1,83 @@
+"""The rules of an advantage: what its groups, its rewards, and its turns need. Each message is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gspax.advantages import compares_groups, takes_negative
+from gspax.config import Reference, Sampling, Teacher, Turns
+from gspax.config.functions import Function, takes_lengths, title_of
+from gspax.config.protocols import Advantage, LengthReward, Loss
+from gspax.experiment.validation.contracts import takes_rewards
+from gspax.experiment.validation.fields import positional_count, takes_segments
+from gspax.losses.traits import traits_of
+
+
+def advantage_problems(
+    advantage: Advantage,
+    sampling: Sampling,
+    teacher: Teacher | None,
+    length_reward: LengthReward | None,
+    reference: Reference | None,
+) -> Iterator[str]:
+    """The groups and the rewards are those that the advantage needs."""
+    yield from _group_problems(sampling, teacher, advantage)
+    yield from _sign_problems(advantage, length_reward, reference)
+
+
+def _group_problems(sampling: Sampling, teacher: Teacher | None, advantage: Advantage) -> Iterator[str]:
+    """Where nothing but a group's rewards is compared, it has two at least; else none is replaced for equal ones."""
+    if sampling.group == 1 and teacher is None and not compares_groups(advantage):
+        yield "sampling.group: wanted at least 2, got 1"
+    if sampling.group == 1:
+        reason = "sampling.group=1, where all groups would be replaced"
+    elif compares_groups(advantage):
+        reason = f"{title_of(advantage)}, which learns from groups of equal rewards too"
+    elif teacher is not None:
+        reason = "a teacher, who teaches where rewards are equal too"
+    else:
+        return
+    if sampling.max_refills:
+        yield f"sampling.max_refills: wanted 0 with {reason}, got {sampling.max_refills}"
+
+
+def _sign_problems(
+    advantage: Advantage, length_reward: LengthReward | None, reference: Reference | None
+) -> Iterator[str]:
+    """Nothing that may be negative is added to the rewards of an advantage that takes none."""
+    kl = None if reference is None else reference.reward
+    for field, function in {"length_reward": length_reward, "reference.reward": kl}.items():
+        if function is not None and not takes_negative(advantage):
+            yield (
+                f"{field}: wanted null with {title_of(advantage)}, which takes no negative rewards, got "
+                f"{title_of(function)}"
+            )
+
+
+def overlong_problems(advantage: Advantage, *, on: bool) -> Iterator[str]:
+    """An advantage can leave samples out of their group, if overlong ones are filtered."""
+    if on and positional_count(advantage) < 2:
+        yield (
+            "filter_overlong: wanted an advantage of (rewards, mask), so that the responses left out do not count "
+            f"in their groups; {title_of(advantage)} takes no mask"
+        )
+
+
+def credit_problems(turns: Turns, loss: Loss, advantage: Advantage, terms: Mapping[str, Function]) -> Iterator[str]:
+    """Advantages of turns need a loss that takes those of tokens, and an advantage function that takes a mask."""
+    if turns.credit != "turn":
+        return
+    if not traits_of(loss).token_advantage:
+        yield f"turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got {title_of(loss)}"
+    for field, function in terms.items():
+        if not takes_segments(function):
+            yield f"turns.credit: wanted a {field} that takes `segment_ids`, {title_of(function)} does not"
+    if takes_lengths(advantage):
+        yield f"turns.credit: wanted an advantage of rewards alone, {title_of(advantage)} takes lengths of responses"
+    if not takes_rewards(advantage, (2, 2), masked=True) and takes_rewards(advantage, (2, 2, 2), masked=True):
+        yield f"turns.credit: wanted an advantage of one reward per turn, {title_of(advantage)} takes several"
+    if positional_count(advantage) < 2:
+        yield (
+            "turns.credit: wanted an advantage of (rewards, mask), because not every conversation has every turn; "
+            f"{title_of(advantage)} takes no mask"
+        )
