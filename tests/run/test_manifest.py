@@ -84,3 +84,12 @@ def test_a_link_out_of_the_checkpoint_is_damage(checkpoint):
     (checkpoint / "state" / "data").unlink()
     (checkpoint / "state" / "data").symlink_to("../../private")
     assert find_damage(checkpoint) == ["state/data is outside of the checkpoint"]
+
+
+def test_a_checkpoint_under_another_ones_name_is_damage(checkpoint):
+    """A copied folder is whole, but a run would go on from it at the wrong step."""
+    step = checkpoint.rename(checkpoint.with_name("28"))
+    (step / MANIFEST).unlink()
+    write_manifest(step)
+    assert find_damage(step) == []
+    assert find_damage(step.rename(step.with_name("30"))) == ["it is checkpoint 28 under another name"]

@@ -57,7 +57,7 @@ def write_manifest(folder: Path) -> None:
     for parent in {folder, *((folder / name).parent for name in names)}:
         sync_folder(parent)
     files = {name: entry._asdict() for name, entry in zip(names, entries, strict=True)}
-    content = {"version": VERSION, "packages": installed_versions(PACKAGES), "files": files}
+    content = {"version": VERSION, "packages": installed_versions(PACKAGES), "files": files, "name": folder.name}
     if is_bucket(folder):
         _finish(folder / MANIFEST, _render(content).encode())
     else:
@@ -95,6 +95,8 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = T
         files = _read(folder)
     except UserError as error:
         return [str(error)]
+    if folder.name.isdecimal() and (name := _name(folder)).isdecimal() and name != folder.name:
+        return [f"it is checkpoint {name} under another name"]
     if is_bucket(folder) and not hashes:
         return [f"{name} is missing" for name in sorted({*files} - {*_list_files(folder)})]
     with ThreadPoolExecutor(READERS if is_bucket(folder) else THREADS) as pool:
@@ -131,6 +133,11 @@ def _read(folder: Path) -> dict[str, Entry]:
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise UserError(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
     return files
+
+
+def _name(folder: Path) -> str:
+    """The name of the folder that a manifest was written for; "" if it does not say."""
+    return str(json.loads((folder / MANIFEST).read_bytes()).get("name", ""))
 
 
 def _digest(path: Path, *, sync: bool = False) -> Entry:
