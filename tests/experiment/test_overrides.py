@@ -10,13 +10,13 @@ import pytest
 import stub_experiment
 
 from gspax import data, losses
-from gspax.config import Evaluation, Task, Teacher, optimizers
+from gspax.config import Evaluation, Lora, Reference, Task, Teacher, optimizers
 from gspax.data.sources.tables import JsonLines
 from gspax.errors import UserError
 from gspax.evaluation import tasks
 from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.description import SOURCE
-from gspax.experiment.overrides import as_recorded, keys
+from gspax.experiment.overrides import SYNONYMS, as_recorded, keys, without_effect
 from gspax.losses import distill
 from gspax.model import presets
 from gspax.rewards import math
@@ -306,3 +306,47 @@ def test_a_missing_file_is_named_with_the_field_that_can_be_set(tmp_path):
     assert found == ["data.sources.1.train_rows.paths", "data.sources.1.heldout_rows.paths"]
     here = override(mixed, [f"{key}={tmp_path / 'rows.jsonl'}" for key in found])
     assert not [line for line in validate(here) if "cannot be read" in line]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("sampling.prompts=8_0", "an integer, with _ between groups of three digits only, got '8_0'"),
+        ("optimizer.learning_rate=1_0e-5", "a number, with _ between groups of three digits only"),
+        ("loss=grpo", "as in gspax.losses.grpo"),
+        ("advantage=grpo", "as in gspax.advantages.standardize"),
+        ("advantage=gdpo", "as in gspax.advantages.gdpo"),
+        ("lora.rank=8", "lora is None and has no fields; set lora=gspax.config.Lora before it"),
+        ("optimizer.adam_beta2=0.9", "did you mean 'optimizer.transform.b2'?"),
+        ("loss.epsilon=0.2", "did you mean 'loss.clip_low'?"),
+        ("sampling.n=4", "did you mean 'sampling.group'?"),
+        ("beta=0.1", "did you mean 'reference.coefficient'? (reference is None)"),
+        ("lr=1e-5", "did you mean 'optimizer.learning_rate'?"),
+        ("num_generations=8", "did you mean 'sampling.group'?"),
+        ("max_completion_length=8", "did you mean 'sampling.max_tokens'?"),
+    ],
+)
+def test_words_of_other_libraries_get_a_hint_that_helps(assignment, message):
+    with pytest.raises(UserError) as found:
+        override(stub_experiment.experiment, [assignment])
+    assert message in str(found.value)
+
+
+def test_every_synonym_stands_for_a_field():
+    experiment = replace(stub_experiment.experiment, lora=Lora(), reference=Reference(), loss=losses.gspo)
+    known = set(keys(experiment))
+    assert {field for names in SYNONYMS.values() for field in names} <= known
+    assert known.isdisjoint(SYNONYMS)
+
+
+def test_thousands_may_be_grouped():
+    changed = override(stub_experiment.experiment, ["schedule.steps=1_000", "optimizer.learning_rate=1_000.5"])
+    assert changed.schedule.steps == 1000 and changed.optimizer.learning_rate == 1000.5
+
+
+def test_an_assignment_that_a_later_one_undoes_is_told():
+    given = ["seed=1", "loss.clip_low=0.1", "loss=gspax.losses.grpo", "loss.clip_low=0.2", "seed=2"]
+    assert [*without_effect(given)] == [
+        "seed=1: without effect, because seed=2 follows",
+        "loss.clip_low=0.1: without effect, because loss=gspax.losses.grpo follows",
+    ]

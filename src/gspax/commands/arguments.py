@@ -6,10 +6,13 @@ Functions import what needs jax, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -113,7 +116,7 @@ def load_experiment(
     """
     from gspax import experiment as experiments
     from gspax.experiment import plan
-    from gspax.experiment.overrides import apply, as_recorded
+    from gspax.experiment.overrides import apply, as_recorded, without_effect
     from gspax.experiment.validation.first_calls import check_calls
 
     dry_run = getattr(options, "dry_run", False)
@@ -137,23 +140,42 @@ def load_experiment(
         wrong.append("warm_start: wanted a WarmStart for `gspax sft`, got None")
     if wrong:
         raise UserError("\n".join(wrong))
-    notes = experiments.warnings(experiment)
+    notes = [*without_effect(options.overrides), *experiments.warnings(experiment)]
     try:
         if dry_run:
             check_calls(experiment, notes.append)
             keys = [override_key(assignment) for assignment in options.overrides]
-            print(plan.render(plan.plan(experiment, devices or 1, overridden=keys)), flush=True)
+            planned = plan.plan(experiment, devices or 1, overridden=keys)
+            if getattr(options, "workdir", None) is not None:
+                notes += _check_workdir(options.workdir, experiments.describe(experiment), planned.checkpoint)
+            print(plan.render(planned), flush=True)
     finally:
         for sentence in notes:  # after what a dry run prints, whose first lines scroll away
             warn(sentence)
     return experiment
 
 
+def _check_workdir(workdir: Path, description: Mapping[str, object], checkpoint: int) -> Iterator[str]:
+    """A warning if two checkpoints do not fit on the disk. UserError if the directory is of another experiment."""
+    from gspax.run.directory import RunDir, require_same
+
+    require_same(RunDir(workdir), description)
+    if is_bucket(workdir):
+        return
+    nearest = next(parent for parent in (workdir.absolute(), *workdir.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(nearest).free
+    if free < 2 * checkpoint:
+        yield (
+            f"--workdir: {free / 2**30:.2f} GiB are free in {nearest}, two checkpoints take "
+            f"{2 * checkpoint / 2**30:.2f} GiB"
+        )
+
+
 def load_file(file: str) -> Experiment:
     """The experiment that a Python file defines, which may import the modules beside it. UserError without one."""
     from gspax import experiment as experiments
 
-    folder = str(Path(file).resolve().parent)
+    folder = os.path.dirname(os.path.realpath(file))  # `resolve` raises where links lead in a circle
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that no file there hides an installed module
     return experiments.load(file)
@@ -191,3 +213,9 @@ def require_possible(path: Path) -> None:
         raise UserError(f"{path}: wanted a directory, but {nearest} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{path}: wanted a directory to write to, {nearest} is not writable")
+    try:
+        os.rmdir(tempfile.mkdtemp(".tmp", ".gspax_", nearest))
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):  # another time the same command may succeed
+            raise
+        raise UserError(f"{path}: wanted a directory to write to, nothing can be created in {nearest}") from problem

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_experiment, load_experiment, require_file, subcommand_parser
+from gspax.commands.arguments import (
+    Parser,
+    add_experiment,
+    load_experiment,
+    require_file,
+    require_possible,
+    subcommand_parser,
+)
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -37,6 +44,8 @@ def make_parser() -> Parser:
 def execute(options: argparse.Namespace) -> int:
     if options.json is not None:
         require_file(options.json)
+    if options.profile is not None:
+        require_possible(options.profile)
     experiment = load_experiment(options)
     is_primary = processes.join("bench", options, experiment)
     result = run(experiment, options.profile, print if is_primary else lambda line: None)

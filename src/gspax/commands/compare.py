@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
@@ -77,4 +78,4 @@ def _split(text: str) -> tuple[str, Path]:
     if separator and name and "/" not in name:
         return name, to_path(folder)
     path = to_path(text)
-    return (path if is_bucket(path) else path.resolve()).name, path
+    return (path if is_bucket(path) else Path(os.path.realpath(path))).name, path

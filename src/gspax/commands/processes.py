@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands.arguments import at_least, require_address
+from gspax.errors import UserError
 from gspax.parallel import watchdog
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment | 
         "file": options.file and hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
         "experiment": experiment and describe(experiment),
     }
+    if info is None and options.secret_file is not None:
+        raise UserError("--secret-file: wanted several processes (--coordinator, --processes, --process), got one")
     if info is not None:
         own_secret = secret.read_secret(info.host, options.secret_file, os.environ)
         os.environ.setdefault("NPROC", XLA_CPU_THREADS)

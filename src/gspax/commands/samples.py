@@ -65,7 +65,7 @@ def execute(options: argparse.Namespace) -> int:
         if not rows:
             raise UserError(f"--contains: wanted a text of one of these completions, {options.contains!r} is in none")
     if count := options.best or options.worst:
-        rows = sorted(rows, key=lambda row: float(row["reward"]), reverse=bool(options.best))[:count]
+        rows = sorted(rows, key=lambda row: row["reward"], reverse=bool(options.best))[:count]
     if options.json:
         print("".join(map(to_line, rows)), end="")
         return 0
@@ -99,12 +99,11 @@ def find_files(run: RunDir) -> Iterator[tuple[int, str, Path]]:
 
 def read(files: Sequence[tuple[int, str, Path]]) -> Iterator[Row]:
     """The completions of the files, without foreign rows."""
-    from gspax.run.record import read_rows
+    from gspax.run.record import read_completions
 
     for step, source, path in files:
-        for row in read_rows(path):
-            if {"prompt", "completion", "reward"} <= row.keys():
-                yield {"step": step, "source": source, **row}
+        for row in read_completions(path):
+            yield {**row, "step": step, "source": source}
 
 
 def select_step(files: Sequence[tuple[int, str, Path]], step: int | None) -> list[Row]:
@@ -143,12 +142,13 @@ def make_table(rows: Sequence[Row]) -> Table:
     before = None
     for row in rows:
         is_new, before = row["prompt"] != before, row["prompt"]
-        notes = ["" if row.get("finished", True) else "truncated", row.get("reason", ""), row.get("error", "")]
+        notes = [str(row.get(name) or "") for name in ("reason", "error")]
+        notes = ["" if row.get("finished", True) else "truncated", *notes]
         shown: dict[str, str | Text] = {
             "step": str(row["step"]),
             "source": row["source"],
-            "reward": f"{float(row['reward']):.3g}",
-            "advantage": f"{float(row['advantage']):+.2f}" if "advantage" in row else "",
+            "reward": f"{row['reward']:.3g}",
+            "advantage": f"{advantage:+.2f}" if isinstance(advantage := row.get("advantage"), int | float) else "",
             "length": str(row.get("length", "")),
             "prompt": printable(shorten(row["prompt"])) if is_new else "",
             "answer": printable(shorten(str(row.get("answer", "")))) if is_new else "",

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from gspax.commands.arguments import Parser, add_experiment, load_experiment, subcommand_parser
+from gspax.commands.arguments import Parser, add_experiment, load_experiment, require_possible, subcommand_parser
 from gspax.errors import UserError
 from gspax.run.folders import write_atomically
 
@@ -33,6 +33,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.rollout.engines.remote import context_length
 
     model, folder = experiment.model, Path(engine.folder).absolute() / "model"
+    require_possible(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = {**config_json.to_json(model), "torch_dtype": model.dtype}
     write_atomically(folder / "config.json", json.dumps(content, indent=2) + "\n")

@@ -30,13 +30,19 @@ def make_parser() -> Parser:
     add_dry_run(parser)
     parser.add_argument(
         "--report-to",
-        type=lambda text: tuple(filter(None, text.replace("none", "").split(","))),
+        type=_tracker_names,
         default=("tensorboard",),
         metavar="A,B",
         help="trackers: tensorboard, wandb, trackio, mlflow, several with commas, or none (default: tensorboard)",
     )
     processes.add_options(parser)
     return parser
+
+
+def _tracker_names(text: str) -> tuple[str, ...]:
+    """The trackers of `--report-to`, each once; () for `none`."""
+    names = dict.fromkeys(name.strip() for name in text.split(","))
+    return () if [*names] in (["none"], [""]) else tuple(names)
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,10 +93,11 @@ def require_own_files(folder: Path) -> None:
     """
     if is_bucket(folder):
         return
-    place = folder.resolve()
+    place = Path(os.path.realpath(folder))  # `resolve` raises where links lead in a circle
     permitted = [place, *([place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [])]
     for file in sorted(folder.iterdir()):
-        if file.is_symlink() and not any(file.resolve().is_relative_to(target) for target in permitted):
+        if file.is_symlink() and not any(Path(os.path.realpath(file)).is_relative_to(target) for target in permitted):
             raise UserError(f"{file}: wanted a file, got a link that leads out of the folder")
-        if not file.is_file() and not file.is_dir() and file.exists():
-            raise UserError(f"{file}: wanted a file, got a pipe, a socket or a device")
+        if not file.is_file() and not file.is_dir() and os.path.lexists(file):
+            what = "a link to nothing" if file.is_symlink() else "a pipe, a socket or a device"
+            raise UserError(f"{file}: wanted a file, got {what}")

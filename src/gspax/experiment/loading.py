@@ -31,7 +31,7 @@ def load(path: str | os.PathLike[str]) -> Experiment:
     code = _compile(file)
     sys.modules[MODULE] = module  # dataclasses in the file look up their annotations here
     try:
-        with _importable(file.resolve().parent):
+        with _importable(Path(os.path.realpath(file)).parent):
             exec(code, module.__dict__)
     except (Exception, SystemExit) as problem:
         raise UserError(f"{file}:{_line(problem, file)}: {_sentence(problem)}") from problem
@@ -58,6 +58,8 @@ def _compile(file: Path) -> CodeType:
     """The file's code object, never from a cache: a file that was just edited must not run in its old form."""
     if file.is_dir():
         raise UserError(f"{file}: wanted an experiment file, got a directory")
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file}: wanted an experiment file, got a pipe, a socket or a device")
     try:
         return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
     except FileNotFoundError:

@@ -49,6 +49,36 @@ from gspax.experiment.description import SOURCE, complete, describe, flatten
 
 T = TypeVar("T")
 
+SYNONYMS: dict[str, tuple[str, ...]] = {  # what other libraries call a field
+    **dict.fromkeys(
+        ("epsilon", "epsilon_low", "clip_eps", "clip_ratio", "clip_ratio_low", "cliprange"), ("loss.clip_low",)
+    ),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), ("loss.clip_high",)),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), ("reference.coefficient",)),
+    **dict.fromkeys(
+        ("n", "num_generations", "group_size", "rollout_n", "num_samples", "n_samples_per_prompt"), ("sampling.group",)
+    ),
+    **dict.fromkeys(("train_batch_size", "prompts_per_step", "rollout_batch_size"), ("sampling.prompts",)),
+    **dict.fromkeys(
+        ("max_completion_length", "max_new_tokens", "max_response_length", "max_length"), ("sampling.max_tokens",)
+    ),
+    **dict.fromkeys(("max_prompt_length", "prompt_length"), ("sampling.max_prompt_tokens",)),
+    **dict.fromkeys(("lr", "peak_lr", "peak_value"), ("optimizer.learning_rate",)),
+    **dict.fromkeys(("warmup_steps", "lr_warmup_steps"), ("optimizer.warmup_updates",)),
+    **dict.fromkeys(("clip_grad", "grad_clip", "max_norm"), ("optimizer.max_grad_norm",)),
+    **dict.fromkeys(("adam_beta1", "beta1"), ("optimizer.transform.b1",)),
+    **dict.fromkeys(("adam_beta2", "beta2"), ("optimizer.transform.b2",)),
+    **dict.fromkeys(("adam_epsilon", "adam_eps"), ("optimizer.transform.eps",)),
+    "weight_decay": ("optimizer.transform.weight_decay",),
+    **dict.fromkeys(("num_iterations", "ppo_epochs", "num_ppo_epochs", "mu"), ("schedule.epochs",)),
+    **dict.fromkeys(("max_steps", "total_training_steps", "num_steps"), ("schedule.steps",)),
+    **dict.fromkeys(("save_steps", "save_freq"), ("schedule.checkpoint_every",)),
+    **dict.fromkeys(("eval_steps", "test_freq"), ("schedule.eval_every",)),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), ("schedule.microbatch_rows",)),
+    **dict.fromkeys(("lora_rank", "lora_r", "r"), ("lora.rank",)),
+    "lora_alpha": ("lora.alpha",),
+}
+_GROUPED = re.compile(r"[-+]?\d{1,3}(_\d{3})+(\.\d*)?([eE][-+]?\d+)?")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -77,6 +107,16 @@ def apply(experiment: T, assignments: Iterable[str]) -> tuple[T, list[tuple[str,
         except UserError as problem:
             problems.append((key, str(problem)))
     return experiment, problems
+
+
+def without_effect(assignments: Sequence[str]) -> Iterator[str]:
+    """One sentence for each assignment that a later one undoes: of the same key, or of what the key is a part of."""
+    keys_of = [assignment.partition("=")[0].strip() for assignment in assignments]
+    for i, (key, assignment) in enumerate(zip(keys_of, assignments, strict=True)):
+        for later, other in zip(keys_of[i + 1 :], assignments[i + 1 :], strict=True):
+            if f"{key}.".startswith(f"{later}."):
+                yield f"{assignment}: without effect, because {other} follows"
+                break
 
 
 def as_recorded(experiment: T, description: Mapping[str, object]) -> T:
@@ -179,12 +219,18 @@ def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
 def _unknown(experiment: object, names: list[str], depth: int, node: object) -> str:
     """The error for an unknown key: it suggests the closest sibling, else the closest key anywhere, else lists all."""
     key, parent, rest = ".".join(names), ".".join(names[:depth]), names[depth + 1 :]
-    children = _children(node)
+    children, every = _children(node), list(keys(experiment))
     if parent and not children:
-        return f"unknown key {key!r}: {parent} is {_kind(node)} and has no fields"
-    every = list(keys(experiment))
+        kinds = _records(_hint_at(experiment, names[:depth])) if node is None else []
+        first = f"; set {parent}={name_of(kinds[0])} before it" if kinds else ""
+        return f"unknown key {key!r}: {parent} is {_kind(node)} and has no fields{first}"
     if (dotted := _name_numbers(experiment, key)) in every:
         return f"unknown key {key!r}; did you mean {dotted!r}?"
+    for other in SYNONYMS.get(names[-1], ()):
+        if other in every:
+            return f"unknown key {key!r}; did you mean {other!r}?"
+        if (owner := other.rpartition(".")[0]) in every and _records(_hint_at(experiment, owner.split("."))):
+            return f"unknown key {key!r}; did you mean {other!r}? ({owner} is None)"
     siblings = [".".join([*names[:depth], name, *rest]) for name in difflib.get_close_matches(names[depth], children)]
     near = [sibling for sibling in siblings if sibling in every]  # with the rest of the path it may be no key
     near = near or [other for other in every if other.rpartition(".")[2] == names[-1]]
@@ -204,6 +250,20 @@ def _name_numbers(experiment: object, key: str) -> str:
         names.append(name)
         node = children.get(name, (None, None))[0]
     return ".".join(names)
+
+
+def _hint_at(experiment: object, names: Sequence[str]) -> Hint:
+    """The annotation of a key."""
+    node, hint = experiment, None
+    for name in names:
+        node, hint = _children(node)[name]
+    return hint
+
+
+def _records(hint: Hint) -> list[type]:
+    """The dataclasses that a field with this annotation may hold."""
+    members = typing.get_args(hint) or (hint,)
+    return [member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member)]
 
 
 def _kind(node: object) -> str:
@@ -260,6 +320,8 @@ def _parse_tuple(text: str, kind: Hint, members: tuple[Hint, ...], current: obje
 
 
 def _integer(text: str) -> int:
+    if "_" in text and not _GROUPED.fullmatch(text):
+        raise ValueError("an integer, with _ between groups of three digits only")
     with contextlib.suppress(ValueError):
         return int(text)
     with contextlib.suppress(ValueError, OverflowError):
@@ -269,6 +331,8 @@ def _integer(text: str) -> int:
 
 
 def _float(text: str) -> float:
+    if "_" in text and not _GROUPED.fullmatch(text):
+        raise ValueError("a number, with _ between groups of three digits only")
     with contextlib.suppress(ValueError):
         return float(text)
     raise ValueError("a number")
@@ -297,7 +361,7 @@ def _named(text: str, hint: Hint) -> object:
     wanted = f"the dotted name of a {hint.__name__}" if is_class else "a dotted name"
     wanted = "the dotted name of a function" if is_callable else wanted
     if not _DOTTED.fullmatch(text):
-        raise ValueError(wanted + (", as in gspax.losses.gspo" if is_callable else ""))
+        raise ValueError(wanted + (_example(text, hint) if is_callable else ""))
     value = lookup(text)
     if isinstance(value, type) and value is hint and dataclasses.is_dataclass(hint):
         try:
@@ -308,6 +372,26 @@ def _named(text: str, hint: Hint) -> object:
     if not fits or inspect.ismodule(value):
         raise ValueError(f"{wanted} (it names {'a module' if inspect.ismodule(value) else _kind(value)})")
     return value
+
+
+_PACKAGES = {  # with functions for a field, and one of them
+    "Loss": ("gspax.losses", "gspo"),
+    "Advantage": ("gspax.advantages", "standardize"),
+    "Correction": ("gspax.losses.correction", "truncate_tokens"),
+    "Rejection": ("gspax.losses.correction", "truncate_tokens"),
+    "KLLoss": ("gspax.losses.kl", "token_kl"),
+    "KLEstimate": ("gspax.losses.kl", "k1"),
+    "Reward": ("gspax.rewards.math", "reward"),
+    "LearningRate": ("gspax.config.optimizers", "cosine"),
+    "Transform": ("gspax.config.optimizers", "adamw"),
+}
+
+
+def _example(text: str, hint: Hint) -> str:
+    """A dotted name of the kind that the annotation wants: that of `text` itself, if there is one."""
+    package, usual = _PACKAGES.get(getattr(hint, "__name__", ""), ("gspax.losses", "gspo"))
+    own = getattr(importlib.import_module(package), text, None) if text.isidentifier() else None
+    return f", as in {package}.{text if is_function(own) else usual}"
 
 
 def lookup(text: str) -> Hint:

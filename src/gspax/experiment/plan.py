@@ -12,7 +12,9 @@ from gspax.config import (
     GatedDelta,
     Layer,
     ModelConfig,
+    Sampling,
     SelfAttention,
+    WarmStart,
     divide_devices,
     layers_of,
     repeated_patterns,
@@ -100,7 +102,7 @@ def render(plan: Plan) -> str:
     width = max(map(len, settings))
     for key, value in settings.items():
         mark = "*" if any(f"{key}.".startswith(f"{overridden}.") for overridden in plan.overridden) else " "
-        lines.append(f"{mark} {key:<{width}}  {show(value)}")
+        lines.append(f"{mark} {key:<{width}}  {_short(value)}")
     sizes, rows = plan.sizes, sampling.prompts * sampling.group
     lines += [
         "",
@@ -118,7 +120,7 @@ def render(plan: Plan) -> str:
     if sizes.prefill_chunk < sizes.prompts and experiment.engine is None:
         lines.append(f"Prefill     {sizes.prefill_chunk:,} of {sizes.prompts:,} prompts of a device at a time")
     if experiment.warm_start is not None:
-        lines.append(f"Warm start  {experiment.warm_start.steps:,} supervised updates before them")
+        lines += _warm_start(experiment.warm_start, sampling, experiment.model)
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
     for title, parts in (
         ("learner, without activations", plan.learner),
@@ -191,6 +193,27 @@ def _name(layer: Layer) -> str:
         own = "a delta net" if isinstance(mixer, GatedDelta) else "latent attention"
     mlp, joined = ("with experts", "and") if layer.sparse else ("dense", "with")
     return f"{mlp} {joined} {own}" if own else mlp
+
+
+_LONGEST = 100  # characters of a value
+
+
+def _short(value: object) -> str:
+    """A value on one line, shortened; a text as Python writes it if its ends or lines could not be seen."""
+    text = show(value)
+    if isinstance(value, str) and (text != text.strip() or "\n" in text):
+        text = repr(text)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
+
+
+def _warm_start(stage: WarmStart, sampling: Sampling, model: ModelConfig) -> list[str]:
+    """The rows and tokens of a supervised update, and what its logits would take at once."""
+    tokens = stage.rows * (sampling.max_prompt_tokens + sampling.max_tokens)
+    logits = _bytes(4 * tokens * model.vocab_size)
+    return [
+        f"Warm start  {stage.steps:,} supervised updates before them, each of {stage.rows:,} rows, at most {tokens:,} "
+        f"tokens ({logits} of logits, computed in chunks)"
+    ]
 
 
 def _axes(mesh: dict[str, int]) -> str:

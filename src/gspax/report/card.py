@@ -14,8 +14,8 @@ import gspax
 from gspax.experiment.description import flatten, reward_names, show
 from gspax.hf.source import HUB_NAME
 from gspax.report import statistics
-from gspax.report.run_page import TASK_COLUMNS, describe_task
-from gspax.run.directory import RunDir, read_attempts, read_json
+from gspax.report.run_page import TASK_COLUMNS, read_task
+from gspax.run.directory import RunDir, read_attempts
 from gspax.run.record import read_metrics, read_rows
 from gspax.run.redaction import is_secret, redact
 from gspax.types import JsonObject
@@ -62,10 +62,15 @@ def _held_out(run: RunDir, step: int) -> Iterator[str]:
     """The held-out rewards before the first update and at a step, of the evaluation with the most problems."""
     recorded = [(row, 0) for row in read_metrics(run.metrics)] if run.metrics.exists() else []
     if run.evaluations.exists():
-        recorded += [(row, row["evaluation"]["problems"]) for row in read_rows(run.evaluations)]
+        recorded += [(row, _problems(row)) for row in read_rows(run.evaluations)]
     rows = []
     for wanted in dict.fromkeys((0, step)):
-        evaluations = [item for item in recorded if item[0]["step"] == wanted and "eval/reward" in item[0]]
+        names = ("eval/reward", "eval/greedy_reward", "eval/truncated")
+        evaluations = [
+            item
+            for item in recorded
+            if item[0].get("step") == wanted and all(isinstance(item[0].get(name), int | float) for name in names)
+        ]
         if evaluations:
             row = max(evaluations, key=lambda item: item[1])[0]
             bounds = {side: row.get(f"eval/reward_{side}") for side in ("low", "high")}
@@ -77,10 +82,19 @@ def _held_out(run: RunDir, step: int) -> Iterator[str]:
         yield from _table(("step", "held-out reward, 95 % interval", "greedy", "truncated"), rows)
 
 
+def _problems(row: JsonObject) -> int:
+    """The problems of an evaluation; 0 if its row does not tell."""
+    settings = row.get("evaluation")
+    count = settings.get("problems") if isinstance(settings, dict) else 0
+    return count if isinstance(count, int) else 0
+
+
 def _tasks(run: RunDir, step: int) -> Iterator[str]:
     """The results of the tasks that were evaluated at a step."""
     rows = [
-        (path.stem, *describe_task(read_json(path)["summary"])) for path in sorted(run.tasks_at(step).glob("*.json"))
+        (path.stem, *cells)
+        for path in sorted(run.tasks_at(step).glob("*.json"))
+        if (cells := read_task(path, "the card")) is not None
     ]
     if rows:
         yield from ("", *_table((TASK_COLUMNS[0], *TASK_COLUMNS[2:]), rows))

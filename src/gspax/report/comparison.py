@@ -23,7 +23,7 @@ from gspax.report import statistics
 from gspax.report.curves import PANELS, Series, read_series, render_figures, style_axes
 from gspax.report.html import render_note, render_page, render_table, render_text
 from gspax.report.statistics import Estimate, estimate_difference, estimate_gap, estimate_mean, to_json
-from gspax.run.directory import RunDir, read_json
+from gspax.run.directory import RunDir, read_description
 from gspax.run.folders import write_atomically
 
 if TYPE_CHECKING:
@@ -119,16 +119,18 @@ def _read_run(folder: Path) -> Run:
     series = read_series(run.metrics)
     if "perf/tokens_per_second" not in series:
         raise UserError(f"{run.metrics}: wanted the metrics of a training run, but no step is in it")
-    settings = flatten(read_json(run.experiment)) if run.experiment.exists() else {}
-    return Run(folder.name, settings.get("seed", folder.name), settings, series, _count_tokens(series))
+    settings = flatten(read_description(run) or {})
+    seed = settings.get("seed")
+    return Run(folder.name, seed if isinstance(seed, int) else folder.name, settings, series, _count_tokens(series))
 
 
 def _count_tokens(series: Series) -> np.ndarray:
     """The response tokens trained on until the end of each step; steps whose metrics are lost add none."""
-    steps, rates = series["perf/tokens_per_second"]
-    _, seconds = series["time/step"]
+    seconds = dict(zip(*series.get("time/step", ([], [])), strict=True))
     token_N = np.zeros(max(max(recorded) for recorded, _ in series.values()) + 1)
-    token_N[np.array(steps, int)] = np.array(rates) * np.array(seconds)
+    for step, rate in zip(*series["perf/tokens_per_second"], strict=True):
+        if math.isfinite(count := rate * seconds.get(step, 0.0)):
+            token_N[step] = count
     return np.cumsum(np.rint(token_N))
 
 

@@ -199,9 +199,9 @@ def _render_svg(draw: Draw, title: str) -> str:
 
     figure = Figure(figsize=(WIDTH, HEIGHT))
     FigureCanvasSVG(figure)
-    draw(figure.add_axes(MARGINS))
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "text.parse_math": False}):
+        draw(figure.add_axes(MARGINS))
         figure.savefig(file, format="svg", transparent=True)
     svg = file.getvalue()[file.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

@@ -21,7 +21,7 @@ from gspax.losses.calibration import range_warnings
 from gspax.report.curves import Series, read_series
 from gspax.rewards.answers import reference
 from gspax.run.directory import RunDir, read_description
-from gspax.run.record import read_rows
+from gspax.run.record import read_completions
 from gspax.storage.buckets import to_path
 from gspax.types import JsonObject
 
@@ -316,7 +316,7 @@ def read_record(workdir: Path) -> Record:
     run = RunDir(to_path(workdir))
     if not (series := read_series(run.metrics)):
         raise UserError(f"{run.path}: wanted the directory of a run with metrics, {run.metrics.name} has none")
-    samples = [read_rows(path) for path in sorted(run.samples.glob("step_*.jsonl"))[-NEWEST:]]
+    samples = [read_completions(path) for path in sorted(run.samples.glob("step_*.jsonl"))[-NEWEST:]]
     return Record(series, flatten(read_description(run) or {}), samples)
 
 

@@ -30,9 +30,9 @@ from gspax.report.curves import (
 from gspax.report.html import render_note, render_page, render_prose, render_settings, render_table, render_text
 from gspax.report.statistics import show
 from gspax.run.directory import RunDir, read_attempts, read_description, read_json, step_of
-from gspax.run.folders import write_atomically
-from gspax.run.record import read_rows
-from gspax.storage.buckets import to_path
+from gspax.run.folders import set_aside, write_atomically
+from gspax.run.record import read_completions
+from gspax.storage.buckets import is_bucket, to_path
 
 SHOWN_ERRORS = 20  # of failed rewards
 TASK_COLUMNS = (
@@ -75,6 +75,8 @@ def write(workdir: Path) -> Path:
             for n, attempt in enumerate(read_attempts(run) or [], start=1)
         ),
     ]
+    if not is_bucket(run.path) and run.report.is_dir():
+        set_aside(run.report, "is a folder")
     write_atomically(run.report, render_page(str(experiment.get("name", run.path.name)), sections))
     return run.report
 
@@ -147,14 +149,20 @@ def _tasks(run: RunDir) -> str:
     for path in sorted(run.tasks.glob("*/*.json")):
         name = path.name.removesuffix(".json")
         link = quote(f"{run.tasks.name}/{path.parent.name}/{name}.html")
-        try:
-            cells = describe_task(read_json(path)["summary"])
-        except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
-            warn(f"{path} cannot be read and is not in the report ({type(error).__name__})")
+        if (cells := read_task(path, "the report")) is None:
             continue
         cells = [path.parent.name.replace("_", " "), *cells]
         lines.append([f'<a href="{link}">{html.escape(name)}</a>', *map(html.escape, cells)])
     return render_table(TASK_COLUMNS, lines) if lines else ""
+
+
+def read_task(path: Path, page: str) -> list[str] | None:
+    """The columns about a task's file; None, with a warning, if it cannot be read."""
+    try:
+        return describe_task(read_json(path)["summary"])
+    except (UserError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        warn(f"{path} cannot be read and is not in {page} ({type(error).__name__})")
+        return None
 
 
 def describe_task(summary: Mapping[str, Any]) -> list[str]:
@@ -198,10 +206,8 @@ def _failures(run: RunDir) -> str:
 def _read_samples(path: Path) -> list[Sample]:
     """The completions of a file, without foreign rows."""
     return [
-        Sample(prompt, str(row.get("answer", "")), completion, float(row["reward"]), str(row.get("error")))
-        for row in read_rows(path)
-        if isinstance(row.get("reward"), int | float | str)
-        if isinstance(prompt := row.get("prompt"), str) and isinstance(completion := row.get("completion"), str)
+        Sample(row["prompt"], str(row.get("answer", "")), row["completion"], row["reward"], str(row.get("error")))
+        for row in read_completions(path)
     ]
 
 

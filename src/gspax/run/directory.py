@@ -93,7 +93,7 @@ def enter_run(workdir: Path, description: Mapping[str, object]) -> Iterator[RunD
 def _create(run: RunDir, description: Mapping[str, object]) -> None:
     """Create the directory of a run. UserError as `open_run`."""
     if jax.process_index() == 0:
-        _read_same(run, description)
+        require_same(run, description)
         if not is_bucket(run.path) and run.lock.is_dir():
             set_aside(run.lock, "is a folder")
         run.path.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     run = RunDir(to_path(workdir))
     if jax.process_index() != 0:
         return run
-    old = _read_same(run, description)
+    old = require_same(run, description)
     run.path.mkdir(parents=True, exist_ok=True)
     _clear_places(run)
     if old and _has_begun(run) and difference(old, description, ignore=resumable(description)):
@@ -126,7 +126,7 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     return run
 
 
-def _read_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | None:
+def require_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | None:
     """experiment.json of a directory where this experiment may run; None without one that can be read.
 
     It is compared with the experiment, unless nothing has been done by it, as after a mistake that no check found. If

@@ -151,7 +151,7 @@ def _digest(path: Path, *, sync: bool = False) -> Entry:
 def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | None:
     path = folder / name
     try:
-        if not is_bucket(folder) and not path.resolve().is_relative_to(folder.resolve()):
+        if not is_bucket(folder) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             return f"{name} is outside of the checkpoint"
         got = _digest(path) if hashes else wanted._replace(bytes=path.stat().st_size)
     except OSError as error:

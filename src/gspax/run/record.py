@@ -29,6 +29,7 @@ from gspax.types import JsonObject
 if TYPE_CHECKING:
     from gspax.run.trackers.tensorboard import EventFile
 
+LARGEST_STEP = 10**7  # more is a damaged line: an array of all steps is made from it
 T = TypeVar("T")
 
 
@@ -190,6 +191,17 @@ def read_rows(path: Path) -> list[JsonObject]:
     return rows
 
 
+def read_completions(path: Path) -> list[JsonObject]:
+    """The completions of a file of samples, each with its reward as a float; rows of another kind are left out."""
+    completions = []
+    for row in read_rows(path):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            reward = float(row["reward"])  # a text if it is not finite, as `to_line` writes it
+            if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+                completions.append({**row, "reward": reward})
+    return completions
+
+
 def _parse(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[int]]:
     """The parsed lines of a file, and the numbers of those for which `parse` raises. Blank lines are skipped."""
     try:
@@ -215,7 +227,9 @@ def _to_object(line: str) -> JsonObject:
 
 def _to_numbers(line: str) -> dict[str, float]:
     row = _to_object(line)
-    return {name: float(value) for name, value in row.items()} | {"step": int(row["step"])}
+    if not 0 <= (step := float(row["step"])) <= LARGEST_STEP:
+        raise ValueError("no step")
+    return {name: float(value) for name, value in row.items()} | {"step": int(step)}
 
 
 def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:

@@ -88,7 +88,7 @@ def type_problems(record: DataclassInstance, prefix: str = "") -> Iterator[str]:
 
 def range_problems(record: DataclassInstance) -> Iterator[str]:
     """One sentence for each field or keyword of a function that is out of its annotated range."""
-    for key, value, hint, _ in fields(record):
+    for key, value, hint, owner in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
             hints = hints_of(unwrap(value), ranges=True)
             yield from (
@@ -97,6 +97,10 @@ def range_problems(record: DataclassInstance) -> Iterator[str]:
                 for problem in _out_of_range(f"{key}.{name}", keyword, hints.get(name))
             )
         yield from _out_of_range(key, value, hint)
+        is_own = type(owner).__module__.startswith("gspax.config.")
+        texts = [item for item in value if isinstance(item, str)] if is_own and isinstance(value, tuple) else []
+        if len(set(texts)) < len(texts):
+            yield f"{key}: wanted each of them once, got {', '.join(texts)}"
 
 
 def function_problems(record: DataclassInstance) -> Iterator[str]:

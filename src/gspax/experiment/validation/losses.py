@@ -217,3 +217,20 @@ def loss_warnings(
                 "weight per sequence, the mean of these; gspo_token applies them token by token"
                 f"{whole if field == 'correction' else ''}"
             )
+
+
+def reference_problems(reference: Reference | None) -> Iterator[str]:
+    """There is a term that the coefficient multiplies."""
+    if reference is None or reference.loss is not None or reference.reward is not None:
+        return
+    if reference.coefficient != Reference().coefficient:
+        yield (
+            "reference.coefficient: wanted reference.loss or reference.reward (gspax.losses.kl), which it multiplies, "
+            f"got {reference.coefficient:g} without them"
+        )
+
+
+def reference_warnings(reference: Reference | None) -> Iterator[str]:
+    """A reference without a term."""
+    if reference is not None and reference.loss is None and reference.reward is None:
+        yield "reference: the KL to it is measured only; reference.loss or reference.reward adds it to the objective"

@@ -73,6 +73,8 @@ from gspax.experiment.validation.losses import (
     loss_warnings,
     old_policy_problems,
     penalty_problems,
+    reference_problems,
+    reference_warnings,
     router_problems,
     sampler_logp_problems,
     sampler_routing_problems,
@@ -84,6 +86,7 @@ from gspax.losses.traits import takes_sampler_logp
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
+from gspax.storage.buckets import to_path
 from gspax.types import named_leaves
 
 CHAT_METHODS = ("encode_chat", "encode_reply", "encode_completion")  # of a tokenizer, besides `turn_end`
@@ -130,7 +133,7 @@ def validate(
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling, e.teacher), _collapse(e.guard)),
         lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
-        lambda: clip_range_problems(e.loss),
+        lambda: chain(clip_range_problems(e.loss), reference_problems(e.reference)),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
         lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
@@ -195,6 +198,7 @@ def warnings(experiment: Experiment) -> list[str]:
         *notes,
         *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
         *unused_turns(experiment.environment, experiment.turns),
+        *reference_warnings(experiment.reference),
         *engine_warnings(experiment.engine, sampling, experiment.model),
     ]
 
@@ -247,6 +251,8 @@ def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:
     """There is something to train."""
     if lora is not None and not (lora.attention or lora.mlp or lora.delta):
         yield "lora: wanted attention or mlp, got neither, which trains nothing"
+    if lora is not None and lora.checkpoint and not (to_path(lora.checkpoint) / "adapter_config.json").is_file():
+        yield f"lora.checkpoint: wanted a folder with adapter_config.json, there is none at {lora.checkpoint!r}"
     if lora is not None and lora.delta and model.delta is None:
         yield f"lora.delta: wanted False for a model without gated delta nets, got {lora.delta}"
 
