@@ -115,23 +115,25 @@ Scores = Score | tuple[Score, ...] | dict[str, Score]  # one reward, several, or
 def to_scores(value: object) -> Scores:
     """What a reward function returned, with a `Score` for each number. TypeError or ValueError if it is something else.
 
-    The scores of a mapping are in the alphabetical order of their names, whatever their order in the mapping.
+    The scores of a mapping keep its order, so that a reader can warn of it.
     """
     if isinstance(value, Mapping):
-        named = {str(name): to_score(member) for name, member in value.items()}
-        return {name: named[name] for name in sorted(named)}
+        return {str(name): to_score(member) for name, member in value.items()}
     return tuple(map(to_score, value)) if isinstance(value, tuple) else to_score(value)
 
 
 def to_result(value: object) -> Result:
-    """The rewards in a function's return value: finite numbers up to ±`LARGEST`, or an error."""
+    """The rewards in a function's return value: finite numbers up to ±`LARGEST`, or an error.
+
+    Those of a mapping are in the alphabetical order of their names; the parts keep its order.
+    """
     try:
         scores = to_scores(value)
     except Exception:
         return Result((), f"wanted a number, a tuple or a mapping of numbers, got {shorten(repr(value))}")
     names: tuple[str, ...] = ()
     if isinstance(scores, dict):
-        names, whole = tuple(scores), add_up(scores)
+        names, whole = tuple(sorted(scores)), add_up(scores)
         rewards = tuple(whole.parts[name] for name in names)
     elif isinstance(scores, tuple):
         reasons, errors = (_join(("", getattr(score, kind)) for score in scores) for kind in ("reason", "error"))
