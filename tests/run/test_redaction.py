@@ -24,6 +24,7 @@ HARMLESS = [
     "reward.url=http://10.0.0.1:8000/v1?page=2&author=me",
     "model.hotkeys=a:b",
     "data.path=folder/key:folder/token",
+    "model.num_key_value_heads=2",
 ]
 
 
@@ -45,6 +46,11 @@ def test_settings_are_recorded_as_they_are():
         ("name=hf_abcdefghijkl", "name=<hidden>"),
         ("name=sk-proj-abcdefghijkl", "name=<hidden>"),
         ("name=eyJhbGciOiJI.eyJzdWIiOiIx.abc", "name=<hidden>"),
+        ("name=nvapi-abcdefghijkl", "name=<hidden>"),
+        ("name=gsk_abcdefghijkl", "name=<hidden>"),
+        ("name=r8_abcdefghijkl", "name=<hidden>"),
+        ("name=tgp_v1_abcdefghijkl", "name=<hidden>"),
+        ("name=https://hooks.slack.com/services/T0/B0/abc", "name=https://<hidden>"),
         ("reward.hfToken=abc", "reward.hfToken=<hidden>"),
         ("reward.HFToken2=abc", "reward.HFToken2=<hidden>"),
         ("reward.accesstoken=abc", "reward.accesstoken=<hidden>"),

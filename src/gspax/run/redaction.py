@@ -17,11 +17,14 @@ NAMES = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*=\s*|["']\s*:\s*|:\s+)""") 
 VALUE = re.compile(r"""("[^"]*"|'[^']*'|[^\s&"',;}]*)""")
 SECRET_VALUES = re.compile(
     r"(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*+://)[^/@\s]+@"  # a password in a URL
-    r"|\b(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|ya29\.)[\w.-]{8,}"  # keys of services
+    r"|\b(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|ya29\.|nvapi-|gsk_|r8_|tgp_v1_)"
+    r"[\w.-]{8,}"  # keys of services
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON web token
+    r"|\bhooks\.slack\.com/[\w/]+"
     r"|\b(?P<kind>Bearer|Basic)\s+[\w.+/=-]{8,}",
     re.IGNORECASE,
 )
+SETTINGS = {"num_key_value_heads"}  # of an experiment, whose names only look like those of secrets
 HIDDEN = "<hidden>"
 
 
@@ -51,7 +54,8 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 def is_secret(name: str) -> bool:
     """Whether the last part of a name, such as `reward.api_key`, suggests that its value is a secret."""
-    words = WORDS.findall(name.rpartition(".")[2])
+    last = name.rpartition(".")[2]
+    words = WORDS.findall(last) if last not in SETTINGS else []
     return any(map(SECRET_WORDS.fullmatch, words)) or bool(words and LAST_WORDS.fullmatch(words[-1]))
 
 
