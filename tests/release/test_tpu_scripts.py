@@ -396,6 +396,16 @@ def test_setup_gives_each_host_a_new_secret_that_no_command_shows(cloud, host):
     assert f"--setenv=GSPAX_SECRET_FILE={host}/gspax.secret" in start
 
 
+def test_variables_reach_a_run_by_a_file_that_no_command_shows(cloud, host):
+    (cloud.checkout / "tpu" / "gspax.env").write_text("HF_TOKEN=hidden\n")
+    done, calls = cloud.run("setup.sh")
+    sent = host / "gspax.env"
+    assert done.returncode == 0 and done.stderr == "" and "hidden" not in done.stdout + str(calls)
+    assert sent.read_text() == "HF_TOKEN=hidden\n" and sent.stat().st_mode & 0o777 == 0o600
+    (start,) = [call for call in cloud.calls("run.sh", EXPERIMENT) if call[0] == "systemd-run"]
+    assert f"--property=EnvironmentFile=-{sent}" in start
+
+
 def test_setup_twice_prints_no_warning_for_a_clean_checkout(cloud, host):
     assert cloud.run("setup.sh")[0].stderr == ""
     done, _ = cloud.run("setup.sh")

@@ -18,6 +18,7 @@ sudo systemctl reset-failed gspax 2> /dev/null || true
 sudo systemd-run --quiet --unit=gspax --uid="$(id -u)" --gid="$(id -g)" \
   --working-directory="$HOME/gspax" --setenv=HOME="$HOME" --setenv=PYTHONUNBUFFERED=1 \
   --setenv=GSPAX_SECRET_FILE="$HOME/gspax.secret" \
+  --property=EnvironmentFile="-$HOME/gspax.env" \
   --property=After=network-online.target \
   --property=KillMode=mixed --property=KillSignal=SIGTERM --property=TimeoutStopSec=600 \
   --property=SuccessExitStatus="129 130 143" \

@@ -128,6 +128,8 @@ class Target:
 def parse_topology(text: str) -> Topology:
     """Parse `v5p:4x4x4` or `2xv5p:4x4x4`. UserError for anything else."""
     match = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)", text.strip())
+    if google := re.fullmatch(r"(v5p|v5e|v5litepod|v6e)-(\d+)", text.strip()):
+        raise UserError(f"--topology: {_explain_accelerator(*google.groups())}; got {text!r}")
     if not match:
         raise UserError(
             "--topology: wanted a TPU generation and the shape of a slice such as v5p:4x4x4, or several slices such as "
@@ -144,6 +146,17 @@ def parse_topology(text: str) -> Topology:
     if slices < 1:
         raise UserError(f"--topology: wanted at least one slice, got {text!r}")
     return Topology(kind=kind, shape=shape, slices=slices)
+
+
+def _explain_accelerator(name: str, number: str) -> str:
+    """The slice that Google's name of an accelerator type stands for: v5p's number counts cores, two for each chip."""
+    kind, chips = name.replace("v5litepod", "v5e"), int(number) // (2 if name == "v5p" else 1)
+    dimensions = CHIPS[kind].dimensions
+    shape = [2 ** max(0, (chips.bit_length() + i - 1) // dimensions) for i in range(dimensions)]
+    shape = sorted(shape, reverse=1 in shape)  # 2x2x1, but 2x4x4
+    same = f"{kind}:{'x'.join(map(str, shape))}"
+    known = f"which is {same} here" if math.prod(shape) == chips else f"whose shape is written as in {kind}:4x4"
+    return f"Google's {name}-{number} has {chips} chips, {known}"
 
 
 def describe_devices(topology: Topology) -> list[jax.Device]:
