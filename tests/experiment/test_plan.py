@@ -1,6 +1,7 @@
 """The dry run's numbers, compared with the model's real shapes and the published sizes."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from gspax.commands.aot.programs import device_bytes
 from gspax.config import layers_of
 from gspax.data.tasks import sort
 from gspax.experiment import load, override
-from gspax.experiment.plan import overview, plan, render
+from gspax.experiment.plan import memory_problems, overview, plan, render
 from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
@@ -363,3 +364,16 @@ def test_the_cache_budget_limits_the_slots():
     }
     for sampling, message in wanted.items():
         assert message in validate(replace(EXPERIMENT, sampling=sampling), 2)[0]
+
+
+def test_a_sampler_that_does_not_fit_is_told_which_cache_would():
+    """Qwen3-30B-A3B with 65,536 rows of 4,096 tokens on 32 devices of 80 GiB."""
+    sizes = ["sampling.prompts=4096", "sampling.group=16", "sampling.max_tokens=4096", "model.param_dtype=bfloat16"]
+    big = override(replace(EXPERIMENT, model=presets.qwen3_30b_a3b), [*sizes, "model.dtype=bfloat16"])
+    (said,) = memory_problems(plan(big, 32), 80)
+    assert said.startswith("sampler: wanted arrays of at most 80 GiB on each device, got ")
+    found = re.search(r"(sampling\.cache_gib=[\d.]+) samples [\d,]+ rows at once, and then it fits", said)
+    assert memory_problems(plan(override(big, [found[1]]), 32), 80) == []
+    learner, sampler = memory_problems(plan(big, 32), 1)
+    assert learner.startswith("learner: ") and "try more devices" in learner and sampler.endswith("or mesh.tensor")
+    assert memory_problems(plan(EXPERIMENT, 1), 80) == []

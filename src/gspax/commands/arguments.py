@@ -51,10 +51,16 @@ def add_experiment(parser: Parser) -> None:
 
 
 def add_dry_run(parser: Parser) -> None:
-    """`--workdir`, and `--dry-run` with its `--devices`."""
+    """`--workdir`, and `--dry-run` with its `--devices` and `--device-memory`."""
     parser.add_argument("--workdir", type=to_path, metavar="DIR", help="the run directory (not needed for a dry run)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print settings and costs, and stop")
     parser.add_argument("--devices", type=at_least(1), metavar="N", help="devices that a dry run assumes (default: 1)")
+    parser.add_argument(
+        "--device-memory",
+        type=at_least(1),
+        metavar="GIB",
+        help="with --dry-run: check that the arrays fit a device",
+    )
 
 
 def add_target(parser: Parser, dtype: str) -> None:
@@ -123,6 +129,8 @@ def load_experiment(
     dry_run = getattr(options, "dry_run", False)
     if getattr(options, "devices", None) is not None and not dry_run:
         raise UserError("--devices is for --dry-run; a run uses all devices that it finds")
+    if getattr(options, "device_memory", None) is not None and not dry_run:
+        raise UserError("--device-memory is for --dry-run; a run uses the memory that it finds")
     if not dry_run and "workdir" in options and options.workdir is None:
         raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
     if getattr(options, "workdir", None) is not None:
@@ -153,6 +161,8 @@ def load_experiment(
             if getattr(options, "workdir", None) is not None:
                 notes += _check_workdir(options.workdir, experiments.describe(experiment), planned.checkpoint)
             print(plan.render(planned), flush=True)
+            if options.device_memory and (wrong := plan.memory_problems(planned, options.device_memory)):
+                raise UserError("\n".join(wrong))
     finally:
         for sentence in notes:  # after what a dry run prints, whose first lines scroll away
             warn(sentence)

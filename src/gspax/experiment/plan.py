@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspax.config import (
     Experiment,
@@ -92,6 +92,35 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         host=(moments if experiment.optimizer.offload else 0) + host_teacher_bytes(teacher, mesh),
         checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments + all_kept,
     )
+
+
+def memory_problems(plan: Plan, gib: float) -> list[str]:
+    """One sentence for each phase whose arrays do not fit into the memory of a device, with what would fit.
+
+    Args:
+      plan: of an experiment.
+      gib: the memory of a device.
+    """
+    problems, limit = [], gib * 2**30
+    if (learner := sum(plan.learner.values())) > limit:
+        problems.append(
+            f"learner: wanted arrays of at most {gib:g} GiB on each device, got {_bytes(learner)} before activations; "
+            "try more devices, lora=gspax.config.Lora, optimizer.offload=true, or model.param_dtype=bfloat16"
+        )
+    if (sampler := sum(plan.sampler.values())) > limit:
+        cache = plan.sizes.prompt_cache + plan.sizes.completion_cache
+        room = max(0, math.floor((limit - (sampler - cache)) / 2**30 * 100)) / 100
+        hint = "try more devices, or mesh.tensor"
+        if room:
+            smaller = replace(plan.experiment, sampling=replace(plan.experiment.sampling, cache_gib=room))
+            sizes = sampler_sizes(smaller.model, with_carried(smaller.sampling, smaller.placement), plan.sampler_mesh)
+            if sizes.prompt_cache + sizes.completion_cache <= room * 2**30:
+                hint = f"sampling.cache_gib={room:g} samples {sizes.slots:,} rows at once, and then it fits"
+        problems.append(
+            f"sampler: wanted arrays of at most {gib:g} GiB on each device, got {_bytes(sampler)}, {_bytes(cache)} of "
+            f"them keys and values; {hint}"
+        )
+    return problems
 
 
 def render(plan: Plan) -> str:
