@@ -48,8 +48,15 @@ def prompt_problems(texts: Texts, warn: Callable[[str], None]) -> Iterator[str]:
     """One sentence for each split whose first prompts all cannot be used; a warning if some cannot.
 
     A prompt cannot be used if it is too long or cannot be encoded. Demonstrations are encoded too, and one prompt is
-    decoded.
+    decoded. A tokenizer that is looked for when it first encodes need not be on this machine: that is a warning.
     """
+    try:
+        texts.tokenizer.encode("")
+    except UserError as problem:
+        warn(f"tokenizer: {problem}; no prompt was encoded")
+        return
+    except Exception:  # of a user's tokenizer, which may encode no empty text
+        pass
     for split in _splits(texts, _encoder(texts)):
         yield from _check(split, warn)
     yield from _decoded(texts, _encoder(texts))
