@@ -348,9 +348,3 @@ def test_what_others_wrote_reaches_no_terminal_as_it_is(capsys):
     assert capsys.readouterr().err == f"gspax: warning: {shown}\ngspax: {shown}\n"
     assert errors.shorten(hostile) == shown.replace("\t", " ")
     assert errors.describe_error(KeyError("\x1b[2J")).isprintable() and errors.brief(OSError("\x1b[2J")).isprintable()
-
-
-def test_a_field_that_is_given_twice_is_warned_of(capsys):
-    assert main.main(["train", STUB, "--dry-run", "seed=1", "schedule.steps=3", "seed=2"]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "gspax: warning: seed is given 2 times; the last value counts"

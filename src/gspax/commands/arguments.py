@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -142,9 +141,6 @@ def load_experiment(
         changes = experiments.difference(in_file, experiments.describe(experiment))
         if changes := [line for line in changes if not line.endswith(" -> (absent)")]:
             print(f"gspax: settings of the run: {'; '.join(changes)}", file=sys.stderr)
-    for key, count in Counter(map(override_key, options.overrides)).items():
-        if count > 1:
-            warn(f"{key} is given {count} times; the last value counts")
     experiment, problems = apply(experiment, options.overrides)
     wrong = [sentence for _, sentence in problems]
     wrong += experiments.validate(experiment, devices, broken=[key for key, _ in problems])
