@@ -81,6 +81,14 @@ def test_a_value_is_parsed_by_the_type_of_its_field(assignment, line):
     assert changed(assignment) == ([] if line is None else [line])
 
 
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [('"\\n\\n","a, b"', ("\n\n", "a, b")), ("('a',)", ("a",)), ("a,b", ("a", "b")), ('["a"]', ("a",)), ("'", ("'",))],
+)
+def test_texts_of_a_tuple_may_be_quoted(text, stop):
+    assert override(EXPERIMENT, [f"sampling.stop={text}"]).sampling.stop == stop
+
+
 def test_parsed_values_have_the_exact_type():
     new = override(EXPERIMENT, ["schedule.steps=1e3", "sampling.temperature=2", "model.mlp_only_layers=1"])
     assert type(new.schedule.steps) is int

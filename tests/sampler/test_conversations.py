@@ -24,7 +24,7 @@ from gspax.rewards.environments import Step
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.episodes import begin, interact, sample_conversations
 from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
-from gspax.sampler import sampler
+from gspax.sampler import sampler, stops
 from gspax.sampler.engine import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import make_sampler
@@ -188,7 +188,9 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
         else:
             params = make_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
         ready = [begin(problem, CHARS, interaction) for problem in problems]
-        options = tiny.options(model, Sampling(**settings), CHARS.stop_ids, mesh)
+        sampling = Sampling(**settings)
+        matcher = stops.make_matcher(CHARS, sampling, model.vocab_size)
+        options = tiny.options(model, sampling, CHARS.stop_ids, mesh, matcher=matcher)
         rollout, started = sample_conversations(interaction, params, ready, ids, key, options)
         return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)
 
@@ -226,6 +228,29 @@ def test_turns_replies_and_rewards_of_an_episode():
     assert metrics["rollout/turns"] == np.mean([len(row.turns.spans) for row in rows])
     assert metrics["reward/failed"] == np.mean([bool(row.error) for row in rows])
     assert metrics["rollout/letters"] == np.mean([row.turns.environment.get("letters", 0) for row in rows])
+
+
+def test_a_stop_string_ends_a_turn():
+    """The token that completes it belongs to the turn; the end of the turn is added before the reply, unsampled."""
+    stop, ended = ("5", "01", "k0"), 0
+    rollout, rows = hold(Counting(), stop=stop, slots=3)
+    for index, row in enumerate(rows):
+        start = rollout.prompt_length_B[index]
+        tokens = np.asarray(rollout.tokens_BT)[index, start : start + rollout.length_B[index]].tolist()
+        mask = np.asarray(rollout.mask_BT)[index, start : start + rollout.length_B[index]]
+        position = 0
+        for number, (first, end) in enumerate(row.turns.spans):
+            text = CHARS.decode(tokens[first:end])
+            assert not any(string in text[:-1] for string in stop), "no token follows a stop string"
+            if number + 1 < len(row.turns.spans):
+                assert tokens[end - 1] == CHARS.turn_end or any(string in text for string in stop)
+            if number:
+                cut = [] if tokens[position - 1] == CHARS.turn_end else [CHARS.turn_end]
+                assert tokens[position:first] == [*cut, *CHARS.encode_completion(f"k{number - 1}l")]
+                assert not mask[position:first].any()
+                ended += bool(cut)
+            position = end
+    assert ended > 2
 
 
 def test_a_conversation_depends_on_its_id_alone():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gspax.config import Sampling
     from gspax.config.protocols import Tokenizer
     from gspax.run.directory import RunDir
+    from gspax.sampler import stops
     from gspax.sampler.dialogue import Dialogue
 
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -221,6 +222,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
         recorded, model, lora = read_recorded(run)
         tokenizer = own or read_tokenizer(recorded["tokenizer"])
         filters = {name: recorded["sampling"][name] for name in FILTERS}
+        filters |= {name: tuple(recorded["sampling"].get(name, ())) for name in ("stop", "stop_token_ids")}
         mesh = make_meshes(make_experiment(model, tokenizer)).learner
         params = load_policy(run, checkpoints, model, lora, mesh, step)
     else:
@@ -237,7 +239,13 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     for problem in chain(type_problems(sampling), range_problems(replace(sampling, temperature=1.0))):  # 0: greedy
         raise UserError(f"{name}: {problem}")
     weights = make_sampler(model, mesh, mesh).push(params)
-    settings = SampleOptions(model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=mesh)
+    settings = SampleOptions(
+        model=model,
+        sampling=sampling,
+        stop_ids=stops.stop_ids(tokenizer, sampling),
+        mesh=mesh,
+        matcher=stops.make_matcher(tokenizer, sampling, model.vocab_size),
+    )
     return Talk(name, Dialogue(weights, tokenizer, settings, jax.random.key(options.seed)), tokenizer, sampling)
 
 

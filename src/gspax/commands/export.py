@@ -200,7 +200,8 @@ def describe_generation(recorded: JsonObject) -> JsonObject:
     if content["do_sample"]:
         content |= {name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p")}
     with contextlib.suppress(UserError):
-        content["eos_token_id"] = list(read_tokenizer(recorded["tokenizer"]).stop_ids)
+        ids = [*read_tokenizer(recorded["tokenizer"]).stop_ids, *sampling.get("stop_token_ids", ())]
+        content["eos_token_id"] = list(dict.fromkeys(ids))
     return content
 
 

@@ -71,6 +71,9 @@ class Sampling:
     group: GroupSize = 8  # G, completions per prompt; 1 with a teacher, or an advantage that is `across_groups`
     max_prompt_tokens: Size = 64
     max_tokens: Size = 64  # the length limit of a completion, stop token included
+    # Texts that end a sample, or a turn, beside the tokenizer's stop tokens. The token that completes one belongs to it
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # tokens that do, beside the tokenizer's
     # Compute the rewards of finished samples after every `chunk` tokens, while the others are still being generated.
     # 0: compute all rewards after the last sample
     chunk: NonNegativeInt = 0
@@ -99,7 +102,7 @@ class Sampling:
     # per position (the sampler keeps no more). 0: off; log-probs are then over the whole vocabulary
     mask_replay: NonNegativeInt = 0
 
-    added = ("noise", "draft_cost")  # as in `ModelConfig`
+    added = ("noise", "draft_cost", "stop", "stop_token_ids")  # as in `ModelConfig`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 from gspax.config.functions import interface_problems
 from gspax.data.files import Json, read_object, reading, require_own_files, why_not_on_hub
 from gspax.data.hub import HUB_NAME, locate
+from gspax.data.token_bytes import read_token_bytes
 from gspax.errors import UserError, brief
 from gspax.storage.buckets import is_bucket, to_path
 
@@ -79,6 +80,11 @@ class CharTokenizer:
     def encode_completion(self, text: str) -> list[int]:
         return self.encode(text)
 
+    def token_bytes(self, size: int, *, first: bool = False) -> list[bytes]:
+        """The bytes that each id below `size` adds to a text."""
+        texts = [*self.alphabet, ""] + ["\N{REPLACEMENT CHARACTER}"] * size
+        return [text.encode() for text in texts[:size]]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text before the first stop id. Ids beyond the tokenizer's become U+FFFD."""
         size = len(self.alphabet)
@@ -141,6 +147,11 @@ class HFTokenizer:
                 _before(ids, self.stop_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+    def token_bytes(self, size: int, *, first: bool = False) -> list[bytes]:
+        """The bytes that each id below `size` adds to a text, or, with `first`, that a text begins with."""
+        decoder = read_object(self.folder / "tokenizer.json").get("decoder")
+        return read_token_bytes(decoder, self.ids, size, first=first, where=self.path)
 
     @functools.cached_property
     def folder(self) -> Path:

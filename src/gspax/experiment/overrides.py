@@ -9,7 +9,7 @@ A key is a field of a dataclass (a part of the experiment, a data source, a mode
     float           1e-5, 3
     bool            true, false
     str             as it is
-    tuple           (1,2) or 1,2; () is empty
+    tuple           (1,2) or 1,2; () is empty; texts may be quoted, as in Python: "\\n\\n","a, b"
     optional        any of the above, null or none
     anything else   a dotted name: loss=gspax.losses.grpo, model=gspax.model.presets.qwen3_0_6b; a dataclass stands
                     for an instance with its defaults: reference=gspax.config.Reference
@@ -19,6 +19,7 @@ Overrides apply from left to right, so one may set a field of what an earlier on
 
 from __future__ import annotations
 
+import ast
 import collections.abc
 import contextlib
 import dataclasses
@@ -306,6 +307,8 @@ def _parse_union(text: str, members: tuple[Hint, ...], current: object) -> objec
 def _parse_tuple(text: str, kind: Hint, members: tuple[Hint, ...], current: object) -> Sequence[object]:
     if not text:
         raise ValueError("values with commas between them, or () for none")
+    if members[:1] == (str,) and (quoted := _quoted(text)):
+        return quoted
     inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     texts = [part.strip() for part in inner.split(",")]
     if texts[-1] == "":
@@ -317,6 +320,15 @@ def _parse_tuple(text: str, kind: Hint, members: tuple[Hint, ...], current: obje
     hints = members if is_fixed else [members[0] if members else default] * len(texts)
     values = [_parse(part, hint, None) for part, hint in zip(texts, hints, strict=True)]
     return values if kind is list else tuple(values)
+
+
+def _quoted(text: str) -> tuple[str, ...]:
+    """The texts of a tuple whose members are all quoted as in Python; empty if they are not."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(f"[{text}]")
+        values = value[0] if len(value) == 1 and isinstance(value[0], tuple | list) else value
+        return tuple(values) if all(isinstance(one, str) for one in values) else ()
+    return ()
 
 
 def _integer(text: str) -> int:

@@ -252,10 +252,13 @@ def _take_step(
         episode.metrics[name] = episode.metrics.get(name, 0.0) + value
     tokenizer, messages = interaction.tokenizer, step.messages
     try:
-        episode.finished = bool(step.done) or stop != end_before(tokenizer, messages)
+        end = end_before(tokenizer, messages)
+        episode.finished = bool(step.done) or (stop in tokenizer.stop_ids and stop != end)
         if episode.finished or len(episode.spans) >= interaction.turns.limit:
             return [], ""
         reply = list(tokenizer.encode_reply(messages)) if messages else []
+        if reply and stop != end:  # after a stop string, or a stop token of the experiment's own
+            reply = [end, *reply]
         check_ids(reply, vocab_size, "a reply")
         episode.opening = opening_of(tokenizer, reply)
         episode.texts += [str(message["content"]) for message in step.messages]

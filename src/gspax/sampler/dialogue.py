@@ -48,7 +48,7 @@ class Dialogue:
         self._options = sampler.split_rows(replace(options, sampling=sampling, turns=True), 1)
         self._params, self._tokenizer, self._key = params, tokenizer, key
         self._state: State | None = None
-        self._next, self._begin, self._length, self._waits = 0, 0, 0, False
+        self._next, self._begin, self._length, self._closed = 0, 0, 0, False
         self.opened = False  # the text before the last answer ends with `<think>`, as some templates write it
 
     def reset(self) -> None:
@@ -76,12 +76,18 @@ class Dialogue:
         while True:
             self._state = state
             fetched = progress.tokens_BC, progress.length_B, progress.waiting_B, progress.ended_B
-            tokens_C, length, self._waits, ended = (array[0] for array in multihost.to_host(fetched))
+            tokens_C, length, waits, ended = (array[0] for array in multihost.to_host(fetched))
             self._length = int(length)
+            self._closed = bool(waits) and self._closes(int(tokens_C[length - 1]))
             yield tokens_C[self._begin : self._length].tolist()
-            if ended or self._waits or self._length - self._begin >= limit:
+            if ended or waits or self._length - self._begin >= limit:
                 return
             state, progress = sampler.advance_chunk(self._params, state, self._key, VERSION, options=options)
+
+    def _closes(self, token: int) -> bool:
+        """Whether a turn that ends with this token needs no end of its own, as after a stop string."""
+        own = {*self._options.sampling.stop_token_ids}.difference(self._tokenizer.stop_ids)
+        return token in self._options.stop_ids and token not in own
 
     def logp(self) -> list[float]:
         """The log-probs of the tokens of the last answer, at its temperature and before filters."""
@@ -94,7 +100,7 @@ class Dialogue:
             if continues:
                 chat = cast(ConversationTokenizer, self._tokenizer)
                 reply = [{"role": "user", "content": message}]
-                cut = () if self._waits else (end_before(chat, reply),)
+                cut = () if self._closed else (end_before(chat, reply),)
                 ids: Sequence[int] = [*cut, *chat.encode_reply(reply)]
             else:
                 ids = self._tokenizer.encode(message)

@@ -35,8 +35,9 @@ from gspax.model import decoding
 from gspax.model.decoding import Cache, Slots
 from gspax.model.sizes import sampler_sizes
 from gspax.parallel.sharding import batch_shards, constrain, sample_axis, spec
-from gspax.sampler import drafts
-from gspax.sampler.token_sampling import Draw, is_stop, sample_at
+from gspax.sampler import drafts, stops
+from gspax.sampler.stops import Matcher
+from gspax.sampler.token_sampling import Draw, sample_at
 from gspax.types import Array, Params, PyTree
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class SampleOptions:
     sampling: Sampling  # `prompts` and `group` are those of a batch (`sampler.split_groups`)
     stop_ids: tuple[int, ...]  # a stop token ends its sample, or its turn, and belongs to it
     mesh: jax.sharding.Mesh
+    matcher: Matcher | None = None  # a token that completes a stop string is as a stop token; None: there are none
     greedy: int = 0  # how many of each prompt's samples, the last ones, are greedy, with log-probs at temperature 1
     keep_experts: bool = False  # record the chosen experts
     keep_versions: bool = False  # record the version of the weights that each token was sampled with
@@ -82,6 +84,7 @@ class Rows:
     sampled_BC: Array | None  # bool     sampled by the policy, not a reply's; None: all tokens are
     length_B: Array  # int32    tokens after the prompt
     finished_B: Array  # bool     complete: ended with a stop token
+    matched_B: Array | None  # int32    with stop strings, the matcher's state after the sample's last token
     expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
     version_BC: Array | None  # int32
     kept_BCK: Array | None  # uint8 or wider    as in `Rollout`
@@ -188,19 +191,14 @@ def _sample_first(
     B, W = P * G, sizes.slots
     with jax.named_scope("prefill"):
         last_PD, cached, expert_PSLA = decoding.prefill(
-            params,
-            model,
-            *prompts[:2],
-            chunk=sizes.prefill_chunk,
-            kv_cache_dtype=sampling.kv_cache_dtype,
-            mesh=mesh,
+            params, model, *prompts[:2], chunk=sizes.prefill_chunk, kv_cache_dtype=sampling.kv_cache_dtype, mesh=mesh
         )
     number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
     id_B = jnp.repeat(prompts.id_P, G) + number_B
     greedy_B = number_B >= G - options.greedy if options.greedy else None
     prompt_length_B, logits_PV = jnp.repeat(prompts.length_P, G), decoding.logits(params, last_PD)
     draw = _sample_next(jnp.repeat(logits_PV, G, axis=0), key, id_B, prompt_length_B, greedy_B, options)
-    stops_B = is_stop(draw.token_B, options.stop_ids)
+    matched_B, stops_B = stops.follow_first(draw.token_B, options.stop_ids, options.matcher)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
     zeros_Q, zeros_W = jnp.zeros(_row_shards(mesh, B, W), jnp.int32), jnp.zeros(W, jnp.int32)
 
@@ -217,6 +215,7 @@ def _sample_first(
         sampled_BC=first(jnp.ones(B, bool)) if options.turns else None,
         length_B=jnp.ones(B, jnp.int32),
         finished_B=jnp.zeros(B, bool) if options.turns else stops_B,
+        matched_B=matched_B,
         expert_BCLA=jax.tree.map(lambda x: jnp.full((B, C, *x.shape[2:]), model.num_experts, x.dtype), kept_PSLA),
         version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
         kept_BCK=jax.tree.map(first, draw.kept_BK),
@@ -370,13 +369,21 @@ def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled
     A position's token counts if those before it were drafted right and none of them ends the turn.
     """
     token_WM, index_1K = sampled.draw.token_B, jnp.arange(draft_WK.shape[1])[None]
-    stops_WM = is_stop(token_WM.reshape(-1), options.stop_ids).reshape(token_WM.shape)
+    _, stops_WM = _follow(rows, token_WM, options)
     right_WK = (draft_WK == token_WM[:, :-1]) & (index_1K < count_W[:, None]) & ~stops_WM[:, :-1]
     right_W = jnp.cumprod(right_WK, axis=1, dtype=jnp.int32).sum(axis=1) * sampled.gets_W
     if rows.right_W is not None:
         share_W = drafts.renew_share(rows.right_W, sampled.gets_W, draft_WK, count_W, token_WM[:, 0])
         rows = replace(rows, right_W=share_W)
     return _write_back(rows, sampled, right_W, options=options)
+
+
+def _follow(rows: Rows, token_WM: Array, options: SampleOptions) -> tuple[Array | None, Array]:
+    """`stops.follow` for the next tokens of the slots' samples."""
+    matched_W = rows.matched_B
+    if matched_W is not None and not at_one_position(rows, options):
+        matched_W = matched_W[rows.sample_W]
+    return stops.follow(matched_W, token_WM, options.stop_ids, options.matcher)
 
 
 def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Array | None]:
@@ -427,7 +434,8 @@ def _refill(rows: Rows, options: SampleOptions) -> Rows:
     takes_W = free_W & (turn_W < rows.queued_Q)
     sample_W = jnp.where(takes_W, rows.order_B.at[turn_W].get(mode="clip"), rows.sample_W)
     token_W = jnp.where(takes_W, rows.tokens_BC[sample_W, 0], rows.token_W)
-    stops_W = is_stop(token_W, options.stop_ids)
+    matched_W = None if rows.matched_B is None else rows.matched_B[sample_W]
+    stops_W = stops.has_ended(matched_W, token_W, options.stop_ids, options.matcher)
     return replace(
         rows,
         taken_Q=rows.taken_Q + takes_W.sum(dtype=jnp.int32)[None],
@@ -448,8 +456,12 @@ def _write_back(rows: Rows, sampled: Sampled, right_W: Array | int = 0, *, optio
     """
     C, gets_W, draw = rows.tokens_BC.shape[1], sampled.gets_W, sampled.draw
     at_W1 = jnp.broadcast_to(right_W, gets_W.shape)[:, None]
-    token_W = jnp.take_along_axis(draw.token_B, at_W1, axis=1)[:, 0]
-    stops_W, length_W = is_stop(token_W, options.stop_ids) & gets_W, rows.length_W + right_W
+    matched_WM, stops_WM = _follow(rows, draw.token_B, options)
+
+    def last(x_WM: Array) -> Array:
+        return jnp.take_along_axis(x_WM, at_W1, axis=1)[:, 0]
+
+    token_W, stops_W, length_W = last(draw.token_B), last(stops_WM) & gets_W, rows.length_W + right_W
     sample_W = None
     if not at_one_position(rows, options):
         sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # of the other slots: dropped
@@ -480,6 +492,7 @@ def _write_back(rows: Rows, sampled: Sampled, right_W: Array | int = 0, *, optio
         passes_B=None if rows.passes_B is None else rows.passes_B.at[sample_W].add(1, mode="drop"),
         length_B=of_sample(rows.length_B, length_W + 1),
         finished_B=rows.finished_B if options.turns else of_sample(rows.finished_B, stops_W),
+        matched_B=jax.tree.map(of_sample, rows.matched_B, None if matched_WM is None else last(matched_WM)),
         token_W=jnp.where(gets_W, token_W, rows.token_W),
         length_W=length_W + gets_W,
         active_W=jnp.where(gets_W, ~stops_W & (length_W + 1 < C), rows.active_W),
@@ -545,6 +558,7 @@ def _write_replies(
         tokens_BC=rows.tokens_BC.at[sample_W1, place_WY[:, 1:]].set(reply_WX, mode="drop"),
         expert_BCLA=expert_BCLA,
         finished_B=rows.finished_B | of_samples(rows, rows.waiting_W & ~sampled.gets_W),
+        matched_B=stops.begin(rows.matched_B, of_samples(rows, sampled.gets_W), options.matcher),
         length_W=rows.length_W + count_W,
         waiting_W=jnp.zeros_like(rows.waiting_W),
     )

@@ -31,6 +31,7 @@ from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new
 from gspax.rollout.problems import Skipped, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
+from gspax.sampler import stops
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import Finished, hand_over, lengths_to_host
@@ -143,8 +144,9 @@ def sample_options(runtime: Runtime) -> SampleOptions:
     options = SampleOptions(
         model=experiment.model,
         sampling=experiment.sampling,
-        stop_ids=experiment.tokenizer.stop_ids,
+        stop_ids=stops.stop_ids(experiment.tokenizer, experiment.sampling),
         mesh=mesh,
+        matcher=stops.make_matcher(experiment.tokenizer, experiment.sampling, experiment.model.vocab_size),
         keep_experts=experiment.routing_replay == "sampler",
         mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )

@@ -65,6 +65,11 @@ def engine_warnings(engine: Engine | None, sampling: Sampling, model: ModelConfi
     if engine.server == "vllm" and model.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         yield f"model.head_dim={model.head_dim}: vLLM on a CPU wants one of {known}, and ends at the first prompt"
+    if sampling.stop:
+        yield (
+            "sampling.stop: servers stop only at tokens that hold a whole stop string; where one spans tokens they "
+            "sample on to sampling.max_tokens, and what follows the string is dropped"
+        )
     for name in IN_PROCESS:
         is_read = name == "chunk" and engine.partial is not None
         if not is_read and (value := getattr(sampling, name)) != getattr(Sampling(), name):

@@ -48,6 +48,7 @@ from gspax.config.protocols import (
 )
 from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems, reading_problems
+from gspax.data.token_bytes import stop_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError, did_you_mean
 from gspax.experiment.validation.advantages import (
@@ -124,7 +125,7 @@ def validate(
     problems += opening
     problems += _run(
         lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=e.warm_start is not None),
-        lambda: architecture_problems(e.model),
+        lambda: chain(stop_problems(e.sampling, e.tokenizer), architecture_problems(e.model)),
         lambda: _async_rewards(e.reward, e.evaluation),
         lambda: chain(_lengths(e.model, e.sampling, e.evaluation), _tasks(e.evaluation, e.sampling, e.model)),
         lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),

@@ -17,6 +17,7 @@ from gspax.errors import shorten
 from gspax.rollout.engines.client import SMALL, Client, RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Served
 from gspax.rollout.engines.weights import Written
+from gspax.sampler.stops import Matcher, always_stopping, find_stop
 
 # numpy parses a header with `ast`, which in CPython 3.11 fails now and then while another thread does the same
 ONE_HEADER = threading.Lock()
@@ -37,6 +38,12 @@ class Ask(NamedTuple):
     stop_ids: tuple[int, ...]
     keep_experts: bool
     mask_size: int = 0  # K: the most tokens that are wanted of those that each token is chosen from; 0: none
+    matcher: Matcher | None = None  # of stop strings, which the server does not know
+    turn: Sequence[int] = ()  # the last ones of the tokens, of the turn that is continued
+
+    def server_stops(self) -> list[int]:
+        """The tokens at which the server stops: stop tokens, and those that hold a whole stop string."""
+        return [*self.stop_ids, *(always_stopping(self.matcher) if self.matcher else ())]
 
 
 class Answer(NamedTuple):
@@ -44,7 +51,7 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     logps: list[float]  # of the distribution that they were sampled from
-    stopped: bool  # the last one is a stop token; else there are as many as were asked for
+    stopped: bool  # the last one is a stop token, or completes a stop string; else there are as many as were asked for
     expert_TLA: np.ndarray | None  # of all tokens but the last, those of the `Ask` included
     # With `mask_size`, of each token: the ids that it was chosen from, over which its log-prob is, and whether there
     # were more than K
@@ -171,8 +178,8 @@ def truncated(sent: int, got: object, where: str) -> RefusedError:
 
 
 def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
-    """The answer. RefusedError unless it is what was asked for."""
-    count, stop = len(answer.tokens), bool(answer.tokens) and answer.tokens[-1] in ask.stop_ids
+    """The answer up to its first stop. RefusedError unless it is what was asked for."""
+    count, stop = len(answer.tokens), bool(answer.tokens) and answer.tokens[-1] in ask.server_stops()
     if not 0 < count <= ask.most or len(answer.logps) != count:
         raise RefusedError(
             f"{where}: wanted 1 to {ask.most} tokens with a log-prob each, got {count} and {len(answer.logps)}"
@@ -189,7 +196,22 @@ def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
     if ask.keep_experts and (answer.expert_TLA is None or len(answer.expert_TLA) != len(ask.tokens) + count - 1):
         got = "none" if answer.expert_TLA is None else f"those of {len(answer.expert_TLA)}"
         raise RefusedError(f"{where}: wanted the experts of {len(ask.tokens) + count - 1} tokens, got {got}")
-    return answer
+    return answer if ask.matcher is None else _cut(ask, answer, ask.matcher)
+
+
+def _cut(ask: Ask, answer: Answer, matcher: Matcher) -> Answer:
+    """The answer up to the token that completes a stop string. A token does not depend on those after it."""
+    if not (count := find_stop(answer.tokens, matcher, ask.turn)):
+        return answer
+    expert_TLA = answer.expert_TLA
+    return Answer(
+        answer.tokens[:count],
+        answer.logps[:count],
+        True,
+        None if expert_TLA is None else expert_TLA[: len(ask.tokens) + count - 1],
+        answer.kept[:count],
+        answer.cut[:count],
+    )
 
 
 def keep_set(logps: Mapping[int, float], token: int, size: int) -> tuple[list[int], float, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -72,7 +73,14 @@ def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
         stop_ids=options.stop_ids,
         keep_experts=options.keep_experts,
         mask_size=options.mask_size,
+        matcher=options.matcher,
+        turn=row.tokens[len(row.tokens) - _turn_length(row) :],
     )
+
+
+def _turn_length(row: Row) -> int:
+    """The tokens of the turn so far."""
+    return sum(1 for _ in takewhile(bool, reversed(row.sampled)))
 
 
 def add(row: Row, answer: Answer, version: int, options: SampleOptions) -> None:

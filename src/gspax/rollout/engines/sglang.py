@@ -55,7 +55,7 @@ class SGLang(Endpoint):
             "min_p": sampling.min_p,
             "sampling_seed": ask.seed % 2**31,
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
-            "stop_token_ids": list(ask.stop_ids),
+            "stop_token_ids": ask.server_stops(),
         }
         meta = self._generate(ask.tokens, ask.most, params, {"return_routed_experts": ask.keep_experts})
         where = f"{self.address}/generate"

@@ -66,7 +66,7 @@ class VLLM(Endpoint):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # else log-probs need a tokenizer, for the tokens' texts
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
-            "stop_token_ids": list(ask.stop_ids),
+            "stop_token_ids": ask.server_stops(),
         }
         where = f"{self.address}/v1/completions"
         most = longest_answer(self._model, len(ask.tokens), ask.most, ask.mask_size)
