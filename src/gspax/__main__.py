@@ -1,8 +1,6 @@
 """`python -m gspax`."""
 
-import sys
-
-from gspax.commands.main import main
+from gspax.commands.main import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -348,3 +348,26 @@ def test_what_others_wrote_reaches_no_terminal_as_it_is(capsys):
     assert capsys.readouterr().err == f"gspax: warning: {shown}\ngspax: {shown}\n"
     assert errors.shorten(hostile) == shown.replace("\t", " ")
     assert errors.describe_error(KeyError("\x1b[2J")).isprintable() and errors.brief(OSError("\x1b[2J")).isprintable()
+
+
+LEFT = {
+    "a thread": "threading.Thread(target=time.sleep, args=(50,)).start()",
+    "an exit handler": "atexit.register(time.sleep, 50)",
+    "an exit handler in C": "atexit.register(ctypes.CDLL(None).sleep, 50)",  # as that of jax waits for a computation
+}
+
+
+@pytest.mark.parametrize(("left", "code"), [("a thread", 0), ("an exit handler", 1), ("an exit handler in C", 143)])
+def test_a_process_that_is_done_ends_whatever_is_left_in_it(left, code):
+    """As a tracker's library or jax, which waits for the update in flight, leaves it; its last line is printed."""
+    script = (
+        "import atexit, ctypes, threading, time\n"
+        "from gspax.commands import main, processes\n"
+        "processes.PATIENCE = processes.SIGNALLED\n"
+        + f"main.main = lambda: [{LEFT[left]}, print('done'), {code}][-1]\n"
+        "main.program()"
+    )
+    began = time.monotonic()
+    done = run(script)
+    assert done.returncode == code and done.stdout == "done\n" and not done.stderr, done.stderr
+    assert time.monotonic() - began < 45, "it waited for what was left"

@@ -87,7 +87,7 @@ def test_it_installs_into_an_empty_environment(kind, request, tmp_path):
     assert (site / "gspax" / "py.typed").exists()
     assert run(python, "-I", "-m", "gspax", "--version", cwd=tmp_path).split() == ["gspax", gspax.__version__]
     entry = "from importlib.metadata import entry_points as e; print(*[p.value for p in e(name='gspax')])"
-    assert run(python, "-I", "-c", entry, cwd=tmp_path).split()[0] == "gspax.commands.main:main"
+    assert run(python, "-I", "-c", entry, cwd=tmp_path).split()[0] == "gspax.commands.main:program"
 
 
 def test_all_versions_are_equal():

@@ -19,6 +19,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import gspax
 from gspax.commands import environment, processes
@@ -69,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _run_and_report(arguments)
     processes.leave(code)
     return code
+
+
+def program() -> NoReturn:
+    """Run the program and end the process, as the installed `gspax` and `python -m gspax` do."""
+    processes.end(main())
 
 
 def _run_and_report(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ import sys
 import threading
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import gspax
 from gspax.commands.arguments import at_least, require_address
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 XLA_CPU_THREADS = "64"
 LAUNCHER = "GSPAX_LAUNCHER"  # the descriptor of a socket, from `gspax launch` to a process that it starts
 _launcher: socket.socket | None = None
+# Seconds that what is left in a process may take after its last line: threads that are no daemons, and exit handlers,
+# of a tracker's library, or of jax, which waits for the update in flight. After a signal nobody wants to wait for it
+PATIENCE, SIGNALLED = 10.0, 2.0
 STALL_TIMEOUT = 7200  # seconds: more than a checkpoint takes to load, or a sampler without chunks samples
 
 
@@ -111,3 +114,19 @@ def leave(code: int) -> None:
     watchdog.stop()
     if "gspax.parallel.joining" in sys.modules:
         sys.modules["gspax.parallel.joining"].leave(code)
+
+
+def end(code: int) -> NoReturn:
+    """End this process with an exit code, after `leave`, also if a thread or an exit handler does not end.
+
+    With several processes an orderly shutdown may wait for the others, also after a signal.
+    """
+    with contextlib.suppress(OSError, ValueError):  # closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    connections = sys.modules.get("gspax.parallel.connections")
+    is_alone = connections is None or connections.current() is None
+    timer = threading.Timer(SIGNALLED if code > 128 and is_alone else PATIENCE, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    sys.exit(code)
