@@ -3,11 +3,13 @@
 import json
 import os
 import time
+from dataclasses import fields, is_dataclass
 
 import pytest
 
+from gspax import config
 from gspax.run.directory import RunDir, open_run
-from gspax.run.redaction import recorded_variables, redact, redact_arguments
+from gspax.run.redaction import is_secret, recorded_variables, redact, redact_arguments
 
 HARMLESS = [
     "sampling.max_tokens=512",
@@ -25,11 +27,26 @@ HARMLESS = [
     "model.hotkeys=a:b",
     "data.path=folder/key:folder/token",
     "model.num_key_value_heads=2",
+    "reward.path=pattern",
+    "reward=my_rewards:unit",
+    "--workdir runs/a --file=b",
+    "model=hf(Qwen/Qwen3-0.6B@main)",
 ]
 
 
 def test_settings_are_recorded_as_they_are():
     assert redact_arguments(HARMLESS) == HARMLESS
+
+
+def test_no_setting_of_an_experiment_is_hidden():
+    settings = {
+        field.name
+        for declared in vars(config).values()
+        if isinstance(declared, type) and is_dataclass(declared)
+        for field in fields(declared)
+    }
+    assert {"num_key_value_heads", "microbatch_tokens"} < settings and len(settings) > 150
+    assert [name for name in sorted(settings) if is_secret(name)] == []
 
 
 @pytest.mark.parametrize(
@@ -62,6 +79,18 @@ def test_settings_are_recorded_as_they_are():
         ("reward.url=https://host/v1?b=2&auth=abc", "reward.url=https://host/v1?b=2&auth=<hidden>"),
         ("reward.url=https://host/v1?sig=abc", "reward.url=https://host/v1?sig=<hidden>"),
         ("reward.options=--auth=abc --x=1", "reward.options=--auth=<hidden> --x=1"),
+        ("reward.header=Authorization: Token abc", "reward.header=Authorization: <hidden>"),
+        ("Authorization: Token abc", "Authorization: <hidden>"),
+        ("-H 'Cookie: a=b; c=d' -x", "-H 'Cookie: <hidden>' -x"),
+        ("reward.keys=('a', 'b')", "reward.keys=<hidden>"),
+        ("options=--keys=('a', 'b') --x=1", "options=--keys=<hidden> --x=1"),
+        ("reward.api_keys=a", "reward.api_keys=<hidden>"),
+        ("reward.access-key-id=a", "reward.access-key-id=<hidden>"),
+        ("reward.passwords=a", "reward.passwords=<hidden>"),
+        ("reward.github_pat=a", "reward.github_pat=<hidden>"),
+        ("reward.address=me:abc@host:80", "reward.address=<hidden>@host:80"),
+        ("me:abc@host", "<hidden>@host"),
+        ("reward.run=tool --token abc --n 2 -p abc", "reward.run=tool --token <hidden> --n 2 -p <hidden>"),
         ("""reward.options={"api_key": "a b", "n": 1}""", """reward.options={"api_key": <hidden>, "n": 1}"""),
     ],
 )
@@ -72,10 +101,14 @@ def test_what_looks_like_a_secret_is_not(argument, recorded):
 def test_the_word_after_an_option_that_names_a_secret_is_not_recorded():
     words = ["--token", "abc", "--secret-file", "f", "x"]
     assert redact_arguments(words) == ["--token", "<hidden>", "--secret-file", "<hidden>", "x"]
+    assert redact_arguments(["-p", "abc", "x"]) == ["-p", "<hidden>", "x"]
     assert redact_arguments(["--token", "--workdir", "w"]) == ["--token", "--workdir", "w"]
 
 
-@pytest.mark.parametrize("text", ["a", "a.", "a-", "a=", "key=", "eyJ", "A", "://", "a:// "])
+@pytest.mark.parametrize(
+    "text",
+    ["a", "a.", "a-", "a=", "key=", "eyJ", "A", "://", "a:// ", "a:b", "a:b@", "-", "-p ", "--a ", "Cookie: ", "key=("],
+)
 def test_a_long_argument_takes_no_time(text):
     began = time.monotonic()
     redact_arguments([text * (100_000 // len(text)), "--token", "b"])
@@ -92,6 +125,7 @@ def test_only_variables_of_the_list_are_recorded():
         "GSPAX_COMPILATION_CACHE": "0",
         "JAX_API_KEY": "s",
         "JAX_CREDS": "s",
+        "JAX_PAT": "s",
         "TPU_PASS": "s",
         "TPU_PWD": "s",
         "LIBTPU_INIT_ARGS": "--auth=abc --xla_b=2 --token abc --quoted_secret='a b'",
