@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, masked, traits
+from gspax.losses import checks, explicit, masked, traits
 
 Array = jax.Array
 
@@ -119,7 +119,8 @@ def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof:
     """
     reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
     _check_scale(ddof, eps, reward_PG.size, "the batch size")
-    return _standardize(reward_PG.reshape(1, -1), mask_PG.reshape(1, -1), ddof, eps).reshape(reward_PG.shape)
+    advantage_1N = _standardize(_flat(reward_PG), _flat(mask_PG), ddof, eps)
+    return explicit.like(advantage_1N.reshape(reward_PG.shape), reward_PG)
 
 
 def reinforce_plus_plus_baseline(
@@ -206,7 +207,8 @@ def opo(reward_PG: Array, mask_PG: Array | None = None, *, length_PG: Array | No
 
     The baseline that minimizes the variance of the on-policy gradient, if the squared norm of a response's score grows
     with its length and tokens are summed. A run passes the tokens that the policy sampled; there is no division by the
-    standard deviation.
+    standard deviation. The baseline contains the sample itself, so unlike that of `leave_one_out` it biases the
+    gradient: at G = 2 and 3 the expectation has a cosine of 0.98 to 0.997 with the policy gradient.
 
     >>> opo(jnp.array([[1.0, 0.0, 0.0]]), length_PG=jnp.array([[6, 2, 4]])).tolist()
     [[0.5, -0.5, -0.5]]
@@ -240,7 +242,8 @@ def otb(
     W_t sums ‖∇ log π‖² over the tokens up to t: a sample's weight in the baseline is the part of the squared gradient
     that it has realized by then, so the baseline of least variance is one for each token. The sums are over the
     samples with a t-th token. Where a sample is alone, its own reward is the baseline and its advantage is 0; verl
-    can take 0 as the baseline there.
+    can take 0 as the baseline there. The baseline contains the sample itself, which biases the gradient: at G = 2 and 3
+    its expectation is 5 to 20 % shorter than (G - 1)/G of the policy gradient.
 
     >>> norm_PGN = jnp.array([[[1.0, 1.0], [3.0, 0.0], [1.0, 2.0]]])
     >>> otb(jnp.array([[1.0, 0.0, 0.0]]), length_PG=jnp.array([[2, 1, 2]]), score_norm_PGN=norm_PGN).round(3).tolist()
@@ -280,7 +283,7 @@ def best_of_group(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """
     reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
     held_PG = jnp.where(mask_PG, reward_PG, -jnp.inf)
-    order_PG = jnp.sort(held_PG, axis=-1, descending=True)
+    order_PG = explicit.like(jnp.sort(explicit.whole(held_PG), axis=-1, descending=True), held_PG)
     second_P1 = order_PG[:, min(1, held_PG.shape[1] - 1)][:, None]
     second_P1 = jnp.where(_count(mask_PG) > 1, second_P1, order_PG[:, :1])  # a group of one has nothing to compare with
     return jnp.where(mask_PG, jnp.maximum(reward_PG - second_P1, 0), 0)
@@ -323,9 +326,9 @@ def by_group(
         rows than `size`. The last cannot be raised while traced: the surplus rows then have the advantage NaN.
     """
     axes = "BR" if len(getattr(reward, "shape", ())) == 2 else "B"
-    reward = _real("reward", reward, axes)
+    reward = explicit.whole(_real("reward", reward, axes))
     B = reward.shape[0]
-    group_B = _ids(group_B, B)
+    group_B = explicit.whole(_ids(group_B, B))
     size = B if size is None else size
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"size must be a Python int; got {type(size).__name__}")
@@ -395,13 +398,18 @@ def _standardize(reward_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Arr
 
 def _over_batch_std(centered_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Array:
     """Values with mean 0 over the batch, divided by their standard deviation over the batch + eps."""
-    scale = _root_mean_square(centered_PG.reshape(1, -1), mask_PG.reshape(1, -1), ddof)[0, 0] + eps
+    scale = _root_mean_square(_flat(centered_PG), _flat(mask_PG), ddof)[0, 0] + eps
     return centered_PG / jnp.where(scale == 0, 1, scale)
 
 
 def _root_mean_square(centered_PG: Array, mask_PG: Array, ddof: int) -> Array:
     """sqrt(Σ x² / (G - ddof)) of numbers that are centered already: E[x²] - E[x]² would cancel. [P, 1]"""
     return jnp.sqrt(jnp.sum(centered_PG**2, axis=-1, keepdims=True) / jnp.maximum(_count(mask_PG) - ddof, 1))
+
+
+def _flat(value_PG: Array) -> Array:
+    """The samples of all prompts in one row, [1, P·G]."""
+    return explicit.whole(value_PG).reshape(1, -1)
 
 
 def _mean(value_PG: Array, mask_PG: Array) -> Array:
@@ -422,7 +430,8 @@ def _check_scale(ddof: int, eps: float, size: int, of_what: str) -> None:
 def _rewards(reward_PG: ArrayLike, mask_PG: ArrayLike | None) -> tuple[Array, Array]:
     """The rewards as float32 [P, G], and the mask."""
     reward_PG = _real("reward_PG", reward_PG, "PG")
-    return reward_PG, _mask(mask_PG, "reward_PG", reward_PG.shape)
+    reward_PG, mask_PG = explicit.alike(reward_PG, _mask(mask_PG, "reward_PG", reward_PG.shape))
+    return reward_PG, mask_PG
 
 
 def _mask(mask_PG: ArrayLike | None, like: str, shape: tuple[int, ...]) -> Array:

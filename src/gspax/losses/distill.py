@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, sequences
+from gspax.losses import checks, explicit, sequences
 from gspax.losses.logprobs import checked_logits, in_chunks
 from gspax.losses.surrogate import compare_logp, k3_of, limited_log_ratio, sampling_ratio, with_gradient
 from gspax.losses.terms import Aggregate, Metrics, Terms, by_sequence, mean_over
@@ -134,7 +134,7 @@ def select_logp(logits_BCV: Array, kept_BCK: Array, *, temperature: float = 1.0)
         raise ValueError(f"kept_BCK must name at most {logits_BCV.shape[2]} tokens; got {kept_BCK.shape[2]}")
     logits_BCV = logits_BCV / checks.positive("temperature", temperature)
     lse_BC1 = jax.nn.logsumexp(logits_BCV, axis=-1, keepdims=True)
-    return jnp.take_along_axis(logits_BCV, kept_BCK, axis=-1) - lse_BC1
+    return jnp.take_along_axis(explicit.whole(logits_BCV, -1), kept_BCK, axis=-1) - lse_BC1
 
 
 def chunked_divergence(
@@ -182,8 +182,8 @@ def chunked_divergence(
         log_softmax = partial(jax.nn.log_softmax, axis=-1)
         return divergence(log_softmax(logits_BCV / temperature), log_softmax(teacher_BCV / temperature))
 
-    value_BT = in_chunks(compare, chunk, hidden_BTD[:, :-1], stop_gradient(teacher_hidden_BTE)[:, :-1])
-    return jnp.pad(value_BT, ((0, 0), (1, 0)))
+    hidden_BTD, teacher_hidden_BTE = (explicit.whole(x, 1) for x in (hidden_BTD, stop_gradient(teacher_hidden_BTE)))
+    return jnp.pad(in_chunks(compare, chunk, hidden_BTD[:, :-1], teacher_hidden_BTE[:, :-1]), ((0, 0), (1, 0)))
 
 
 def full_reverse_kl(logp_V: Array, teacher_logp_V: Array) -> Array:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from gspax.losses import checks
+from gspax.losses import checks, explicit
 
 Array = jax.Array
 Scored = TypeVar("Scored")  # a tree of arrays [B, T]
@@ -106,7 +106,9 @@ def chunked_token_logp(
 def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Array:
     """`project(hidden_BCD)`. TypeError, ValueError: they are no float32 logits [B, C, V]."""
     logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
-    checks.same_shape("the result of project", logits_BCV[..., 0], "its argument [B, C]", hidden_BCD.shape[:2])
+    if logits_BCV.shape[:2] != hidden_BCD.shape[:2]:
+        wanted = f"the result of project must have the rows and positions {list(hidden_BCD.shape[:2])} of its argument"
+        raise ValueError(f"{wanted}; got {list(logits_BCV.shape)}")
     return logits_BCV
 
 
@@ -121,9 +123,9 @@ def shift(score: Callable[..., Scored], output: Output, *targets: object, keep_l
       output: arrays [B, T, ...].
       targets: the tokens, int32 [B, T], and what else there is about each of them: trees of arrays [B, T, ...].
     """
-    if keep_length:
-        next_ones = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), targets)
-        scored = jax.tree.map(lambda x: x[:, :-1], score(output, *next_ones))
+    if keep_length or any(explicit.is_split(x, 1) for x in jax.tree.leaves(output)):
+        next_ones = jax.tree.map(lambda x: explicit.like(jnp.roll(explicit.whole(x, 1), -1, axis=1), x), targets)
+        scored = jax.tree.map(lambda x: explicit.whole(x, 1)[:, :-1], score(output, *next_ones))
     else:
         before_last = jax.tree.map(lambda x: x[:, :-1], output)
         scored = score(before_last, *jax.tree.map(lambda x: x[:, 1:], targets))
@@ -142,7 +144,7 @@ def logp_and_entropy(
     logits_XV = logits_XV / temperature
     summed_XV = logits_XV if kept_XK is None else _take_sets(logits_XV, kept_XK)
     lse_X = jax.nn.logsumexp(summed_XV, axis=-1)
-    logit_X = jnp.take_along_axis(logits_XV, tokens_X[..., None], axis=-1)[..., 0]
+    logit_X = _take(logits_XV, tokens_X)
     logp_XV = jnp.maximum(summed_XV - lse_X[..., None], _LEAST)
     return logit_X - lse_X, -jnp.sum(jnp.exp(logp_XV) * logp_XV, axis=-1)
 
@@ -162,12 +164,21 @@ def score_norm(logits_XV: Array, tokens_X: Array, kept_XK: Array | None = None) 
     return jnp.sum(gradient_XK**2, axis=-1)  # unlike 1 - 2π + Σπ², never below 0
 
 
+def _take(logits_XV: Array, tokens_X: Array) -> Array:
+    """The logit of each token; of a vocabulary that is split over devices without making it whole."""
+    if explicit.is_split(logits_XV, -1):
+        of_token_XV = jax.lax.broadcasted_iota(jnp.int32, logits_XV.shape, logits_XV.ndim - 1) == tokens_X[..., None]
+        return jnp.sum(jnp.where(explicit.like(of_token_XV, logits_XV), logits_XV, 0), axis=-1)
+    return jnp.take_along_axis(logits_XV, tokens_X[..., None], axis=-1)[..., 0]
+
+
 def _take_sets(logits_XV: Array, kept_XK: Array) -> Array:
     """The logits of the tokens of each set, [X, K], and -inf in the places that are left.
 
     K of them are gathered: their exponentials cost less than those of V masked logits, and no mask [X, V] is made.
     """
     V, kept_XK = logits_XV.shape[-1], kept_XK.astype(jnp.int32)
+    logits_XV = explicit.whole(logits_XV, -1)
     taken_XK = jnp.take_along_axis(logits_XV, jnp.minimum(kept_XK, V - 1), axis=-1)
     return jnp.where(kept_XK < V, taken_XK, -jnp.inf)
 
@@ -186,7 +197,8 @@ def in_chunks(scores: Callable[..., Scored], chunk: int, hidden_BTD: Array, *arr
 
     def split(x: Array) -> Array:
         # Padded with the last position, not with zeros: there the projection and its derivative are finite.
-        x = jnp.pad(x, ((0, 0), (0, N * chunk - T), *[(0, 0)] * (x.ndim - 2)), mode="edge")
+        x = explicit.whole(x, 1)
+        x = jnp.concatenate([x, jnp.repeat(x[:, -1:], N * chunk - T, axis=1)], axis=1)
         return x.reshape(B, N, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     # prevent_cse only matters outside a loop; inside one it hinders the compiler.

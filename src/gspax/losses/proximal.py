@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspax.losses import checks
+from gspax.losses import checks, explicit
 
 Array = jax.Array
 
@@ -45,6 +45,7 @@ def interpolated_logp(logp: Array, sampler_logp: Array, age: Array, progress: Ar
     age_BT = checks.array("age", age, jnp.int32, "BT").astype(jnp.float32)
     for name, value in (("sampler_logp", sampler_BT), ("age", age_BT)):
         checks.same_shape(name, value, "logp", logp_BT.shape)
+    logp_BT, sampler_BT, age_BT = explicit.alike(logp_BT, sampler_BT, age_BT)
     until_BT = age_BT + progress
     share_BT = jnp.where(progress == 0, 1, age_BT / jnp.where(until_BT == 0, 1, until_BT))
     return stop_gradient(jnp.where(share_BT == 1, logp_BT, sampler_BT + share_BT * (logp_BT - sampler_BT)))

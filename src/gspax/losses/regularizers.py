@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, sequences
+from gspax.losses import checks, explicit, sequences
 from gspax.losses.surrogate import compare_logp, squared, with_gradient
 from gspax.losses.terms import Aggregate, Terms, by_sequence, mean_over
 
@@ -78,9 +78,9 @@ def log_ratio_square(
 ) -> Terms:
     """log²(π/μ) of each response token: the policy stays near the one that sampled, also where a mask cuts the loss.
 
-    prime-rl adds 1e-3 of it to its losses, and names Kimi K2.5 (arXiv 2602.02276) as its source. Its default is
-    `dppo_tv` with the threshold 0.2 and `old_logp="sampler"` beside it. The gradient is 2 log(π/μ) ∇log π, twice that
-    of `kl.token_kl` to μ.
+    prime-rl adds 1e-3 of it to its losses, and names Kimi K2.5 (arXiv 2602.02276) as its source. Until autumn 2026 its
+    default was `dppo_tv` with the threshold 0.2 and `old_logp="sampler"` beside it. The gradient is 2 log(π/μ) ∇log π,
+    twice that of `kl.token_kl` to μ.
 
     >>> logp, sampler_logp = jnp.array([[0.0, -1.0, -1.5]]), jnp.array([[0.0, -1.0, -2.0]])
     >>> log_ratio_square(logp, sampler_logp, jnp.array([[False, True, True]])).value.tolist()
@@ -165,7 +165,8 @@ def load_balance(
     prob_LBTE, mask_BT = _routers("prob", prob, mask)
     load_LE = checks.array("load", load, jnp.float32, "LE")
     checks.same_shape("load", load_LE, "prob in L and E", (prob_LBTE.shape[0], prob_LBTE.shape[-1]))
-    value_BT = jnp.einsum("lbte,le->bt", prob_LBTE, stop_gradient(load_LE)) / prob_LBTE.shape[0]
+    prob_LBTE, load_LE = explicit.whole(prob_LBTE, 0, 3), explicit.whole(stop_gradient(load_LE))
+    value_BT = jnp.einsum("lbte,le->bt", prob_LBTE, load_LE) / prob_LBTE.shape[0]
     return _terms("load_balance", value_BT, mask_BT, aggregate, segment_ids)
 
 

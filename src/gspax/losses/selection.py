@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspax.losses import checks, masked
+from gspax.losses import checks, explicit, masked
 from gspax.losses.traits import at_level
 
 Array = jax.Array
@@ -66,7 +66,7 @@ def second_moment(minibatch: Minibatch, *, threshold: float = 0.04) -> Array:
     """
     threshold, mask_BT = checks.positive("threshold", threshold), minibatch.mask_BT
     square_BT = jnp.where(mask_BT, jnp.subtract(minibatch.old_logp_BT, minibatch.sampler_logp_BT) ** 2, jnp.inf)
-    square_N = jnp.sort(square_BT.ravel())
+    square_N = jnp.sort(explicit.whole(square_BT).ravel())
     mean_N = jnp.cumsum(square_N) / jnp.arange(1, square_N.size + 1)  # of the n smallest, which grows with n
     kept = jnp.maximum(jnp.sum(mean_N < threshold), 1)
     return (mask_BT & ~(square_BT > square_N[kept - 1])).astype(jnp.float32)
@@ -120,5 +120,5 @@ def _count(share: float, mask_BT: Array) -> Array:
 
 def _largest(value_BT: Array, mask_BT: Array, count: Array) -> Array:
     """bool [B, T]: the `count` tokens of the mask with the largest values, and those that equal the last of them."""
-    descending_N = -jnp.sort(jnp.where(mask_BT, -value_BT, jnp.inf).ravel())
+    descending_N = -jnp.sort(explicit.whole(jnp.where(mask_BT, -value_BT, jnp.inf)).ravel())
     return mask_BT & ~(value_BT < descending_N[jnp.minimum(count, descending_N.size) - 1])

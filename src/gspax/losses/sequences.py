@@ -9,10 +9,13 @@ Axes: B rows, T tokens, S columns for sequences; U is T, or 1 for a quantity tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+
+from gspax.losses import explicit
 
 Array = jax.Array
 
@@ -25,8 +28,7 @@ def response(mask_BT: Array, segment_BT: Array | None) -> Array:
 def total(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
     """Σ over the response tokens of each sequence, [B, S]. What stands outside the mask never matters."""
     if segment_BT is not None:
-        kept_BT, columns = jnp.where(mask_BT, value_BU, 0), mask_BT.shape[-1] + 1
-        return jax.vmap(partial(jax.ops.segment_sum, num_segments=columns))(kept_BT, segment_BT)
+        return _by_segment(jax.ops.segment_sum, jnp.where(mask_BT, value_BU, 0), segment_BT)
     if value_BU.shape != mask_BT.shape:
         tokens_BS = count(mask_BT, None)
         return jnp.where(tokens_BS > 0, value_BU * tokens_BS, 0)
@@ -47,7 +49,8 @@ def at_tokens(value_BS: Array, segment_BT: Array | None) -> Array:
     """A quantity of sequences at each of their tokens, [B, U]: unpacked it is the same all along the row."""
     if segment_BT is None:
         return value_BS
-    return jnp.take_along_axis(value_BS, segment_BT, axis=-1)
+    at_BT = jnp.take_along_axis(value_BS, explicit.whole(segment_BT, 1), axis=-1)
+    return explicit.like(at_BT, segment_BT)
 
 
 def largest(value_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
@@ -56,18 +59,25 @@ def largest(value_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
     if segment_BT is None:
         most_BS = jnp.max(kept_BT, axis=-1, keepdims=True, initial=-jnp.inf)
     else:
-        columns = mask_BT.shape[-1] + 1
-        most_BS = jax.vmap(partial(jax.ops.segment_max, num_segments=columns))(kept_BT, segment_BT)
+        most_BS = _by_segment(jax.ops.segment_max, kept_BT, segment_BT)
     return jnp.where(count(mask_BT, segment_BT) > 0, most_BS, 0)
+
+
+def _by_segment(reduction: Callable[..., Array], value_BT: Array, segment_BT: Array) -> Array:
+    """A reduction over the tokens of each segment, [B, S]."""
+    value_BT, segment_BT = (explicit.whole(x_BT, 1) for x_BT in explicit.alike(value_BT, segment_BT))
+    return jax.vmap(partial(reduction, num_segments=segment_BT.shape[-1] + 1))(value_BT, segment_BT)
 
 
 def to_go(value_BT: Array, segment_BT: Array | None) -> Array:
     """Σ of the values from each token to the end of its sequence, [B, T]; the values are 0 outside the mask."""
+    value_BT = explicit.whole(value_BT, 1)
     if segment_BT is None:
         return jnp.cumsum(value_BT[:, ::-1], axis=-1)[:, ::-1]
+    value_BT, segment_BT = explicit.alike(value_BT, explicit.whole(segment_BT, 1))
     order_BT = jnp.argsort(-segment_BT, axis=-1, stable=True)[:, ::-1]  # by segment, from the last token to the first
     segment_BT, value_BT = (jnp.take_along_axis(x_BT, order_BT, axis=-1) for x_BT in (segment_BT, value_BT))
-    first_BT = jnp.diff(segment_BT, axis=-1, prepend=-1) != 0
+    first_BT = jnp.pad(segment_BT[:, 1:] != segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
     def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])

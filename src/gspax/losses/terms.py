@@ -29,7 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspax.losses import checks, masked, sequences
+from gspax.losses import checks, explicit, masked, sequences
 from gspax.losses.traits import at_level
 
 Array = jax.Array
@@ -179,10 +179,10 @@ def _sequence_count(mask_BT: Array, segment_BT: Array | None) -> Array:
 
 
 def _quantile(metric: Quantile) -> Array:
-    weight = metric.weight.ravel()
+    weight = explicit.whole(metric.weight).ravel()
     if not weight.size:  # a batch without rows
         return jnp.zeros((), jnp.float32)
-    value = jnp.where(weight > 0, metric.value.ravel(), -jnp.inf)
+    value = jnp.where(weight > 0, explicit.whole(metric.value).ravel(), -jnp.inf)
     descending = jnp.argsort(-value)
     within = jnp.cumsum(weight[descending]) > jnp.maximum(metric.above * weight.sum(), metric.at_least)
     return jnp.where(within.any(), value[descending[jnp.argmax(within)]], 0)

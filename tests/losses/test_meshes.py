@@ -1,0 +1,138 @@
+"""Every public function gives on a mesh, in `shard_map` and out, what it gives on one device: values and gradients.
+
+`jax.make_mesh` makes explicit axes by default, where a sort or a scan along a split axis does not even trace.
+"""
+
+import functools
+import inspect
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import mesh_calls
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mesh_calls import ARRAYS, AXES, CALLS
+
+from gspax import losses
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+ROWS = {"B": "data", "P": "data"}
+SPLITS = {  # the shape of a mesh, its axes' names, and what is split over them
+    "rows": ((4,), ("data",), ROWS),
+    "all": ((2, 2, 2), ("data", "time", "model"), ROWS | {"T": "time", "V": "model", "E": "model"}),
+    "one argument": ((4,), ("data",), ROWS),  # the others are whole, such as a mask that the program makes
+}
+ONE = ("logp", "logits", "hidden", "router_logits", "router_prob", "reward", "reward_PGR", "entropy", "router_logp")
+VALUES = (  # those whose program differs on a mesh with explicit axes, and one of each kind besides
+    "gspo_loss",
+    "gspo_loss, packed",
+    "token_logp",
+    "token_logp, kept",
+    "chunked_token_logp",
+    "kl.sequence_kl, packed",
+    "correction.reject_sequences, largest, packed",
+    "selection.second_moment",
+    "selection.top_entropy",
+    "proximal.interpolated_logp",
+    "regularizers.load_balance",
+    "distill.select_logp",
+    "distill.chunked_divergence",
+    "router_shift.log_factor",
+    "advantages.reinforce_plus_plus",
+    "advantages.best_of_group",
+    "advantages.gdpo",
+    "advantages.by_group",
+)
+FLOATS = [name for name, x in ARRAYS.items() if x.dtype == np.float32]
+
+
+def every_call(arrays, names=VALUES):
+    """The results of the calls by name and, as "gradient", that of a function of all of them by all floats."""
+
+    def total(floats):
+        results = {name: CALLS[name](SimpleNamespace(**(arrays | floats))) for name in names}
+        leaves = [leaf for leaf in jax.tree.leaves(results) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return sum(jnp.sum(jnp.tanh(leaf)) / (n + 1) for n, leaf in enumerate(leaves)), results
+
+    gradient, results = jax.grad(total, has_aux=True)({name: arrays[name] for name in FLOATS})
+    return results | {"gradient": gradient}
+
+
+@functools.cache
+def on_one_device():
+    return jax.device_get(jax.jit(every_call)(ARRAYS))
+
+
+def placed(split, mesh):
+    parts = SPLITS[split][2]
+
+    def put(name, x):
+        whole = split == "one argument" and name not in ONE
+        return jax.device_put(x, NamedSharding(mesh, P() if whole else P(*(parts.get(axis) for axis in AXES[name]))))
+
+    return {name: put(name, x) for name, x in ARRAYS.items()}
+
+
+def assert_equal(got, want):
+    for name in want:
+        compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5, err_msg=name)
+        jax.tree.map(compare, jax.device_get(got[name]), want[name])
+
+
+@pytest.mark.parametrize("kind", (EXPLICIT, AUTO), ids=lambda kind: kind.name)
+def test_a_mesh_equals_one_device(kind, split="all"):
+    shape, names, _ = SPLITS[split]
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    with jax.set_mesh(mesh):
+        assert_equal(jax.jit(every_call)(placed(split, mesh)), on_one_device())
+
+
+@pytest.mark.parametrize("split", ("all", "one argument"))
+def test_explicit_axes_refuse_no_call(split):
+    """A mesh refuses while a program is traced, so nothing is compiled here."""
+    shape, names, _ = SPLITS[split]
+    mesh = jax.make_mesh(shape, names, axis_types=(EXPLICIT,) * len(names))
+    with jax.set_mesh(mesh):
+        jax.eval_shape(functools.partial(every_call, names=tuple(CALLS)), placed(split, mesh))
+
+
+def test_every_public_function_is_called():
+    """A new function is one more call, or is named here with the reason why no mesh matters to it."""
+    without = {  # on numbers of Python or numpy, on functions, or a helper of the learner's passes
+        *(["calibration.next_range", "calibration.range_warnings", "ratio_spread.fit_exponent"]),
+        *(["logprobs.checked_logits", "logprobs.in_chunks", "logprobs.logp_and_entropy", "logprobs.shift"]),
+    }
+    called = {name.split(",")[0] for name in CALLS}
+    for module in (*mesh_calls.MODULES, losses):
+        prefix = "" if module is losses else module.__name__.rpartition(".")[2] + "."
+        for name, function in vars(module).items():
+            own = module is losses or getattr(function, "__module__", "") == module.__name__
+            if own and inspect.isfunction(function) and not name.startswith("_"):
+                assert {prefix + name} & (called | without | {"has_traits", "traits_of"}), prefix + name
+
+
+def test_shard_map_gives_what_a_device_gives_for_its_rows():
+    mesh = jax.make_mesh((2,), ("data",))
+    whole = {name for name in ARRAYS if not set(AXES[name]) & set("BP")}
+    names = [name for name in VALUES if "by_group" not in name]  # an id is in one group, so all of its rows are needed
+    specs = {name: P(*(ROWS.get(axis) for axis in AXES[name])) for name in ARRAYS}
+
+    def of_rows(arrays):
+        floats = {name: jax.lax.pcast(arrays[name], "data", to="varying") for name in whole}
+        return jax.tree.map(lambda x: x[None], every_call(arrays | floats, names))
+
+    mapped = jax.jit(jax.shard_map(of_rows, mesh=mesh, in_specs=(specs,), out_specs=P("data")))
+    with jax.set_mesh(mesh):
+        got = jax.device_get(mapped(placed("rows", mesh)))
+    alone = jax.jit(functools.partial(every_call, names=names))
+    for shard in range(2):
+
+        def part(name, shard=shard):
+            axis = next((n for n, letter in enumerate(AXES[name]) if letter in "BP"), None)
+            return ARRAYS[name] if axis is None else np.split(ARRAYS[name], 2, axis)[shard]
+
+        want = jax.device_get(alone({name: part(name) for name in ARRAYS}))
+        assert_equal(jax.tree.map(lambda x, shard=shard: x[shard], got), want)
