@@ -462,6 +462,31 @@ def test_every_rejection_of_verl_can_be_written(level, estimate):
     assert 0.2 < wanted[x.mask].mean() < 0.8
 
 
+@pytest.mark.parametrize("threshold", ("0.95_1.02", "0.8_1.1", "0.6_1.4"))
+def test_thresholds_of_verl_are_written_as_the_page_says(threshold):
+    """verl 0.9.1 keeps log lo ≤ k1 ≤ log hi with k1 = -log ρ, or with its sum or mean over a sequence."""
+    x, (lo, hi) = CASES["ragged-0.3"], map(float, threshold.split("_"))
+    bounds = {}
+    for name, low, high in re.findall(r"`(token_k1|seq_mean_k1)`.* low = (.*?), high = (.*?)\.? \|", PAGE):
+        sides = (re.sub(r"log (\w+)", r"math.log(\1)", side) for side in (low, high))
+        bounds[name] = dict(
+            zip(("low", "high"), (eval(side, {"math": math, "lo": lo, "hi": hi}) for side in sides), strict=True)
+        )
+    k1_BT = np.where(x.mask, -(x.logp.astype(np.float64) - x.other), 0)
+    sum_B, count_B = k1_BT.sum(-1), np.maximum(x.mask.sum(-1), 1)
+
+    def kept(value):
+        return (math.log(lo) <= value) & (value <= math.log(hi))
+
+    got = correction.reject_tokens(x.logp, x.other, x.mask, estimate=kl.k1, **bounds["token_k1"])
+    np.testing.assert_array_equal(got, x.mask & kept(k1_BT))
+    over = functools.partial(correction.reject_sequences, estimate=kl.k1, over=sequences.total)
+    got = over(x.logp, x.other, x.mask, **bounds["token_k1"])
+    np.testing.assert_array_equal(got, x.mask.any(-1) & kept(sum_B))
+    got = correction.reject_geometric(x.logp, x.other, x.mask, **bounds["seq_mean_k1"])
+    np.testing.assert_array_equal(got, x.mask.any(-1) & kept(sum_B / count_B))
+
+
 def test_invalid_numbers_are_rejected():
     x = CASES["ragged-0.3"]
     for cap in (0.0, -1.0, float("nan"), float("inf")):
