@@ -16,6 +16,7 @@ from gspax.config import (
     Reference,
     Regularizers,
     RouterShift,
+    Teacher,
 )
 from gspax.experiment import override, validate, warnings
 from gspax.losses import correction, kl, selection
@@ -147,6 +148,18 @@ WRONG = [
     ({"filter_overlong": True, "advantage": lambda rewards: rewards}, "filter_overlong: wanted an advantage of (rewar"),
     ({"loss": own_loss, "schedule": PACKED}, "schedule.microbatch_tokens: wanted a loss that takes `segment_ids`, for"),
     ({"correction": own_correction, "schedule": PACKED}, "schedule.microbatch_tokens: wanted a correction that takes"),
+    (
+        {"loss": losses.grpo, "selection": partial(selection.top_cov, share=0.1)},
+        "selection: wanted a selection of tokens to train on, got gspax.losses.selection.top_cov, which selects",
+    ),
+    (
+        {"placement": STALE, "reference": Reference(loss=kl.token_kl)},
+        "reference.loss: wanted old_logp=sampler with placement.staleness=1, because its term is weighted by",
+    ),
+    (
+        {"engine": Engine(staleness=2), "teacher": Teacher()},
+        "teacher: wanted old_logp=sampler or teacher.as_advantage=True with engine.staleness=2, because its term",
+    ),
     ({"filter_overlong": 1}, "filter_overlong: wanted True or False, got 1"),
     ({"loss": partial(losses.gspo, clip_low=1.0)}, "loss.clip_low: wanted a number at least 0 and below 1, got 1.0"),
     ({"loss": partial(losses.gspo, clip_high=-1.0)}, "loss.clip_high: wanted a number at least 0, got -1.0"),
@@ -167,6 +180,7 @@ RIGHT = [
         "reference": Reference(loss=kl.grpo_kl),
         "schedule": PACKED,
     },
+    UNSCORED | {"placement": STALE, "reference": Reference(loss=kl.token_kl)},
     {"loss": losses.cispo},  # a lower width of 1 means no lower bound
     {"loss": losses.dr_grpo, "reference": Reference(loss=kl.sequence_kl)},
     {"loss": own_loss, "reference": Reference(reward=kl.k1)},
@@ -202,6 +216,12 @@ def test_a_selection_for_a_loss_of_sequences_warns():
         "selection: gspax.losses.selection.top_entropy weights each token, but the gradient of gspa"
     )
     assert warnings(replace(experiment, **TOP)) == []
+
+
+@pytest.mark.parametrize(("estimate", "warned"), [(kl.k1, False), (kl.k2, True), (kl.k3, True)])
+def test_an_estimate_in_the_reward_that_has_another_gradient_warns(estimate, warned):
+    found = warnings(replace(experiment, reference=Reference(reward=estimate)))
+    assert [f"reference.reward=gspax.losses.kl.{estimate.__name__}: " in each for each in found] == [True] * warned
 
 
 def test_components_of_the_loss_can_be_overridden():

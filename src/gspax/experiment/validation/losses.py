@@ -27,7 +27,9 @@ from gspax.config.protocols import Advantage, Correction, Loss, Rejection, Selec
 from gspax.experiment.description import show
 from gspax.experiment.validation.fields import takes_segments
 from gspax.losses.calibration import INERT
-from gspax.losses.traits import aggregate_of, is_scored, level_of, takes_sampler_logp, traits_of
+from gspax.losses.kl import k2, k3
+from gspax.losses.selection import top_cov
+from gspax.losses.traits import aggregate_of, is_scored, layers, level_of, takes_sampler_logp, traits_of
 
 
 def clip_range_problems(loss: Loss) -> Iterator[str]:
@@ -126,6 +128,34 @@ def old_policy_problems(
         )
 
 
+def stale_term_problems(
+    loss: Loss, old_logp: OldLogp, reference: Reference | None, teacher: Teacher | None, sampler: str, staleness: int
+) -> Iterator[str]:
+    """A KL that weighs stale samples by the ratio to the old policy takes it for the one that sampled them."""
+    if not staleness or takes_sampler_logp(loss, old_logp):
+        return
+    weighs = {
+        "reference.loss": reference is not None and "old_logp" in keywords(reference.loss or k2),
+        "teacher": teacher is not None and not teacher.as_advantage,
+    }
+    for field in (name for name, is_on in weighs.items() if is_on):
+        instead = " or teacher.as_advantage=True" if field == "teacher" else ""
+        yield (
+            f"{field}: wanted old_logp=sampler{instead} with {sampler}.staleness={staleness}, because its term is "
+            f"weighted by the ratio to the policy that sampled, got old_logp={old_logp}"
+        )
+
+
+def reward_kl_warnings(reference: Reference | None) -> Iterator[str]:
+    """The expectation of a reward's gradient is that of the KL for k1 alone."""
+    for estimate in (k2, k3):
+        if reference is not None and estimate in layers(reference.reward):
+            yield (
+                f"reference.reward={title_of(estimate)}: subtracted from a reward, only k1 has the gradient of the KL "
+                "in expectation; use gspax.losses.kl.k1, or gspax.losses.kl.token_kl as reference.loss"
+            )
+
+
 def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]) -> Iterator[str]:
     """Where the setting `key` gives each token an advantage, the loss has one for each, and nothing mixes responses."""
     traits = traits_of(loss)
@@ -196,6 +226,11 @@ def weight_problems(
     for field, function in {"correction": correction, "rejection": rejection, "selection": selection}.items():
         if function is not None and traits_of(loss).correction is None:
             yield f"{field}: wanted a loss that takes a `correction`, {title_of(loss)} does not"
+    if top_cov in layers(selection):
+        yield (
+            f"selection: wanted a selection of tokens to train on, got {title_of(top_cov)}, which selects the few that "
+            "regularizers.kl_cov penalizes"
+        )
 
 
 def loss_warnings(

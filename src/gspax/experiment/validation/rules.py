@@ -80,6 +80,7 @@ from gspax.experiment.validation.losses import (
     sampler_logp_problems,
     sampler_routing_problems,
     score_norm_problems,
+    stale_term_problems,
     weight_problems,
 )
 from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
@@ -198,10 +199,16 @@ def warnings(experiment: Experiment) -> list[str]:
     return [
         *notes,
         *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
+        *reward_kl_warnings(experiment.reference),
         *unused_turns(experiment.environment, experiment.turns),
         *reference_warnings(experiment.reference),
         *engine_warnings(experiment.engine, sampling, experiment.model),
     ]
+
+
+def _staleness(placement: Placement | None, engine: Engine | None) -> tuple[str, int]:
+    sampler = placement or engine
+    return "placement" if placement else "engine", 0 if sampler is None else sampler.staleness
 
 
 def _updates(schedule: Schedule) -> Iterator[str]:
