@@ -34,6 +34,22 @@ from gspax.losses import checks, explicit, masked, traits
 
 Array = jax.Array
 
+__all__ = [
+    "best_of_group",
+    "by_group",
+    "by_turn",
+    "center",
+    "constant_groups",
+    "gdpo",
+    "leave_one_out",
+    "maxrl",
+    "opo",
+    "otb",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "standardize",
+]
+
 
 Function = TypeVar("Function", bound=Callable[..., Array])
 

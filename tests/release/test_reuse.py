@@ -43,7 +43,10 @@ def check_reward(numbers):
     assert 0.9 < last <= 1
 
 
-@pytest.mark.parametrize("name", ["plain_jax", pytest.param("flax_linen", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["plain_jax", "device_mesh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flax_linen", "flax_nnx"))],
+)
 def test_the_reward_rises(name):
     numbers = printed(FOLDER / f"{name}.py")
     check_reward(numbers)
@@ -79,7 +82,14 @@ def test_the_reward_rises_from_a_buffer_and_the_mismatch_is_reported():
 
 def test_every_script_is_short_self_contained_and_names_its_command():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert [path.stem for path in SCRIPTS] == ["equinox_loop", "flax_linen", "plain_jax", "rollout_buffer"]
+    assert [path.stem for path in SCRIPTS] == [
+        "device_mesh",
+        "equinox_loop",
+        "flax_linen",
+        "flax_nnx",
+        "plain_jax",
+        "rollout_buffer",
+    ]
     for path in SCRIPTS:
         text = path.read_text(encoding="utf-8")
         command = f"    python experiments/reuse/{path.name}\n"

@@ -38,8 +38,6 @@ The metrics are listed in docs/losses.md.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -114,10 +112,31 @@ def gspo(
 
 
 def gspo_loss(
-    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """`reduce(gspo(...))`: the scalar loss and the metrics of one whole batch."""
-    return reduce(gspo(logp, old_logp, advantage, mask, **keywords))
+    """`reduce(gspo(...))`: the scalar loss and the metrics of one whole batch. Any other loss: `reduce(grpo(...))`."""
+    return reduce(
+        gspo(
+            logp,
+            old_logp,
+            advantage,
+            mask,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            aggregate=aggregate,
+            segment_ids=segment_ids,
+            correction=correction,
+        )
+    )
 
 
 @has_traits(Traits(ratio="sequence", clip_range=True, correction="token", token_advantage=True, aggregate=by_sequence))
