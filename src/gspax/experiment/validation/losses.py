@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from gspax.config import (
     Calibration,
     Engine,
+    Experiment,
     ModelConfig,
     OldLogp,
     Placement,
@@ -109,9 +110,15 @@ def router_problems(
 
 
 def old_policy_problems(
-    loss: Loss, schedule: Schedule, old_logp: OldLogp, sampler: Placement | Engine | None
+    loss: Loss,
+    schedule: Schedule,
+    old_logp: OldLogp,
+    sampler: Placement | Engine | None,
+    reference: Reference | None,
+    teacher: Teacher | None,
 ) -> Iterator[str]:
     """Old log-probs are interpolated by the age of tokens; a loss without an old policy takes none and one pass."""
+    yield from _stale_terms(loss, old_logp, reference, teacher, sampler)
     if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
         yield (
             "old_logp: wanted placement.staleness or engine.staleness above 0 with interpolated, which needs tokens of "
@@ -128,12 +135,17 @@ def old_policy_problems(
         )
 
 
-def stale_term_problems(
-    loss: Loss, old_logp: OldLogp, reference: Reference | None, teacher: Teacher | None, sampler: str, staleness: int
+def _stale_terms(
+    loss: Loss,
+    old_logp: OldLogp,
+    reference: Reference | None,
+    teacher: Teacher | None,
+    sampler: Placement | Engine | None,
 ) -> Iterator[str]:
     """A KL that weighs stale samples by the ratio to the old policy takes it for the one that sampled them."""
-    if not staleness or takes_sampler_logp(loss, old_logp):
+    if sampler is None or not sampler.staleness or takes_sampler_logp(loss, old_logp):
         return
+    key = f"{'placement' if isinstance(sampler, Placement) else 'engine'}.staleness"
     weighs = {
         "reference.loss": reference is not None and "old_logp" in keywords(reference.loss or k2),
         "teacher": teacher is not None and not teacher.as_advantage,
@@ -141,12 +153,12 @@ def stale_term_problems(
     for field in (name for name, is_on in weighs.items() if is_on):
         instead = " or teacher.as_advantage=True" if field == "teacher" else ""
         yield (
-            f"{field}: wanted old_logp=sampler{instead} with {sampler}.staleness={staleness}, because its term is "
+            f"{field}: wanted old_logp=sampler{instead} with {key}={sampler.staleness}, because its term is "
             f"weighted by the ratio to the policy that sampled, got old_logp={old_logp}"
         )
 
 
-def reward_kl_warnings(reference: Reference | None) -> Iterator[str]:
+def _reward_kl(reference: Reference | None) -> Iterator[str]:
     """The expectation of a reward's gradient is that of the KL for k1 alone."""
     for estimate in (k2, k3):
         if reference is not None and estimate in layers(reference.reward):
@@ -233,10 +245,11 @@ def weight_problems(
         )
 
 
-def loss_warnings(
-    loss: Loss, correction: Correction | None, selection: Selection | None, calibration: Calibration | None
-) -> Iterator[str]:
-    """Settings of a loss that run but are probably not meant."""
+def loss_warnings(experiment: Experiment) -> Iterator[str]:
+    """Settings of a loss, its weights, and its KL that run but are probably not meant."""
+    loss, correction, selection = experiment.loss, experiment.correction, experiment.selection
+    calibration = experiment.calibration
+    yield from _reward_kl(experiment.reference)
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
     wide = [f"loss.{name}={show(value)}" for name, value in clip.items() if value >= INERT]
     if traits_of(loss).ratio == "sequence" and wide and calibration is None:

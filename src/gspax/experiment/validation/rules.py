@@ -80,7 +80,6 @@ from gspax.experiment.validation.losses import (
     sampler_logp_problems,
     sampler_routing_problems,
     score_norm_problems,
-    stale_term_problems,
     weight_problems,
 )
 from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
@@ -140,7 +139,7 @@ def validate(
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
         lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
         lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
-        lambda: old_policy_problems(e.loss, e.schedule, e.old_logp, e.engine or e.placement),
+        lambda: old_policy_problems(e.loss, e.schedule, e.old_logp, e.engine or e.placement, e.reference, e.teacher),
         lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
         lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
@@ -198,17 +197,11 @@ def warnings(experiment: Experiment) -> list[str]:
         )
     return [
         *notes,
-        *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
-        *reward_kl_warnings(experiment.reference),
+        *loss_warnings(experiment),
         *unused_turns(experiment.environment, experiment.turns),
         *reference_warnings(experiment.reference),
         *engine_warnings(experiment.engine, sampling, experiment.model),
     ]
-
-
-def _staleness(placement: Placement | None, engine: Engine | None) -> tuple[str, int]:
-    sampler = placement or engine
-    return "placement" if placement else "engine", 0 if sampler is None else sampler.staleness
 
 
 def _updates(schedule: Schedule) -> Iterator[str]:
