@@ -107,8 +107,8 @@ def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Arra
     """`project(hidden_BCD)`. TypeError, ValueError: they are no float32 logits [B, C, V]."""
     logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
     if logits_BCV.shape[:2] != hidden_BCD.shape[:2]:
-        wanted = f"the result of project must have the rows and positions {list(hidden_BCD.shape[:2])} of its argument"
-        raise ValueError(f"{wanted}; got {list(logits_BCV.shape)}")
+        wanted = f"the result of project must have shape {list(hidden_BCD.shape[:2])}, as its argument [B, C] has"
+        raise ValueError(f"{wanted}; got {list(logits_BCV.shape[:2])}")
     return logits_BCV
 
 
