@@ -35,6 +35,7 @@ from gspax.losses import checks, explicit, masked, traits
 Array = jax.Array
 
 __all__ = [
+    "across_groups",
     "best_of_group",
     "by_group",
     "by_turn",
@@ -43,6 +44,7 @@ __all__ = [
     "gdpo",
     "leave_one_out",
     "maxrl",
+    "non_negative",
     "opo",
     "otb",
     "reinforce_plus_plus",

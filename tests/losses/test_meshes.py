@@ -102,6 +102,8 @@ def test_explicit_axes_refuse_no_call(split):
 def test_every_public_function_is_called():
     """A new function is one more call, or is named here with the reason why no mesh matters to it."""
     without = {  # on numbers of Python or numpy, on functions, or a helper of the learner's passes
+        *("advantages.across_groups", "advantages.compares_groups"),
+        *("advantages.non_negative", "advantages.takes_negative"),
         *(["calibration.next_range", "calibration.range_warnings", "ratio_spread.fit_exponent"]),
         *(["logprobs.checked_logits", "logprobs.in_chunks", "logprobs.logp_and_entropy", "logprobs.shift"]),
     }

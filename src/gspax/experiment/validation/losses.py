@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from gspax.config import (
     Calibration,
     Engine,
-    Experiment,
     ModelConfig,
     OldLogp,
     Placement,
@@ -245,11 +244,10 @@ def weight_problems(
         )
 
 
-def loss_warnings(experiment: Experiment) -> Iterator[str]:
-    """Settings of a loss, its weights, and its KL that run but are probably not meant."""
-    loss, correction, selection = experiment.loss, experiment.correction, experiment.selection
-    calibration = experiment.calibration
-    yield from _reward_kl(experiment.reference)
+def loss_warnings(
+    loss: Loss, correction: Correction | None, selection: Selection | None, calibration: Calibration | None
+) -> Iterator[str]:
+    """Settings of a loss that run but are probably not meant."""
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
     wide = [f"loss.{name}={show(value)}" for name, value in clip.items() if value >= INERT]
     if traits_of(loss).ratio == "sequence" and wide and calibration is None:
@@ -279,6 +277,7 @@ def reference_problems(reference: Reference | None) -> Iterator[str]:
 
 
 def reference_warnings(reference: Reference | None) -> Iterator[str]:
-    """A reference without a term."""
+    """A reference without a term, or with one whose gradient is not the KL's."""
+    yield from _reward_kl(reference)
     if reference is not None and reference.loss is None and reference.reward is None:
         yield "reference: the KL to it is measured only; reference.loss or reference.reward adds it to the objective"

@@ -197,7 +197,7 @@ def warnings(experiment: Experiment) -> list[str]:
         )
     return [
         *notes,
-        *loss_warnings(experiment),
+        *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
         *unused_turns(experiment.environment, experiment.turns),
         *reference_warnings(experiment.reference),
         *engine_warnings(experiment.engine, sampling, experiment.model),
