@@ -290,6 +290,20 @@ def test_a_folder_without_a_chat_template_is_rejected_at_load(tmp_path):
         hf_chat(tmp_path)
 
 
+@pytest.mark.parametrize("read", [hf_chat, hf_tokenizer])
+def test_a_name_on_the_hub_without_a_network_is_one_short_sentence(read, tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as raised:
+        read("Qwen/Qwen3-0.6B")
+    assert str(raised.value) == (
+        f"Qwen/Qwen3-0.6B: there is no such folder in the working directory {tmp_path}, and the Hub cannot be reached, "
+        "and nothing of it was downloaded earlier"
+    )
+
+
 def test_the_template_may_be_in_a_separate_file(tmp_path):
     write_folder(tmp_path, template=None)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")

@@ -137,8 +137,8 @@ def test_a_conversation_goes_on_after_its_template_s_end(folders, name, stop):
 
 
 REFUSED = {  # a part of the sentence without an environment, for one that answers as a user, and for tools
-    "Qwen3-Base": ("wanted '<|im_end|>'", "wanted '<|im_end|>'", "wanted '<|im_end|>'"),
-    "ERNIE-4.5": ("wanted '<|end_of_sentence|>'", "wanted '<|end_of_sentence|>'", "wanted '<|end_of_sentence|>'"),
+    "Qwen3-Base": (None, "wanted '<|im_end|>'", "wanted '<|im_end|>'"),
+    "ERNIE-4.5": (None, "wanted '<|end_of_sentence|>'", "wanted '<|end_of_sentence|>'"),
     "gpt-oss": (None, "writes '<|end|>': no conversation would go on", None),
     "Gemma 3": (None, None, "must alternate"),
     "Phi-3.5": (None, None, "writes nothing of a message with the role 'tool'"),
@@ -158,6 +158,8 @@ def test_a_dry_run_refuses_what_a_template_cannot_do(folders, name):
 @pytest.mark.parametrize(
     ("name", "environment", "sentence"),
     [
+        ("ERNIE-4.5", None, r"tokenizer.stop_ids: wanted '<\|end_of_sentence\|>' .*, got '</s>': a policy"),
+        ("Qwen3-Base", None, r"tokenizer.stop_ids: wanted '<\|im_end\|>' .*, got '<\|endoftext\|>': a policy"),
         ("SmolLM2", TOOLS, "writes no tools"),
         ("gpt-oss", TOOLS, "finds no call in what the chat template"),
         ("Qwen3", Talk(), r"it is not what the chat template .* would write: '<think>\\n\\n</think>"),

@@ -18,45 +18,53 @@ from gspax.errors import UserError
 _SHOWN = 60  # characters of what a template writes
 
 
-def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_ids: Sequence[int] = ()) -> Iterator[str]:
+def chat_problems(tokenizer: Tokenizer, environment: Environment | None) -> Iterator[str]:
     """The reasons why a chat tokenizer's template cannot be used.
 
     Args:
       tokenizer: of any kind; only a `ChatTokenizer` has a template.
       environment: replies to the policy.
-      stop_ids: that end a completion besides the tokenizer's.
     """
     if not isinstance(tokenizer, ChatTokenizer):
         return
     try:
-        template, stops = tokenizer.template, (*tokenizer.stop_ids, *stop_ids)
-        end = template.end
-        if end is not None and (i := tokenizer.added_tokens[end]) not in stops:
-            stops = (*stops, i)  # told once
-            yield (
-                f"tokenizer.stop_ids: wanted {end!r} ({i}), with which the chat template in {tokenizer.path} ends a "
-                f"turn, got {_name(tokenizer, stops[:-1])}: a policy that has learned it would run on to the limit of "
-                "tokens (add it to eos_token_id in generation_config.json)"
-            )
+        missing = list(_missing_stops(tokenizer))  # also finds out whether the template can be used at all
         if environment is not None:
-            yield from _reply_problems(tokenizer, environment, stops)
+            yield from missing
+            yield from _reply_problems(tokenizer, environment)
     except UserError as problem:
         yield f"tokenizer: {problem}"
 
 
-def _reply_problems(tokenizer: ChatTokenizer, environment: Environment, stops: Sequence[int]) -> Iterator[str]:
-    """The template writes a reply after a turn that ends with a stop id."""
-    role = _role(environment)
-    if (i := tokenizer.end_before([_message(role)])) not in stops and tokenizer.template.end:
+def _missing_stops(tokenizer: ChatTokenizer) -> Iterator[str]:
+    """The token with which the template ends a turn is a stop id."""
+    end = tokenizer.template.end
+    if end is not None and (i := tokenizer.added_tokens[end]) not in tokenizer.stop_ids:
         yield (
-            f"environment: wanted a stop id before a reply of the role {role!r}, one of {_name(tokenizer, stops)}, the "
-            f"chat template in {tokenizer.path} writes {_name(tokenizer, [i])}: no conversation would go on"
+            f"tokenizer.stop_ids: wanted {end!r} ({i}), with which the chat template in {tokenizer.path} ends a turn, "
+            f"got {_name(tokenizer, tokenizer.stop_ids)}: a policy that has learned it would run on to the limit of "
+            "tokens (add it to eos_token_id in generation_config.json)"
+        )
+
+
+def _reply_problems(tokenizer: ChatTokenizer, environment: Environment) -> Iterator[str]:
+    """The template writes a reply after a turn that ends with a stop id, or with an end that is told already."""
+    end, role = tokenizer.template.end, _role(environment)
+    stops = {*tokenizer.stop_ids, *([tokenizer.added_tokens[end]] if end is not None else [])}
+    if (i := tokenizer.end_before([_message(role)])) not in stops and end is not None:
+        yield (
+            f"environment: wanted a stop id before a reply of the role {role!r}, one of "
+            f"{_name(tokenizer, tokenizer.stop_ids)}, the chat template in {tokenizer.path} writes "
+            f"{_name(tokenizer, [i])}: no conversation would go on"
         )
 
 
 def chat_warnings(tokenizer: Tokenizer, environment: Environment | None) -> Iterator[str]:
-    """What a template does not write of a conversation, or writes otherwise than it is kept."""
-    if not isinstance(tokenizer, ChatTokenizer) or environment is None:
+    """What a template does not write of a conversation, or writes otherwise than it is kept; without one, its end."""
+    if not isinstance(tokenizer, ChatTokenizer):
+        return
+    if environment is None:
+        yield from _missing_stops(tokenizer)
         return
     template, tools, role = tokenizer.template, _schemas(environment), _role(environment)
     if tools and not shows_tools(template, tools):
