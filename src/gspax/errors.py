@@ -11,7 +11,8 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 # Controls, and those that turn the direction of a text; U+2028 and U+2029 end a line for some programs
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -88,6 +89,17 @@ def is_library(path: str) -> bool:
     folders = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
     installed = any(f"{os.sep}{name}{os.sep}" in path for name in ("site-packages", "dist-packages"))
     return installed or path.startswith(("<frozen ", *(os.path.join(folder, "") for folder in folders)))
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError of its writes, which do not know it: `PATH: No space left on device`."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None:
+            problem.filename = str(path)
+        raise
 
 
 class UserError(Exception):

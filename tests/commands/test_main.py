@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import gspax
 from gspax import errors, losses
 from gspax.commands import main, train
 from gspax.errors import DivergedError, FailureError, UserError
+from gspax.run.folders import write_atomically
 
 STUB = stub_experiment.__file__
 
@@ -252,6 +254,17 @@ def test_the_exit_code_tells_whether_a_restart_may_help(monkeypatch, capsys, pro
     assert failing(monkeypatch, problem) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line in ("gspax: no", "gspax: file: no", f"gspax: {'x' * 300}…: no")
+
+
+def test_a_full_disk_is_told_with_the_file(monkeypatch, tmp_path, capsys):
+    def fill(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space") as caught:
+        patched.setattr(os, "fsync", fill)
+        write_atomically(tmp_path / "a", "b")
+    assert failing(monkeypatch, caught.value) == 1
+    assert capsys.readouterr().err == f"gspax: {tmp_path / 'a'}: No space left on device\n"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -1,5 +1,6 @@
 """Complete runs: their files, bit-exact resumption, interruption and failures."""
 
+import errno
 import json
 import os
 import re
@@ -638,7 +639,8 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
     assert written == [True] * 3
 
 
-def test_trackers_get_every_step_of_a_run_and_a_resumed_one_continues(monkeypatch, tmp_path):
+def test_trackers_get_every_step_of_a_run_and_a_resumed_one_continues(monkeypatch, tmp_path, capsys):
+    """The first report finds no space, which costs a warning."""
     runs, experiment = install(monkeypatch, "wandb"), replace(with_schedule(eval_every=0), warm_start=None)
 
     def run_step(runtime, state, reference, in_flight, teacher=None):
@@ -646,18 +648,23 @@ def test_trackers_get_every_step_of_a_run_and_a_resumed_one_continues(monkeypatc
         return StepResult(state, {"step_of_state": float(state.step)}, Samples([], np.zeros(0, np.float32)))
 
     def write(workdir):
+        if not has_space.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
         (workdir / "report.html").write_text("a report")
         return workdir / "report.html"
 
     monkeypatch.setattr(loop, "run_step", run_step)
     monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     monkeypatch.setattr(loop, "run_page", SimpleNamespace(write=write))
+    has_space = [True, False]
     for steps in (2, 3):
         changed = replace(experiment, schedule=replace(experiment.schedule, steps=steps, checkpoint_every=1))
         loop.train(changed, tmp_path / "run", ("wandb",))
     (record,) = runs.values()
     assert [step for step, _ in record.rows] == [1, 2, 3] and record.rows[0][1]["step_of_state"] == 2.0
     assert (record.attempts, record.report, record.config["schedule.steps"]) == (2, "a report", 3)
+    path = RunDir(tmp_path / "run").report
+    assert f"gspax: warning: {path} was not written: No space left on device\n" in capsys.readouterr().err
     assert not RunDir(tmp_path / "run").tensorboard.exists()
 
 

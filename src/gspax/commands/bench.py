@@ -23,6 +23,7 @@ from gspax.commands.arguments import (
     require_possible,
     subcommand_parser,
 )
+from gspax.errors import naming
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -51,7 +52,8 @@ def execute(options: argparse.Namespace) -> int:
     result = run(experiment, options.profile, print if is_primary else lambda line: None)
     if is_primary and options.json is not None:
         text = json.dumps({"overrides": options.overrides, **result}, indent=1)
-        options.json.write_text(f"{text}\n", encoding="utf-8")
+        with naming(options.json):
+            options.json.write_text(f"{text}\n", encoding="utf-8")
     return 0
 
 

@@ -22,7 +22,7 @@ from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
 from gspax.data.tokenizer import HFTokenizer, hf_tokenizer, read_settings
-from gspax.errors import UserError
+from gspax.errors import UserError, naming
 from gspax.evaluation.benchmark import (
     Policy,
     Summary,
@@ -48,7 +48,7 @@ from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
-from gspax.run.folders import append_line, write_atomically
+from gspax.run.folders import append_line, as_warning, write_atomically
 from gspax.run.manifest import finished_steps
 from gspax.run.record import to_line
 from gspax.sampler.placement import make_meshes, make_sampler
@@ -183,6 +183,7 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
     with contextlib.ExitStack() as stack:
         file = None
         if primary:
+            stack.enter_context(naming(part))
             file = stack.enter_context(part.open("w", encoding="utf-8"))
         bar = stack.enter_context(progress.track(task.problems, title=task.name, every=1)) if show else None
         for chunk in run_task(task, policy, key, bar):
@@ -196,7 +197,8 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
     if primary:
         part.replace(_file(path, ".jsonl"))
         text = describe_summary(task.name, summary)
-        evaluation_page.write(_file(path, ".html"), path.name, text, [to_json(task, sample) for sample in samples])
+        with as_warning(_file(path, ".html")):
+            evaluation_page.write(_file(path, ".html"), path.name, text, [to_json(task, sample) for sample in samples])
         result = {"summary": summary, "task": describe(task), "model": describe(policy.experiment.model)}
         result |= {"environment": describe_environment()}
         write_atomically(_file(path, ".json"), json.dumps(result, indent=2) + "\n")

@@ -91,7 +91,8 @@ def summarize(workdir: Path) -> str:
         if metric in series
         for steps, values in [series[metric]]
     ]
-    files = [f"  {path}" for path in (run.report, run.metrics, run.samples, run.checkpoints)]
+    report = [run.report] if run.report.exists() else []  # a full disk may have no room for it
+    files = [f"  {path}" for path in (*report, run.metrics, run.samples, run.checkpoints)]
     return "\n".join([*lines, "Files:", *files])
 
 

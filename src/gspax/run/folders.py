@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspax.errors import UserError, warn
+from gspax.errors import UserError, naming, warn
 from gspax.run import lock
 from gspax.storage import objects
 from gspax.storage.buckets import is_bucket, require_usable
@@ -34,7 +34,7 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
         return
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)
             file.write(data)
@@ -53,8 +53,17 @@ def append_line(path: Path, line: str) -> None:
     if is_bucket(path):
         write_atomically(path, (path.read_text(encoding="utf-8") if path.exists() else "") + line)
         return
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(line)
+
+
+@contextlib.contextmanager
+def as_warning(path: Path) -> Iterator[None]:
+    """Make a warning of a page that cannot be written: the results that it shows are in other files."""
+    try:
+        yield
+    except OSError as problem:
+        warn(f"{path} was not written: {problem.strerror or problem}")
 
 
 def remove_folder(folder: Path) -> None:

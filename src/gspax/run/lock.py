@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspax.errors import FailureError, warn
+from gspax.errors import FailureError, naming, warn
 from gspax.storage import objects
 from gspax.storage.buckets import is_bucket
 
@@ -104,7 +104,8 @@ class _FileLock:
         """FailureError if another process holds the lock."""
         path = self.path
         temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-        temporary.write_text(self._content, encoding="utf-8")
+        with naming(temporary):
+            temporary.write_text(self._content, encoding="utf-8")
         try:
             for last in (False, False, True):
                 require_free(path)

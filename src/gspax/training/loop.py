@@ -39,6 +39,7 @@ from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra, take_traffic
 from gspax.run.compilation import Compilations, count_compilations
 from gspax.run.directory import RunDir, enter_run
+from gspax.run.folders import as_warning
 from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
 from gspax.run.trackers import Trackers
@@ -84,7 +85,8 @@ def train(experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("te
                     go_back(run, checkpoints, problem, experiment.guard)
         if jax.process_index() == 0:
             progress.say("writing the report")
-            trackers.finish(run_page.write(run.path))
+            with as_warning(run.report):
+                trackers.finish(run_page.write(run.path))
 
 
 def train_from_newest(

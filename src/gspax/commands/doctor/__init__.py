@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, require_directory, require_file, subcommand_parser
+from gspax.errors import naming
 from gspax.storage.buckets import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def execute(options: argparse.Namespace) -> int:
 
         report = run(options.workdir, show, announce=status.update if status else None)
     if is_primary and options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        with naming(options.json):
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if any(result["status"] == "wrong" for result in report["results"]) else 0
 
 
