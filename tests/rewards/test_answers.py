@@ -87,6 +87,15 @@ def test_the_forms_can_be_restricted(form, answer):
         ("number", "3 millionaires", "3"),
         (None, "So, the final answer is 4 * 3 = 12 eggs.", "12 eggs."),
         ("answer", "Answer: x = 5", "x = 5"),
+        ("answer", "The answer is **3.25**.", "3.25."),
+        ("answer", "The answer is `7` apples.", "7 apples."),
+        ("answer", "**The answer is `5`.**", "5."),
+        ("answer", "**Answer: 3**.", "3."),
+        ("answer", "*The answer is 3.*", "3."),
+        ("answer", "Answer: **2*x**", "2*x"),
+        ("answer", "The answer is 8. 15% of 80 is 0.8.", "8"),
+        ("answer", "The answer is 3. 14", "3. 14"),
+        ("boxed", r"\boxed{x^*}", "x^*"),
         ("answer", "It should be of the form Answer: $Answer (without quotes).", None),
     ],
 )
@@ -238,7 +247,7 @@ def test_strings_and_plain_numbers_are_compared_without_a_worker(expected, answe
 
 
 def test_completions_of_a_small_model_are_read_as_a_reader_reads_them():
-    """SmolLM2-135M-Instruct (Apache-2.0), at temperature 0.6 on questions of GSM8K; readings are by hand."""
+    """SmolLM2-135M-Instruct (Apache-2.0), greedy and at temperatures of 0.6 and 1; readings are by hand."""
     lines = (Path(__file__).parent / "completions.jsonl").read_text().splitlines()
     for row in map(json.loads, lines):
         answer = extract(row["text"])

@@ -51,6 +51,7 @@ _SCALED = re.compile(
 )
 # What a policy writes around an answer in Markdown or LaTeX, and before or after it in its sentence.
 _EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]*[^\s*`])\1(?![\w*({\[])")
+_CLOSING = re.compile(r"(?:\*{2,3}|`+)(?=[.!]?$)|(?<=[.!])\*$")  # of an emphasis that begins before the answer
 _STYLE = re.compile(
     r"\\(?:textbf|textit|text|mathbf|mathrm|boldsymbol|bm|bf|emph|underline)\s?\{\s*([-+$\\\d.,/% ]+)\}"
 )
@@ -60,7 +61,9 @@ _LEAD = re.compile(
 )
 _MARK = re.compile(r"\banswer\b[*_`]{0,3}(?:\s?(?:[:：=])|\s(?:is|are)\b:?)[*_`]{0,3}", re.IGNORECASE)
 _REASON = re.compile(r"[\s,;]+\(?(?:since|because|as|i\.e\.|which|where|so that)\b", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"(?<=[\w)}\]$%*`])[.!](?=\s+[A-Z*])")
+_SENTENCE_END = re.compile(  # before a capital letter, or after a number and before a number with words
+    r"(?<=[\w)}\]$%*`])[.!](?=\s+[A-Z*])|(?<=[\d)}\]$%*`])[.!](?=\s+[$€£]?\d\S*+(?:\s++\S++){3})"
+)
 _WORD = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}")
 _ECHO = re.compile(r"[$*`\"' ]*answer\b", re.IGNORECASE)  # of the prompt
 _EQUATION = re.compile(r"\W*[a-zA-Z]\w{0,3}\W*=")
@@ -231,8 +234,12 @@ def _tag(text: str) -> str | None:
 def _after_answer(text: str) -> str | None:
     """What follows the last `Answer:` or "answer is" that has an answer after it."""
     for mark in reversed([*_MARK.finditer(text)][-_MOST_MARKS:]):
-        rest = text[mark.end() : mark.end() + _LONGEST_LINE].lstrip(" \t*`").lstrip("\n")
-        line = rest.partition("\n")[0]
+        rest = text[mark.end() : mark.end() + _LONGEST_LINE]
+        answer = rest.lstrip(" \t*`").lstrip("\n")
+        line = answer.partition("\n")[0]
+        before = mark.group() + rest[: len(rest) - len(answer)]
+        if emphasis := before[len(before.rstrip("*`")) :]:  # which ends in the line
+            line = line.replace(emphasis, "", 1)
         for end in (_SENTENCE_END, _REASON):
             if match := end.search(line):
                 line = line[: match.start()]
@@ -257,9 +264,7 @@ FORMS = {"boxed": _boxed, "hash": _hash, "tag": _tag, "answer": _after_answer, "
 def _tidy(answer: str) -> str:
     """An answer without the marks of Markdown and of LaTeX's styles around it, and without "the answer is"."""
     answer = _STYLE.sub(r"\1", _EMPHASIS.sub(r"\2", answer[:_LONGEST_LINE].strip())) + answer.strip()[_LONGEST_LINE:]
-    answer = answer.strip("`")
-    answer = answer[2:] if answer.startswith("**") else answer
-    answer = answer[:-2] if answer.endswith("**") else answer
+    answer = _CLOSING.sub("", answer.strip("`").removeprefix("**"))
     rest = answer[lead.end() :] if (lead := _LEAD.match(answer)) else ""
     return rest.strip() or answer.strip()
 
