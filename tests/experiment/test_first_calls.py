@@ -332,10 +332,18 @@ CALLED = "; a reward is called as reward(problem, completion), for one completio
         (list_of_trl, "wanted a number, a tuple or a mapping of numbers, got [1.0, ", ""),
         (Batched(always_three), "wanted a value for each of 1 completions, got 3", ""),
         (Batched(always_one), "wanted a value for each of 3 completions, got 1", ""),
-        (partial(guard, reward=wrong_is_none), "no number: wanted a number, ", ""),
-        (partial(guard, reward=lookup), "raised: KeyError: 'target' (", CALLED),
-        (partial(guard, reward=lambda problem, completion: 1.0), "reward: wanted a function that can be pickled", ""),
-        (partial(guard, reward=partial(weighted_sum, rewards={"a": lookup})), "raised: KeyError: 'target' (", CALLED),
+        (partial(guard, timeout=60.0, reward=wrong_is_none), "no number: wanted a number, ", ""),
+        (partial(guard, timeout=60.0, reward=lookup), "raised: KeyError: 'target' (", CALLED),
+        (
+            partial(guard, timeout=60.0, reward=lambda problem, completion: 1.0),
+            "reward: wanted a function that can be pickled",
+            "",
+        ),
+        (
+            partial(guard, timeout=60.0, reward=partial(weighted_sum, rewards={"a": lookup})),
+            "raised: KeyError: 'target' (",
+            CALLED,
+        ),
     ],
 )
 def test_a_reward_that_is_broken_is_one_error(reward, start, end):
