@@ -15,6 +15,7 @@ SECRET_WORDS = re.compile(
 LAST_WORDS = re.compile(  # the last one: `TPU_PASS`, but not `pass_rate`; `api_keys`, but not `num_key_value_heads`
     r"keys?|pass|pwd?|pat|sig(nature)?", re.IGNORECASE
 )
+TOKEN_ID = re.compile(r"(?<![a-z])token_ids?$", re.IGNORECASE)  # a number: `stop_token_ids`
 KEY_ID = re.compile(r"(api|access|secret|private)_?key", re.IGNORECASE)  # anywhere: `AWS_ACCESS_KEY_ID`
 NAMES = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*=\s*|["']\s*:\s*|:\s+)""")  # options, queries, JSON, headers
 VALUE = re.compile(r"""("[^"]*"|'[^']*'|\([^)]*\)|\[[^]]*\]|[^\s&"',;}]*)""")
@@ -61,7 +62,7 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def is_secret(name: str) -> bool:
     """Whether the last part of a name, such as `reward.api_key`, suggests that its value is a secret."""
     last = name.rpartition(".")[2]
-    words = WORDS.findall(last)
+    words = WORDS.findall(TOKEN_ID.sub("", last))
     is_last = bool(words and LAST_WORDS.fullmatch(words[-1]))
     return is_last or any(map(SECRET_WORDS.fullmatch, words)) or KEY_ID.search(last.replace("-", "_")) is not None
 
