@@ -249,7 +249,7 @@ def test_strings_and_plain_numbers_are_compared_without_a_worker(expected, answe
 def test_completions_of_a_small_model_are_read_as_a_reader_reads_them():
     """SmolLM2-135M-Instruct (Apache-2.0), greedy and at temperatures of 0.6 and 1; readings are by hand."""
     lines = (Path(__file__).parent / "completions.jsonl").read_text().splitlines()
-    for row in map(json.loads, lines):
+    for row in [row for row in map(json.loads, lines) if "answer" in row]:
         answer = extract(row["text"])
         assert (None if answer is None else canonical(answer)) == row["answer"], row["text"][-200:]
 

@@ -3,6 +3,7 @@
 At most two programs run at a time, with little memory and few seconds.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -449,6 +450,16 @@ def test_a_program_is_found_in_any_shape_of_fence(name):
 def test_a_fence_in_a_string_or_comment_belongs_to_the_program(program):
     assert code.extract_program(program) == program
     assert code.extract_program(f"So:\n```python\n{program}```\nIt's done.\n") == program
+
+
+def test_programs_of_a_small_model_are_found_as_a_reader_finds_them():
+    """The code of completions.jsonl; by hand: the first and the last line of the program, and how many it has."""
+    lines = (Path(__file__).parent / "completions.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["asked"] == "code"]
+    for row in rows:
+        program = code.extract_program(row["text"], row["function"]).strip().splitlines()
+        assert [program[0], program[-1], len(program)] == row["program"], row["text"]
+    assert rows
 
 
 def test_a_string_that_never_ends_hides_no_fence():
