@@ -1,6 +1,7 @@
 # `make train` learns to sort digits in a few minutes on a CPU; `make test` runs the checks, `make unit` those of a minute, and
 # `make release` the documents, the package, and the scripts; `make docs` builds the site;
 # `make study NAME=clipping` runs a study, `make study-page` plots its results again;
+# `make extras NAMES=trackers,rewards` installs extras of setup.cfg;
 # `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
 # All work on a bare checkout: they create .venv first, and again whenever its requirements have changed. Training installs no
 # test tools (requirements-test.txt).
@@ -29,14 +30,30 @@ UNIT = $(addprefix tests/,config data experiment hf losses report run) \
 	$(patsubst %,--ignore=tests/hf/test_%.py,families mxfp4 peft_torch transformers wrappers)
 RUN := $(VENV)/run
 
+COMMA := ,
+EXTRAS = $(subst $() ,$(COMMA),$(strip $(subst $(COMMA), ,$(NAMES))))
+KNOWN = $(shell sed -n '/^.options.extras_require/,/^.options.entry_points/s/ =$$//p' setup.cfg)
+WRONG = $(filter-out $(KNOWN),$(subst $(COMMA), ,$(NAMES)))
+
 MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test unit release costs lock test-python study study-page faults soak vllm-test docs clean
+.PHONY: train extras extras-names test unit release costs lock test-python study study-page faults soak vllm-test docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
+
+# Extras of setup.cfg, into this environment: the clone stays its source, and pinned packages keep their versions.
+extras: extras-names $(INSTALLED)
+	@echo "installing $(NAMES) into $(VENV)"
+	@$(PIP) --constraint requirements.txt --editable '.[$(EXTRAS)]' || $(SHOW_LOG)
+
+# pip would only warn of a wrong one, after it has installed the others.
+extras-names:
+	$(if $(EXTRAS),,$(error NAMES: wanted some of $(KNOWN), separated by commas, got nothing))
+	$(if $(WRONG),$(error NAMES: wanted some of $(KNOWN), separated by commas, got $(WRONG)))
+	@:
 
 test: $(TESTS) $(TORCH) $(TPU)
 	$(BIN)/ruff check .

@@ -1,13 +1,19 @@
-"""The lock file is the one of requirements.txt, and the Dockerfiles follow the rules that hadolint has for them."""
+"""The lock file, the Dockerfiles by the rules that hadolint has for them, and what a message says to install."""
 
 import importlib.metadata
+import json
 import re
+import shlex
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from gspax import errors
 
 ROOT = Path(__file__).parents[1]
 IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -100,3 +106,38 @@ def test_there_is_an_image_for_each_platform():
     assert [image.stem for image in IMAGES] == ["cpu", "cuda", "tpu"]
     extras = {image.stem: re.findall(r"'\.\[([\w,]+)\]'", image.read_text()) for image in IMAGES}
     assert extras == {"cpu": [], "cuda": ["train,rewards,gpu"], "tpu": ["train,rewards,tpu"]}
+
+
+# What a message says to install
+
+
+def install(monkeypatch, origin, prefix="/elsewhere"):
+    """`how_to_install` in an environment whose gspax was installed from there."""
+    installed = SimpleNamespace(read_text={"direct_url.json": origin and json.dumps(origin)}.get)
+    beside = SimpleNamespace(read_text=lambda name: None)  # src/gspax.egg-info
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter([beside, installed]))
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    return errors.how_to_install("rewards")
+
+
+@pytest.mark.parametrize("folder", ["clone", "my clone"])
+def test_a_message_says_how_to_install_an_extra_in_this_environment(monkeypatch, tmp_path, folder):
+    clone = tmp_path / folder
+    clone.mkdir()
+    origin = {"url": clone.as_uri(), "dir_info": {"editable": True}}
+    unknown = "pip install '.[rewards]' in a clone of gspax, see docs/install.md"
+    assert install(monkeypatch, origin) == unknown  # the clone is gone
+    (clone / "setup.cfg").touch()
+    words = shlex.split(install(monkeypatch, origin))
+    assert words == ["pip", "install", "--constraint", f"{clone}/requirements.txt", "--editable", f"{clone}[rewards]"]
+    assert install(monkeypatch, origin, clone / ".venv") == f"make extras NAMES=rewards in {clone}"
+    copied = install(monkeypatch, {"url": clone.as_uri(), "dir_info": {}}, clone / ".venv")
+    assert shlex.split(copied) == ["pip", "install", f"{clone}[rewards]"]
+    for other in ("https://example.org/gspax.whl", "git+https://example.org/gspax"):
+        assert install(monkeypatch, {"url": other}) == unknown
+    assert install(monkeypatch, None) == unknown
+
+
+def test_no_message_has_an_install_command_of_its_own():
+    found = [file.name for file in (ROOT / "src").rglob("*.py") if "pip install" in file.read_text(encoding="utf-8")]
+    assert found == ["errors.py"]

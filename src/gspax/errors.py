@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib.metadata
+import json
 import os
 import re
+import shlex
 import signal
 import sys
 import sysconfig
 import traceback
+import urllib.parse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -51,8 +55,31 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an optional part of gspax, for a message: the package is on no index yet."""
-    return f"pip install '.[{extra}]' in a clone of gspax, see docs/install.md"
+    """The command that installs an extra into the environment that this runs in.
+
+    Where gspax is an editable clone it stays one, and pinned packages keep their versions. Without the constraint and
+    `--editable`, pip would replace both without a word.
+    """
+    clone, editable = _origin()
+    if clone is None:  # gspax is on no package index
+        return f"pip install '.[{extra}]' in a clone of gspax, see docs/install.md"
+    if not editable:
+        return f"pip install {shlex.quote(f'{clone}[{extra}]')}"
+    if Path(sys.prefix).resolve() == (clone / ".venv").resolve():
+        return f"make extras NAMES={extra} in {clone}"
+    pins, source = shlex.quote(str(clone / "requirements.txt")), shlex.quote(f"{clone}[{extra}]")
+    return f"pip install --constraint {pins} --editable {source}"
+
+
+def _origin() -> tuple[Path | None, bool]:
+    """The folder that gspax was installed from, if it is still there, and whether the environment runs its source."""
+    for installed in importlib.metadata.distributions(name="gspax"):
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+        url = urllib.parse.urlsplit(origin.get("url", ""))
+        clone = Path(urllib.parse.unquote(url.path))
+        if url.scheme == "file" and (clone / "setup.cfg").is_file():
+            return clone, origin.get("dir_info", {}).get("editable", False)
+    return None, False
 
 
 def shorten(text: str) -> str:

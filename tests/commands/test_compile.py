@@ -22,6 +22,7 @@ from gspax.commands.aot.compile_report import Phase, Times
 from gspax.commands.aot.hlo import Collective
 from gspax.commands.aot.programs import Compiled, Memory
 from gspax.config import Mesh, PartialRollouts, Placement, Sampling
+from gspax.errors import how_to_install
 from gspax.experiment import load
 from gspax.model.sizes import forward_flops, parameter_count
 from gspax.parallel.sharding import AXES, make_mesh
@@ -306,7 +307,7 @@ def test_invalid_input_prints_one_error_and_exits_2(arguments, said, capsys):
 def test_without_libtpu_it_exits_2(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert gspax(SMALL, "--topology", "v5e:4x4") == 2
-    assert "needs the package libtpu: pip install '.[tpu]' in a clone of gspax" in capsys.readouterr().err
+    assert f"needs the package libtpu: {how_to_install('tpu')}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -18,7 +18,7 @@ import stub_experiment
 import gspax
 from gspax import errors, losses
 from gspax.commands import main, train
-from gspax.errors import DivergedError, FailureError, UserError
+from gspax.errors import DivergedError, FailureError, UserError, how_to_install
 from gspax.run.folders import write_atomically
 
 STUB = stub_experiment.__file__
@@ -281,10 +281,7 @@ def test_ctrl_c_outside_a_run_exits_130(monkeypatch):
 
 def test_a_missing_package_is_one_error(monkeypatch, capsys):
     assert failing(monkeypatch, ModuleNotFoundError("No module named 'flax'", name="flax.nnx")) == 2
-    assert (
-        capsys.readouterr().err
-        == "gspax: this needs the package 'flax': pip install '.[train]' in a clone of gspax, see docs/install.md\n"
-    )
+    assert capsys.readouterr().err == f"gspax: this needs the package 'flax': {how_to_install('train')}\n"
     assert failing(monkeypatch, ModuleNotFoundError("No module named 'gspax.nope'", name="gspax.nope")) == 1
 
 

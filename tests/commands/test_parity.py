@@ -9,6 +9,7 @@ import reference_model
 import tiny
 
 from gspax.commands import main, parity
+from gspax.errors import how_to_install
 
 CONFIG = tiny.CONFIGS["some layers dense"]  # one stack of one layer, then one of two
 TOKENS = [3, 14, 15, 9, 2, 6, 5]
@@ -88,4 +89,4 @@ def test_a_missing_package_is_named(missing, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None if missing == "torch" else sys)
     monkeypatch.setitem(sys.modules, "transformers", None if missing == "transformers" else sys)
     assert main.main(["parity", str(tmp_path)]) == 2
-    assert f"needs the package '{missing}': pip install '.[parity]' in a clone of gspax" in capsys.readouterr().err
+    assert f"needs the package '{missing}': {how_to_install('parity')}\n" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Tables read by libraries: Parquet, Hugging Face datasets, tensorflow-datasets, Grain. No test uses the network."""
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from gspax import data
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 
 ROWS = [{"question": f"{i}+1?", "answer": str(i + 1), "level": i % 3} for i in range(100)]
 SETTINGS = {"prompt": "question", "metadata": ("level",)}
@@ -207,9 +208,7 @@ def test_a_grain_data_set(expected):
 def test_a_missing_package_is_named(package, open_source, monkeypatch):
     source = open_source()  # reads nothing yet
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        UserError, match=rf"needs {package.replace('_', '-')} \(pip install '\.\[data\]' in a clone of gspax"
-    ):
+    with pytest.raises(UserError, match=re.escape(f"needs {package.replace('_', '-')} ({how_to_install('data')}): ")):
         source.train(0)
 
 

@@ -18,7 +18,7 @@ from gspax.data import CharChat, CharTokenizer
 from gspax.data.chat import reward_answer
 from gspax.data.problem import Problem
 from gspax.data.tasks import sort
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 from gspax.evaluation import tasks
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.losses import kl, shaping
@@ -393,7 +393,7 @@ def test_a_missing_package_is_one_error(wrap, reward, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (found,), _ = check(**wrap(reward))
     assert "_math: wanted the package math-verify" in found or "math.reward: wanted the package math-verify" in found
-    assert "pip install" in found
+    assert how_to_install("rewards") in found
 
 
 def own_composition(problem, completion, *, reward):

@@ -108,6 +108,36 @@ def test_training_installs_no_test_tools():
     assert [target for target, text in texts.items() if "requirements-test.txt" not in text] == ["train", "study"]
 
 
+def make_extras(names):
+    command = [
+        "make",
+        "--dry-run",
+        "--always-make",
+        "extras",
+        f"NAMES={names}",
+        f"PYTHON={sys.executable}",
+        "VENV=none",
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("names", ["trackers", "trackers,rewards", "trackers, rewards"])
+def test_an_extra_keeps_the_clone_and_the_pins(names):
+    done = make_extras(names)
+    (line,) = [line for line in done.stdout.splitlines() if "--editable '.[" in line]
+    assert "--constraint requirements.txt" in line and f"'.[{names.replace(' ', '')}]'" in line
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("names", ["", " ", ",", "wandb", "trackers,wandb", "'; echo", "name", "classifiers"])
+def test_a_wrong_extra_installs_nothing(names):
+    done = make_extras(names)
+    got = names.removeprefix("trackers,").strip(", ") or "nothing"
+    assert done.returncode == 2 and "pip install" not in done.stdout
+    known = "train rewards gguf data trackers verifiers tpu gpu parity test"
+    assert f"NAMES: wanted some of {known}, separated by commas, got {got}." in done.stderr
+
+
 def read_yaml(path):
     return pytest.importorskip("yaml").safe_load((ROOT / path).read_text(encoding="utf-8"))
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from fake_trackers import FAKES, install
 
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 from gspax.run import trackers
 from gspax.run.directory import RunDir
 from gspax.run.record import Recorder
@@ -184,7 +184,7 @@ def test_trackers_that_are_not_there_are_one_sentence(monkeypatch, capsys):
 
     for name, sentence in (
         ("wand", "--report-to: wanted some of tensorboard, wandb, trackio, mlflow, or none, got 'wand'"),
-        ("mlflow", "--report-to: mlflow is not installed: pip install '.[trackers]' in a clone of gspax, see docs/in"),
+        ("mlflow", f"--report-to: mlflow is not installed: {how_to_install('trackers')}"),
     ):
         monkeypatch.setattr(trackers, "find_spec", lambda name: None)
         with pytest.raises(UserError, match=sentence[:40]):

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from gspax.data.files import show
-from gspax.errors import UserError, describe_error
+from gspax.errors import UserError, describe_error, how_to_install
 from gspax.hf import gguf_tokenizer, tensors
 
 Config = dict[str, Any]  # the content of config.json
@@ -149,7 +149,7 @@ def unpack(file: Path, folder: Path, dtype: str) -> None:
         from gguf import GGUFReader, dequantize
     except ImportError as problem:
         raise UserError(
-            f"{file}: wanted the package gguf, which reads such files (the extra gguf): pip install gguf"
+            f"{file}: wanted the package gguf, which reads such files: {how_to_install('gguf')}"
         ) from problem
     try:
         reader = GGUFReader(file)

@@ -2,11 +2,12 @@
 
 import importlib.util
 import os
+import re
 
 import pytest
 
 from gspax.commands.aot import chips
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"
@@ -56,7 +57,7 @@ def test_anything_else_is_rejected_in_one_sentence(text, said):
 
 def test_without_libtpu_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package libtpu: pip install '\.\[tpu\]' in a clone of gspax"):
+    with pytest.raises(UserError, match=re.escape(f"needs the package libtpu: {how_to_install('tpu')}")):
         chips.describe_devices(chips.parse_topology("v5e:4x4"))
 
 

@@ -76,9 +76,9 @@ def serve_math() -> Answer:
     try:
         import math_verify  # noqa: F401
     except ImportError as error:
-        raise RuntimeError(
-            f"wanted math-verify (pip install '.[rewards]' in a clone of gspax), got: {error}"
-        ) from error
+        from gspax.errors import how_to_install
+
+        raise RuntimeError(f"wanted math-verify ({how_to_install('rewards')}), got: {error}") from error
     return equal
 
 
