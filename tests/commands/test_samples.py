@@ -26,6 +26,12 @@ ROWS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """A terminal with room for a table."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 @pytest.fixture
 def run(tmp_path):
     for name, rows in ROWS.items():
@@ -66,16 +72,16 @@ def test_a_text_that_completions_contain_selects_them(run, capsys):
     assert "--contains: wanted a text of one of these completions, 'maybe' is in none" in capsys.readouterr().err
 
 
-def test_empty_columns_are_left_out_and_an_answer_is_shown_once(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+def test_empty_columns_are_left_out_and_an_answer_is_shown_once(run, capsys):
     text = shown(capsys, run, "--step", "2")
     assert "answer" in text and len(re.findall("= +42 ", text)) == 2  # of two prompts
     before = shown(capsys, run, "--step", "0")
     assert "advantage" not in before and "note" not in before and "completion" in before
 
 
-def test_what_befell_a_completion_is_noted_without_control_characters(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+@pytest.mark.parametrize("columns", ["60", "160"])
+def test_what_befell_a_completion_is_noted_without_control_characters(run, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
     text = shown(capsys, run, "--step", "2")
     assert "truncated" in text and r"half, late\x1b[2J" in text and "\x1b" not in text
 
@@ -110,11 +116,35 @@ def test_files_and_folders_of_other_names_are_left_out(run, capsys):
     assert len(objects(capsys, run)) == 30
 
 
-def test_a_text_is_folded_and_not_cut(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    (run / "samples" / "step_000011.jsonl").write_text(json.dumps(row("6*7=", "a" * 70, 0.0)) + "\n")
+def test_a_narrow_terminal_shows_records(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.rstrip() for line in shown(capsys, run, "--step", "2").splitlines()]
+    assert lines[:4] == [
+        "step 2 · train · reward 0 · advantage -1.00 · 3 tokens · truncated",
+        "  prompt      6*7=",
+        "  answer      42",
+        "  completion  it is 41",
+    ]
+    assert lines[4:7] == ["", "step 2 · train · reward 1 · advantage +1.00 · 3 tokens", "  completion  it is 42"]
+    assert "advantage" not in shown(capsys, run, "--step", "0")
+
+
+def test_texts_of_several_lines_are_shown_as_records(run, capsys):
+    (run / "samples" / "step_000011.jsonl").write_text(json.dumps(row("Why?\nThink.", "So.\n  Done.", 0.0)) + "\n")
+    lines = [line.rstrip() for line in shown(capsys, run).splitlines()]
+    assert lines[0] == "step 11 · train · reward 0 · 3 tokens"
+    assert lines[1:3] == ["  prompt      Why?", "              Think."]
+    assert lines[4:] == ["  completion  So.", "                Done."]
+
+
+@pytest.mark.parametrize("columns", ["60", "150"])
+def test_a_text_is_folded_and_not_cut(run, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    (run / "samples" / "step_000011.jsonl").write_text(json.dumps(row("6*7=", "b" * 270, 0.0)) + "\n")
     text = shown(capsys, run)
-    assert text.count("a" * 2) and sum(line.count("a") for line in text.splitlines()[2:]) >= 70 and "…" not in text
+    assert text.count("b") == 270 and "…" not in text
+    assert all(len(line) <= int(columns) for line in text.splitlines())
+    assert sum("b" in line for line in text.splitlines()) <= 7  # 45 characters or more on each
 
 
 def test_a_run_with_evaluations_alone_is_one_sentence(run, capsys):

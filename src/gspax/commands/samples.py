@@ -1,4 +1,4 @@
-"""`gspax samples`: completions of a run as a table in the terminal."""
+"""`gspax samples`: completions of a run in the terminal, as a table or as records."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from gspax.errors import UserError
 from gspax.storage.buckets import to_path
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     from gspax.run.directory import RunDir
 
 Row = dict[str, Any]  # of a file of samples, with its `step` and its `source`
+Cells = dict[str, "str | Text"]  # what is shown of a row, by the name of its column
 SHOWN = 20  # rows without --best or --worst
-LONGEST = 600  # characters of a text in the table
+LONGEST = 600  # characters of a text
+WIDE = 140  # columns of a terminal that has room for a table
 LINE = 40  # characters; if a text is longer, an empty line separates the rows
 TEXTS = ("prompt", "answer", "completion", "note")  # columns that are wrapped
 
@@ -43,7 +46,7 @@ def make_parser() -> Parser:
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", type=at_least(1), metavar="N", help="the N with the highest rewards")
     order.add_argument("--worst", type=at_least(1), metavar="N", help="the N with the lowest rewards")
-    parser.add_argument("--json", action="store_true", help="print JSON lines with every field instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON lines with every field instead of texts")
     return parser
 
 
@@ -72,7 +75,10 @@ def execute(options: argparse.Namespace) -> int:
     console, left = make_console(), 0
     if not count and options.problem is None:
         left, rows = max(0, len(rows) - SHOWN), rows[:SHOWN]
-    console.print(make_table(rows), soft_wrap=False)
+    shown = make_cells(rows)
+    has_lines = any("\n" in str(cells[name]) for cells in shown for name in TEXTS)
+    layout = make_records if has_lines or console.width < WIDE else make_table
+    console.print(layout(shown), soft_wrap=False)
     if left:
         console.print(f"and {left} more of this step: --best N, --worst N, --json")
     if options.problem is not None and len(rows) > 1:
@@ -130,21 +136,18 @@ def select_problem(rows: Sequence[Row], text: str) -> list[Row]:
     return [row for row in rows if row["prompt"] == near[0]]
 
 
-def make_table(rows: Sequence[Row]) -> Table:
-    """The rows as a table without empty columns; a prompt and its answer are left out below the row that has them."""
-    from rich import box
-    from rich.table import Table
-
+def make_cells(rows: Sequence[Row]) -> list[Cells]:
+    """What is shown of each row; a prompt and its answer are empty below the row that has them."""
     from gspax.commands.terminal import dim_thinking
     from gspax.errors import printable
 
-    cells: list[dict[str, str | Text]] = []
+    shown: list[Cells] = []
     before = None
     for row in rows:
         is_new, before = row["prompt"] != before, row["prompt"]
         notes = [str(row.get(name) or "") for name in ("reason", "error")]
         notes = ["" if row.get("finished", True) else "truncated", *notes]
-        shown: dict[str, str | Text] = {
+        cells: Cells = {
             "step": str(row["step"]),
             "source": row["source"],
             "reward": f"{row['reward']:.3g}",
@@ -155,15 +158,44 @@ def make_table(rows: Sequence[Row]) -> Table:
             "completion": dim_thinking(shorten(row["completion"])),
             "note": printable(", ".join(filter(None, notes))),
         }
-        cells.append(shown)
-    names = [name for name in cells[0] if any(shown[name] for shown in cells)] if cells else []
-    has_long = any(len(shown[name]) > LINE for shown in cells for name in names)
+        shown.append(cells)
+    return shown
+
+
+def make_table(shown: Sequence[Cells]) -> Table:
+    """A table without empty columns."""
+    from rich import box
+    from rich.table import Table
+
+    names = [name for name in shown[0] if any(cells[name] for cells in shown)] if shown else []
+    has_long = any(len(cells[name]) > LINE for cells in shown for name in names)
     table = Table(box=box.SIMPLE_HEAD, leading=int(has_long))
     for name in names:
         table.add_column(name, no_wrap=name not in TEXTS, overflow="fold" if name in TEXTS else "ellipsis")
-    for shown in cells:
-        table.add_row(*[shown[name] for name in names])
+    for cells in shown:
+        table.add_row(*[cells[name] for name in names])
     return table
+
+
+def make_records(shown: Sequence[Cells]) -> Group:
+    """A line of numbers for each row, with its texts below in the full width."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+
+    parts: list[str | Padding] = []
+    for cells in shown:
+        length = f"{cells['length']} token{'s' if cells['length'] != '1' else ''}" if cells["length"] else ""
+        numbers = [f"{name} {cells[name]}" if cells[name] else "" for name in ("reward", "advantage")]
+        head = [f"step {cells['step']}", str(cells["source"]), *numbers, length, str(cells["note"])]
+        texts = Table.grid(padding=(0, 2, 0, 0))
+        texts.add_column(no_wrap=True)
+        texts.add_column(overflow="fold")
+        for name in ("prompt", "answer", "completion"):
+            if cells[name] or name == "completion":
+                texts.add_row(name, cells[name])
+        parts += [*([""] if parts else []), " · ".join(filter(None, head)), Padding(texts, (0, 0, 0, 2))]
+    return Group(*parts)
 
 
 def shorten(text: str) -> str:
