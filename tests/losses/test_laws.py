@@ -4,6 +4,7 @@ Compilation is most of this file's time, so the tests share few programs: `evalu
 the gradient of packed rows, a scan over microbatches, and a program for eight devices.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -218,6 +219,18 @@ def test_finite_input_never_gives_nan(member):
         )
         assert all(np.isfinite(number).all() for number in jax.tree.leaves((loss, metrics, gradient)))
         assert 0 <= metrics["clip_fraction_tokens"] <= 1
+
+
+@over_family
+@pytest.mark.parametrize("impossible", (("logp",), ("old_logp",), ("logp", "old_logp")), ids="+".join)
+def test_a_token_of_probability_0_gives_finite_numbers(member, impossible):
+    """A log-prob of -inf under one policy or under both, at tokens with advantages of both signs."""
+    x = CASES["some_empty-0.3"]
+    token = x.mask & (np.cumsum(x.mask, axis=-1) == 1)
+    assert {-1, 1} <= set(np.sign(x.advantage[:, 0][token.any(-1)]))
+    zero = {name: np.where(token, np.float32(-np.inf), getattr(x, name)) for name in impossible}
+    for number in jax.tree.leaves(evaluate(member, dataclasses.replace(x, **zero).arguments(member))):
+        assert np.isfinite(number).all()
 
 
 @over_family

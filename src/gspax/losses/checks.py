@@ -18,6 +18,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 Array = jax.Array
 
+LOWEST_LOGP = -1e30  # a few of them still have a finite sum
+
 
 def array(name: str, value: object, dtype: DTypeLike, axes: str, why: str = "") -> Array:
     """`value` as a jax array if it has that dtype and one dimension per letter of `axes`."""
@@ -26,6 +28,15 @@ def array(name: str, value: object, dtype: DTypeLike, axes: str, why: str = "") 
     if getattr(value, "dtype", dtype) != dtype:
         raise TypeError(f"{wanted}{why}; got {describe(value)}")
     return jnp.asarray(_with_axes(wanted, value, axes))
+
+
+def finite_logp(name: str, value: object, why: str = "", *, axes: str = "BT") -> Array:
+    """Log-probabilities, float32, with a finite number far below any other for -inf, because -inf - -inf is NaN.
+
+    A token of probability 0 so has a ratio that is held as any extreme one is, and no gradient.
+    """
+    logp = array(name, value, jnp.float32, axes, why)
+    return jnp.where(logp == -jnp.inf, LOWEST_LOGP, logp)
 
 
 def numbers(name: str, value: object, what: str, kinds: Sequence[type], axes: str) -> Array | np.ndarray:
@@ -71,8 +82,7 @@ def policy_inputs(
 ) -> tuple[Array, Array, Array, Array]:
     """The four arrays of a policy loss: float32 [B, T] twice, float32 advantage, bool mask [B, T]."""
     finer = " (the clip band is finer than bfloat16 and float16 can tell from 1)"
-    logp_BT = array("logp", logp, jnp.float32, "BT", finer)
-    old_logp_BT = array("old_logp", old_logp, jnp.float32, "BT", finer)
+    logp_BT, old_logp_BT = finite_logp("logp", logp, finer), finite_logp("old_logp", old_logp, finer)
     same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
     mask_BT = array("mask", mask, jnp.bool_, "BT")
     same_shape("mask", mask_BT, "logp", logp_BT.shape)
@@ -87,8 +97,7 @@ def two_policies(
     name: str, logp: ArrayLike, other_name: str, other: ArrayLike, mask: ArrayLike, segments: ArrayLike | None
 ) -> tuple[Array, Array, Array, Array | None]:
     """Two log-probabilities float32 [B, T] of the same tokens, bool mask [B, T], and None or int32 segments [B, T]."""
-    logp_BT = array(name, logp, jnp.float32, "BT")
-    other_BT = array(other_name, other, jnp.float32, "BT")
+    logp_BT, other_BT = finite_logp(name, logp), finite_logp(other_name, other)
     same_shape(other_name, other_BT, name, logp_BT.shape)
     mask_BT = array("mask", mask, jnp.bool_, "BT")
     same_shape("mask", mask_BT, name, logp_BT.shape)

@@ -260,8 +260,8 @@ def mixed_advantage(
 
 def _kept(kept: Kept, mask_BT: Array) -> tuple[Array, Array, Array]:
     """The student's log-probs of the kept tokens, their x, and where the sampled token is none of them."""
-    logp_BTK = checks.array("kept.logp_BTK", kept.logp_BTK, jnp.float32, "BTK")
-    teacher_BTK = checks.array("kept.teacher_logp_BTK", kept.teacher_logp_BTK, jnp.float32, "BTK")
+    logp_BTK = checks.finite_logp("kept.logp_BTK", kept.logp_BTK, axes="BTK")
+    teacher_BTK = checks.finite_logp("kept.teacher_logp_BTK", kept.teacher_logp_BTK, axes="BTK")
     checks.same_shape("kept.teacher_logp_BTK", teacher_BTK, "kept.logp_BTK", logp_BTK.shape)
     sampled_BT = checks.array("kept.has_sampled_BT", kept.has_sampled_BT, jnp.bool_, "BT")
     checks.same_shape("kept.has_sampled_BT", sampled_BT, "mask", mask_BT.shape)

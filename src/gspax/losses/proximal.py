@@ -40,8 +40,8 @@ def interpolated_logp(logp: Array, sampler_logp: Array, age: Array, progress: Ar
     Raises:
       TypeError, ValueError: an argument is of another dtype or shape.
     """
-    logp_BT = checks.array("logp", logp, jnp.float32, "BT")
-    sampler_BT = checks.array("sampler_logp", sampler_logp, jnp.float32, "BT")
+    logp_BT = checks.finite_logp("logp", logp)
+    sampler_BT = checks.finite_logp("sampler_logp", sampler_logp)
     age_BT = checks.array("age", age, jnp.int32, "BT").astype(jnp.float32)
     for name, value in (("sampler_logp", sampler_BT), ("age", age_BT)):
         checks.same_shape(name, value, "logp", logp_BT.shape)

@@ -63,7 +63,7 @@ def sampling_ratio(logp_BT: Array, old_logp: ArrayLike | None, mask_BT: Array) -
     """π/π_old without a gradient, 1 outside the mask; 1 everywhere without `old_logp`: π itself sampled the tokens."""
     if old_logp is None:
         return jnp.ones_like(logp_BT)
-    old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
+    old_logp_BT = checks.finite_logp("old_logp", old_logp)
     checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
     return jnp.exp(limited_log_ratio(logp_BT, old_logp_BT, mask_BT))
 
