@@ -1,5 +1,6 @@
 """The report is complete, self-contained and safe against hostile completions."""
 
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -135,6 +136,51 @@ def test_a_text_keeps_its_lines_and_an_instruction_its_empty_box(tmp_path):
     page = run_page.write(tmp_path).read_text()
     assert f"<code>{prompt}</code>" in page
     assert page.count('<code>One.\\r\n<math title="\\boxed{3}"><mrow class="boxed">') == 2
+
+
+def test_rewards_and_tasks_come_first_and_completions_have_equal_columns(tmp_path):
+    run = RunDir(tmp_path)
+    with Recorder(run, 0) as recorder:
+        recorder.write_metrics(1, {"reward/mean": 0.5, "eval/reward": 0.5, "policy/entropy": 1.0, "my/metric": 1.0})
+        rows = [{"prompt": f"<{n}>=", "answer": "way " * 20, "completion": "1", "reward": 1.0} for n in range(7)]
+        recorder.write_samples_to(run.before, rows)
+        recorder.write_samples_to(run.after, rows)
+    interval = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    summary = {"problems": 9, "samples": 1, "reward": interval, "truncated": 0.0, "tokens": {"mean": 2.0}}
+    run.tasks_at(1).mkdir(parents=True)
+    (run.tasks_at(1) / "small.json").write_text(json.dumps({"summary": summary}))
+    page = run_page.write(tmp_path).read_text()
+    order = (
+        "class=tiles",
+        '"Reward"',
+        '"Held-out reward"',
+        ">Tasks<",
+        ">before<",
+        "3 more",
+        '"Entropy"',
+        '"my/metric"',
+    )
+    places = [page.index(text) for text in order]
+    assert places == sorted(places)
+    assert page.count('aria-label="Reward"') == 1 and Tags(page).open == []
+    first, rest = (page.index(f"&lt;{n}&gt;=") for n in (3, 4))
+    assert first < page.index("<details><summary>3 more") < rest  # folded
+    assert page.count(f"<details><summary>reference</summary><code>{'way ' * 20}</code></details>") == 7
+    heads = "<th>prompt</th><th>before</th><th>after</th>"
+    assert page.count(f"<div class=samples><div class=wide><table><tr>{heads}") == 1 and page.count(heads) == 2
+
+
+@pytest.mark.parametrize(("answer", "reference"), [("", ""), ("42", "<details open><summary>reference</summary>")])
+def test_a_few_completions_and_short_answers_are_not_folded(tmp_path, answer, reference):
+    run = RunDir(tmp_path)
+    with Recorder(run, 0) as recorder:
+        recorder.write_metrics(1, {"reward/mean": 0.5})
+        rows = [{"prompt": f"{n}=", "answer": answer, "completion": "1", "reward": 1.0} for n in range(4)]
+        recorder.write_samples_to(run.before, rows)
+        recorder.write_samples_to(run.after, rows)
+    page = run_page.write(tmp_path).read_text()
+    assert ">before<" in page and "<details>" not in page
+    assert set(re.findall("<details.*?</summary>", page)) == {*filter(None, [reference])}
 
 
 def test_a_run_without_evaluation_or_samples_has_a_report(tmp_path):

@@ -34,6 +34,9 @@ from gspax.run.folders import set_aside, write_atomically
 from gspax.run.record import read_completions
 from gspax.storage.buckets import is_bucket, to_path
 
+REWARDS = PANELS[:2]  # above all that is long
+SHOWN_ROWS = 4  # of completions; the others are folded
+SHORT = 80  # characters; a longer reference is folded
 SHOWN_ERRORS = 20  # of failed rewards
 TASK_COLUMNS = (
     *("task", "evaluated at", "problems x samples"),
@@ -62,12 +65,14 @@ def write(workdir: Path) -> Path:
     if not series:
         raise UserError(f"there is nothing to report: {run.metrics} has no metrics yet")
     experiment = read_description(run) or {}
+    rewards = {metric for panel in REWARDS for metric in panel.lines.values()}
     sections = [
         ("", _headline(series)),
-        ("Held-out prompts, before and after", _completions(run)),
+        ("Reward", _curves({name: series[name] for name in series if name in rewards}, REWARDS)),
         ("Tasks", _tasks(run)),
+        ("Held-out prompts, before and after", _completions(run)),
         ("Failed rewards", _failures(run)),
-        ("Curves", _curves(series, PANELS)),
+        ("Curves", _curves({name: series[name] for name in series if name not in rewards}, PANELS)),
         ("Warm start", _curves(read_series(run.warm_start.metrics), ())),
         ("Experiment", render_settings(flatten(experiment))),
         *(
@@ -137,11 +142,21 @@ def _completions(run: RunDir) -> str:
         return ""
     after = {sample.prompt: sample for sample in _read_samples(run.after)}
     rows = [
-        (render_prose(old.prompt), render_prose(old.answer), _show_reward(old), _show_reward(after[old.prompt]))
+        (_show_problem(old), _show_reward(old), _show_reward(after[old.prompt]))
         for old in _read_samples(run.before)
         if old.prompt in after
     ]
-    return render_table(("prompt", "answer", "before", "after"), rows)
+    head = ("prompt", "before", "after")
+    folded = rows[SHOWN_ROWS:]
+    more = f"<details><summary>{len(folded)} more</summary>{render_table(head, folded)}</details>" if folded else ""
+    return f"<div class=samples>{render_table(head, rows[:SHOWN_ROWS])}{more}</div>"
+
+
+def _show_problem(sample: Sample) -> str:
+    """A prompt, and below it the reference."""
+    is_open = " open" if len(sample.answer) < SHORT else ""
+    reference = f"<details{is_open}><summary>reference</summary>{render_prose(sample.answer)}</details>"
+    return render_prose(sample.prompt) + (reference if sample.answer else "")
 
 
 def _tasks(run: RunDir) -> str:
