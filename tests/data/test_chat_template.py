@@ -144,6 +144,17 @@ def test_a_dry_run_refuses_what_a_template_cannot_do(folders, name):
         assert wanted is None or wanted in problems[0]
 
 
+@pytest.mark.parametrize("environment", [None, Talk()])
+def test_a_stop_id_of_the_experiment_ends_turns_too(folders, environment):
+    tokenizer = hf_chat(folders["ERNIE-4.5"])
+    end = tokenizer.added_tokens[tokenizer.template.end]
+    told = [*chat_problems(tokenizer, environment), *chat_warnings(tokenizer, environment)]
+    assert len(told) == 1 and f"(sampling.stop_token_ids=({end},) ends turns with it)" in told[0]
+    own = (tokenizer, environment, (end,))
+    assert [*chat_problems(*own), *chat_warnings(*own)] == []
+    assert take_step(tokenizer, tokenizer.template.end, USER)[1:] == ("", False)
+
+
 @pytest.mark.parametrize(
     ("name", "environment", "sentence"),
     [

@@ -18,17 +18,18 @@ from gspax.errors import UserError
 _SHOWN = 60  # characters of what a template writes
 
 
-def chat_problems(tokenizer: Tokenizer, environment: Environment | None) -> Iterator[str]:
+def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_ids: Sequence[int] = ()) -> Iterator[str]:
     """The reasons why a chat tokenizer's template cannot be used.
 
     Args:
       tokenizer: of any kind; only a `ChatTokenizer` has a template.
       environment: replies to the policy.
+      stop_ids: that end a completion besides the tokenizer's.
     """
     if not isinstance(tokenizer, ChatTokenizer):
         return
     try:
-        missing = list(_missing_stops(tokenizer))  # also finds out whether the template can be used at all
+        missing = list(_missing_stops(tokenizer, stop_ids))  # also finds out whether the template can be used at all
         if environment is not None:
             yield from missing
             yield from _reply_problems(tokenizer, environment)
@@ -36,14 +37,14 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None) -> Iter
         yield f"tokenizer: {problem}"
 
 
-def _missing_stops(tokenizer: ChatTokenizer) -> Iterator[str]:
+def _missing_stops(tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> Iterator[str]:
     """The token with which the template ends a turn is a stop id."""
     end = tokenizer.template.end
-    if end is not None and (i := tokenizer.added_tokens[end]) not in tokenizer.stop_ids:
+    if end is not None and (i := tokenizer.added_tokens[end]) not in (*tokenizer.stop_ids, *stop_ids):
         yield (
             f"tokenizer.stop_ids: wanted {end!r} ({i}), with which the chat template in {tokenizer.path} ends a turn, "
             f"got {_name(tokenizer, tokenizer.stop_ids)}: a policy that has learned it would run on to the limit of "
-            "tokens (add it to eos_token_id in generation_config.json)"
+            f"tokens (sampling.stop_token_ids=({i},) ends turns with it)"
         )
 
 
@@ -59,12 +60,12 @@ def _reply_problems(tokenizer: ChatTokenizer, environment: Environment) -> Itera
         )
 
 
-def chat_warnings(tokenizer: Tokenizer, environment: Environment | None) -> Iterator[str]:
+def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_ids: Sequence[int] = ()) -> Iterator[str]:
     """What a template does not write of a conversation, or writes otherwise than it is kept; without one, its end."""
     if not isinstance(tokenizer, ChatTokenizer):
         return
     if environment is None:
-        yield from _missing_stops(tokenizer)
+        yield from _missing_stops(tokenizer, stop_ids)
         return
     template, tools, role = tokenizer.template, _schemas(environment), _role(environment)
     if tools and not shows_tools(template, tools):

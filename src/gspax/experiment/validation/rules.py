@@ -148,7 +148,7 @@ def validate(
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
         lambda: score_norm_problems(e.advantage, e.loss, e.old_logp, _terms(e.correction, e.rejection, e.reference)),
-        lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
+        lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement, e.sampling),
         lambda: credit_problems(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
         lambda: _mesh(e, devices, slices),
     )
@@ -178,7 +178,10 @@ def check(experiment: Experiment, devices: int | None = None, slices: tuple[int,
 
 def warnings(experiment: Experiment) -> list[str]:
     """Settings of a valid experiment that are probably not intended, one sentence each."""
-    notes = [*opening_notes(experiment.data), *chat_warnings(experiment.tokenizer, experiment.environment)]
+    notes = [
+        *opening_notes(experiment.data),
+        *chat_warnings(experiment.tokenizer, experiment.environment, experiment.sampling.stop_token_ids),
+    ]
     sampling = experiment.sampling
     if (filters := filters_in_use(sampling)) and not sampling.mask_replay:
         notes.append(
@@ -542,10 +545,14 @@ def _sampler_mesh(
 
 
 def _conversation(
-    environment: Environment | None, turns: Turns, tokenizer: Tokenizer, placement: Placement | None
+    environment: Environment | None,
+    turns: Turns,
+    tokenizer: Tokenizer,
+    placement: Placement | None,
+    sampling: Sampling,
 ) -> Iterator[str]:
     """The environment has its methods, the tokenizer encodes turns, and the placement waits for replies."""
-    yield from chat_problems(tokenizer, environment)
+    yield from chat_problems(tokenizer, environment, sampling.stop_token_ids)
     if environment is None:
         if turns.credit == "turn":
             yield 'turns.credit: wanted "conversation" without an environment, got "turn"'
