@@ -94,9 +94,21 @@ def test_the_suggested_command_works_in_the_users_shell(monkeypatch, tmp_path):
     for folder, shown in (("empty", [str(called)]), ("bin", [str(called)]), ("env", ["gspax"])):
         monkeypatch.setenv("PATH", str(tmp_path / folder))
         assert train.program() == shown
-        assert train.next_commands(Namespace(overrides=[], file="a.py", workdir="w"), 4, 8).count(shown[0]) == 2
+        assert train.next_commands(Namespace(overrides=[], file="a.py", workdir="w"), 4, 2048).count(shown[0]) == 2
     monkeypatch.setattr(sys, "argv", ["/src/gspax/__main__.py", "train"])
     assert train.program() == [sys.executable, "-m", "gspax"]
+
+
+@pytest.mark.parametrize(("available", "suggested"), [(1319, 1319), (5000, 2048), (None, 2048)])
+def test_the_suggested_evaluation_has_no_more_problems_than_the_data(monkeypatch, capsys, available, suggested):
+    data = Namespace(heldout_count=available, heldout=None)
+    experiment = Namespace(data=data, schedule=Namespace(steps=2), evaluation=Namespace(problems=64))
+    options = Namespace(report_to=(), dry_run=False, overrides=[], file="a.py", workdir=Path("w"))
+    monkeypatch.setattr(train, "load_experiment", lambda _: experiment)
+    monkeypatch.setattr(train.processes, "join", lambda *_: True)
+    monkeypatch.setattr("gspax.training.loop.train", lambda *_, **__: None)
+    assert train.execute(options) == 0
+    assert f" evaluation.problems={suggested}\n" in capsys.readouterr().out
 
 
 def test_a_diverged_run_ends_with_the_command_that_replays_its_dump(monkeypatch, tmp_path, capsys):

@@ -54,6 +54,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.dry_run:
         return 0
     is_primary = processes.join("train", options, experiment)
+    from gspax.data.problem import count_distinct
     from gspax.report.run_page import summarize
     from gspax.training.loop import train
 
@@ -67,7 +68,8 @@ def execute(options: argparse.Namespace) -> int:
         raise
     if is_primary:
         print(summarize(options.workdir))
-        print(next_commands(options, experiment.schedule.steps, experiment.evaluation.problems))
+        problems = count_distinct(experiment.data, max(2048, 2 * experiment.evaluation.problems))
+        print(next_commands(options, 2 * experiment.schedule.steps, problems))
     return 0
 
 
@@ -82,14 +84,10 @@ def program() -> list[str]:
 
 
 def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
-    """Commands to run next: more steps, and an evaluation on more problems."""
+    """Commands to run next: up to more steps, and an evaluation on more problems."""
 
     def command(name: str, key: str, value: int) -> str:
         kept = [assignment for assignment in options.overrides if override_key(assignment) != key]
         return shlex.join([*program(), name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
 
-    return (
-        "Next:\n"
-        f"  {command('train', 'schedule.steps', 2 * steps)}\n"
-        f"  {command('eval', 'evaluation.problems', max(2048, 2 * problems))}"
-    )
+    return f"Next:\n  {command('train', 'schedule.steps', steps)}\n  {command('eval', 'evaluation.problems', problems)}"
