@@ -166,6 +166,26 @@ def test_lost_checkpoints_do_not_restart_the_run(run, damage):
         checkpoints.latest()
 
 
+@pytest.mark.parametrize("remains", ("nothing", "a file"))
+def test_a_lost_newest_checkpoint_is_named(run, capsys, remains):
+    shutil.rmtree(run.checkpoints / "4")
+    if remains == "a file":
+        (run.checkpoints / "4").write_text("")
+    assert check.run(run.path) == 1
+    lost = "checkpoints/4: lost, but newest_checkpoint.json records that it was saved"
+    assert capsys.readouterr().out.splitlines() == ["checkpoints/2: intact", lost]
+    for _ in range(2):
+        assert restore(run) == 2.0
+    line, *others = capsys.readouterr().err.splitlines()
+    assert line.endswith("checkpoint 4 is lost, although newest_checkpoint.json records that it was saved: using 2")
+    assert [other.partition("/4 ")[2] for other in others] == ["is no folder: moved to damaged_4"] * (
+        remains != "nothing"
+    )
+    save(run, 4)
+    capsys.readouterr()
+    assert restore(run) == 4.0 and check.run(run.path) == 0 and not capsys.readouterr().err
+
+
 def test_the_last_intact_step_is_not_pruned(run):
     save(run, 6, keep=3)
     for step in (4, 6):

@@ -30,7 +30,7 @@ def execute(options: argparse.Namespace) -> int:
 def run(directory: Path) -> int:
     """Print a line for each checkpoint; 1 if one is not known to be intact, or there is none but one was saved."""
     from gspax.run.directory import RunDir
-    from gspax.run.manifest import finished_steps
+    from gspax.run.manifest import finished_steps, lost_step
 
     run, code, checkpoints = RunDir(directory), 0, 0
     for name, damage in _check_all(directory):
@@ -41,6 +41,9 @@ def run(directory: Path) -> int:
         raise UserError(f"{directory}: wanted a run or a converted checkpoint, it has no checkpoint")
     if run.newest.exists() and not finished_steps(run.checkpoints):
         print(f"{run.checkpoints.name}: no checkpoint, but {run.newest.name} records that one was saved")
+        code = 1
+    elif (lost := lost_step(run.checkpoints, run.newest)) is not None:
+        print(f"{run.checkpoints.name}/{lost}: lost, but {run.newest.name} records that it was saved")
         code = 1
     return code
 

@@ -25,10 +25,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from gspax.errors import FailureError, UserError
+from gspax.errors import FailureError, UserError, warn_once
 from gspax.parallel import multihost
 from gspax.run import lock, manifest
-from gspax.run.folders import write_atomically
+from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
 from gspax.storage import objects
 from gspax.storage.buckets import is_bucket, to_path
@@ -99,8 +99,9 @@ class Checkpoints:
             multihost.all_or_raise(lambda: self._files.start(step, table, json.dumps(extra), wait_for_log))
         except Exception as error:
             self._files.abandon()
-            problem = f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}"
-            raise FailureError(problem) from error
+            raise FailureError(
+                f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}"
+            ) from error
         self._newest = step
         self._verified.discard(step)
 
@@ -130,8 +131,7 @@ class Checkpoints:
             _warn(self.directory, f"checkpoint {step} has no {MANIFEST}: its save was not finished, and it is not used")
         for step in reversed(steps):
             if (damage := self.find_damage(step)) is None:
-                if problem:
-                    _warn(self.directory, f"using checkpoint {step}, the newest intact one")
+                _on_primary(partial(_tell_used, self.directory, self.note, step, is_fallback=bool(problem)))
                 return step
             problem = f"checkpoint {step} is damaged: {damage}"
             if self._is_read_only:
@@ -262,6 +262,17 @@ def read_extra(checkpoints: Checkpoints, step: int) -> JsonObject:
 
 def _warn(directory: Path, sentence: str) -> None:
     multihost.warn_from_primary(f"{directory}: {sentence}")
+
+
+def _tell_used(directory: Path, note: Path | None, step: int, *, is_fallback: bool) -> None:
+    """Warn where `step` is not the newest one saved: later ones are damaged, or the one that `note` records is lost."""
+    if is_fallback:
+        _warn(directory, f"using checkpoint {step}, the newest intact one")
+    if note is not None and (lost := manifest.lost_step(directory, note)) is not None and lost > step:
+        recorded = f"although {note.name} records that it was saved"
+        warn_once(f"{directory}: checkpoint {lost} is lost, {recorded}: using {step}")
+        if not is_bucket(directory) and (file := directory / str(lost)).exists():  # it would be in the way of a save
+            set_aside(file, "is no folder")
 
 
 def _on_primary(work: Callable[[], T]) -> T:

@@ -188,6 +188,17 @@ def finished_steps(directory: Path) -> list[int]:
     return [step for step in list_steps(directory) if has_manifest(directory / str(step))]
 
 
+def lost_step(directory: Path, note: Path) -> int | None:
+    """The step that `note` records as the newest one saved, if nothing is left of it, not even a folder set aside."""
+    try:
+        newest = json.loads(note.read_text(encoding="utf-8"))["newest"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return None
+    if type(newest) is not int or (directory / f"damaged_{newest}").exists():
+        return None
+    return None if newest in list_steps(directory) else newest
+
+
 def extra_file(directory: Path, step: int) -> Path:
     """The JSON file with a step's `extra`."""
     return directory / str(step) / EXTRA
