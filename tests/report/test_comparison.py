@@ -5,10 +5,19 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from gspax.commands import main
 from gspax.errors import UserError
-from gspax.report.comparison import common_tokens, compare, find_differences, read_variant, resample
+from gspax.report.comparison import (
+    common_tokens,
+    compare,
+    draw_metric,
+    find_differences,
+    read_variant,
+    resample,
+    summarize,
+)
 
 STEPS = 20
 
@@ -68,7 +77,40 @@ def test_without_two_common_seeds_the_difference_is_unpaired(tmp_path):
     _, entry = compare([read_variant(name, tmp_path / name) for name in "ab"], "eval/reward", 2000)
     assert entry.pairs == 0
     assert entry.difference.mean == pytest.approx(0.01)
-    assert entry.difference.low < 0.01 < entry.difference.high
+
+
+def test_fewer_than_three_seeds_are_printed_without_an_interval(tmp_path):
+    for name, gain in (("a", 0.0), ("b", 0.1)):
+        for seed in (3, 4):
+            write_run(tmp_path / name / str(seed), seed, gain=gain)
+    variants = [read_variant(name, tmp_path / name) for name in "ab"]
+    lines = summarize(variants, "eval/reward").splitlines()[1:]
+    assert lines == [
+        "  a  0.235, seeds 3: 0.23, 4: 0.24",
+        "  b  0.335, seeds 3: 0.33, 4: 0.34; difference +0.1, 2 pairs of seeds",
+    ]
+    axes = Figure().add_subplot()
+    draw_metric(axes, variants, "eval/reward", 2000)
+    assert [band.get_paths() for band in axes.collections] == [[], []]
+    write_run(tmp_path / "a" / "5", 5)
+    three, two = compare([read_variant(name, tmp_path / name) for name in "ab"], "eval/reward", 2000)
+    assert three.mean.low < three.mean.mean and np.isnan([two.mean.low, two.difference.low]).all()
+
+
+def test_the_interval_of_a_share_stays_between_0_and_1(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / "low" / str(seed), seed, gain=0.2 * (seed == 2), steps=5)
+        write_run(tmp_path / "high" / str(seed), seed, gain=0.9 - 0.2 * (seed == 2), steps=5)
+        write_run(tmp_path / "more" / str(seed), seed, gain=0.9 + 0.2 * (seed == 2), steps=5)
+    low, high, more = (read_variant(name, tmp_path / name) for name in ("low", "high", "more"))
+    (entry,), (other,) = (compare([each], "eval/reward", 500) for each in (low, high))
+    assert entry.mean.low == 0 and 0 < entry.mean.high < 1 and 0 < other.mean.low < other.mean.high == 1
+    assert compare([more], "eval/reward", 500)[0].mean.high > 1.2  # rewards above 1 are not shares
+    assert compare([low, more], "eval/reward", 500)[0].mean.low < 0  # and a metric has one scale
+    for folder in tmp_path.glob("low/*"):
+        path = folder / "metrics.jsonl"
+        path.write_text(path.read_text().replace("eval/reward", "policy/kl"))
+    assert compare([read_variant("low", tmp_path / "low")], "policy/kl", 500)[0].mean.low < 0  # nor is this, in nats
 
 
 def test_values_that_are_not_finite_are_left_out(tmp_path):

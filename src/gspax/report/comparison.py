@@ -10,7 +10,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 WINDOW = 0.1  # share of the tokens that a metric of every step is averaged over
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito
+FEWEST = 3  # seeds of an interval; Student's t of two is often wider than the scale of the metric
 BINS = 50  # of the horizontal axis, for metrics of every step
 NOTE = (
     "Values at {tokens:,.0f} response tokens, which every run has reached: metrics of every step as the mean over the "
-    "last tenth, others interpolated. Intervals: 95 %, over seeds, Student's t. Differences are from {first}."
+    "last tenth, others interpolated. Intervals: 95 %, over three or more seeds, Student's t. Differences are from "
+    "{first}."
 )
 
 
@@ -140,8 +142,35 @@ def common_tokens(variants: Sequence[Variant]) -> float:
 
 
 def compare(variants: Sequence[Variant], metric: str, tokens: float) -> list[Entry]:
-    """The metric of each variant after this many tokens, and its difference from the first variant (`contrast`)."""
-    return contrast([variant.values_at(metric, tokens) for variant in variants])
+    """The metric of each variant after this many tokens, and its difference from the first variant (`contrast`).
+
+    Fewer than three seeds have no interval, and that of a share stays in [0, 1].
+    """
+    values, has_shares = [variant.values_at(metric, tokens) for variant in variants], are_shares(variants, metric)
+    entries = []
+    for entry in contrast(values):
+        mean = entry.mean and _bound(entry.mean, len(entry.values), has_shares)
+        seeds = entry.pairs or min(len(values[0]), len(entry.values))
+        difference = entry.difference and _bound(entry.difference, seeds, False)
+        entries.append(replace(entry, mean=mean, difference=difference))
+    return entries
+
+
+def are_shares(variants: Sequence[Variant], metric: str) -> bool:
+    """Whether the metric is a fraction, or a reward that is nowhere below 0 or above 1."""
+    values = [run.curve(metric)[1] for variant in variants for run in variant.runs]
+    is_within = all(((value_N >= 0) & (value_N <= 1)).all() for value_N in values)
+    return is_within and _name(metric)[1].startswith(("fraction", "mean over completions"))
+
+
+def _bound(estimate: Estimate, seeds: int, is_share: bool) -> Estimate:
+    """The estimate without an interval of too few seeds; that of a share is clipped."""
+    if seeds < FEWEST:
+        return replace(estimate, low=math.nan, high=math.nan)
+    if not is_share:
+        return estimate
+    low, high = np.clip((estimate.low, estimate.high), 0, 1)
+    return replace(estimate, low=float(low), high=float(high))
 
 
 def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
@@ -186,7 +215,9 @@ def write(variants: Sequence[Variant], metrics: Sequence[str], folder: Path) -> 
     ]
     write_atomically(folder / "compare.csv", _csv(results, tokens))
     drawings = {metric: partial(draw_metric, variants=variants, metric=metric, tokens=tokens) for metric in metrics}
-    curves = render_note("Pale: each seed. Dark: their mean, with its 95 % interval shaded.") + render_figures(drawings)
+    curves = render_note(
+        "Pale: each seed. Dark: their mean, with the 95 % interval of three or more seeds shaded."
+    ) + render_figures(drawings)
     sections = [
         ("", render_note(NOTE.format(tokens=tokens, first=variants[0].name))),
         ("Results", _results(results)),
@@ -213,11 +244,15 @@ def summarize(variants: Sequence[Variant], metric: str) -> str:
 
 def _describe_mean(variant: Variant, metric: str, entry: Entry) -> str:
     if entry.mean is not None:
-        mean = statistics.show(to_json(entry.mean), ".4g")
-        return f"{mean}, {len(entry.values)} seed{'s' if len(entry.values) > 1 else ''}"
+        mean, count = statistics.show(to_json(entry.mean), ".4g"), len(entry.values)
+        return f"{mean}, seeds {_list(entry)}" if 1 < count < FEWEST else f"{mean}, {count} seed{'s' * (count > 1)}"
     if any(metric in run.series for run in variant.runs):
         return f"no run has {metric} at these tokens"
     return f"no run has {metric}" + (", its loss does not report it" if metric.startswith("policy/") else "")
+
+
+def _list(entry: Entry) -> str:
+    return ", ".join(f"{seed}: {value:.4g}" for seed, value in sorted(entry.values.items(), key=str))
 
 
 def _describe_difference(entry: Entry) -> str:
@@ -230,9 +265,8 @@ def _describe_difference(entry: Entry) -> str:
 def _results(results: Sequence[Result]) -> str:
     rows = []
     for metric, variant, entry in results:
-        seeds = ", ".join(f"{seed}: {value:.4g}" for seed, value in sorted(entry.values.items(), key=str))
         mean = _describe_mean(variant, metric, entry)
-        rows.append((metric, variant.name, mean, _describe_difference(entry), seeds))
+        rows.append((metric, variant.name, mean, _describe_difference(entry), _list(entry)))
     return _text_table(("metric", "variant", "mean", "difference", "each seed"), rows)
 
 
@@ -267,13 +301,15 @@ def _csv(results: Sequence[Result], tokens: float) -> str:
 
 def draw_metric(axes: Axes, variants: Sequence[Variant], metric: str, tokens: float) -> None:
     """Draw the metric of every run, and the mean of each variant, up to this many tokens on matplotlib axes."""
-    edge_N = np.linspace(0, tokens, BINS + 1)
+    edge_N, has_shares = np.linspace(0, tokens, BINS + 1), are_shares(variants, metric)
     for i, variant in enumerate(variants):
         color = COLORS[i % len(COLORS)]
         value_RN = np.array([resample(run, metric, edge_N) for run in variant.runs])
         for value_N in value_RN if len(variant.runs) > 1 else ():
             axes.plot(edge_N, value_N, color=color, alpha=0.25, linewidth=0.8)
-        means = [estimate_mean(value_R) for value_R in value_RN.T]  # NaN where a run has no value
+        means = [
+            _bound(estimate_mean(value_R), len(value_R), has_shares) for value_R in value_RN.T
+        ]  # NaN where a run has no value
         axes.plot(edge_N, [mean.mean for mean in means], color=color, linewidth=1.8, label=variant.name)
         bounds = [mean.low for mean in means], [mean.high for mean in means]
         axes.fill_between(edge_N, *bounds, color=color, alpha=0.12, linewidth=0)
