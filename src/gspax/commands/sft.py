@@ -27,5 +27,5 @@ def execute(options: argparse.Namespace) -> int:
     processes.join("sft", options, experiment)
     from gspax.training.warm_start import run
 
-    run(experiment, options.workdir)
+    run(experiment, options.workdir, options.file)
     return 0

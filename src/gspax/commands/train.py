@@ -59,7 +59,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.training.loop import train
 
     try:
-        train(experiment, options.workdir, report_to=options.report_to)
+        train(experiment, options.workdir, report_to=options.report_to, file=options.file)
     except DivergedError as problem:
         dump = options.workdir / "dumps" / f"step_{problem.step:06d}"
         if is_primary and dump.exists():

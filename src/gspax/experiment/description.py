@@ -119,6 +119,20 @@ def describe(value: object, *, full: bool = False) -> Any:
     return described
 
 
+def described_parts(value: object) -> Iterator[object]:
+    """The values directly inside a value that its description describes too."""
+    if is_record(value):
+        yield from _fields(value, full=True).values()
+    elif isinstance(value, functools.partial) or is_function(value):
+        inner = unwrap(value)
+        yield from [*keywords(value).values(), *(value.args if isinstance(value, functools.partial) else ())]
+        yield from [inner.__self__] if inspect.ismethod(inner) else []
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+
+
 def complete(description: object) -> Any:
     """A description with the fields that it leaves out because they have their defaults, as `describe(…, full=True)`.
 
@@ -229,6 +243,15 @@ def source_hash(function: Function) -> str | None:
     seen: dict[types.CodeType, str] = {}
     parts = sorted(_parts(function, seen))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if seen[function.__code__] else None
+
+
+def source_files(function: Function) -> set[str]:
+    """The user's files that hold the functions of a source hash; none where there is no hash."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    seen: dict[types.CodeType, str] = {}
+    if _is_own(function):
+        list(_parts(function, seen))
+    return {code.co_filename for code in seen}
 
 
 def _is_own(function: object) -> TypeGuard[types.FunctionType]:

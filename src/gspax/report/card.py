@@ -18,12 +18,15 @@ from gspax.report.run_page import TASK_COLUMNS, read_task
 from gspax.run.directory import RunDir, read_attempts
 from gspax.run.record import read_metrics, read_rows
 from gspax.run.redaction import is_secret, redact
+from gspax.storage.buckets import is_bucket
 from gspax.types import JsonObject
 
 PARTS = (  # of an experiment, in the table of settings
     *("data", "reward", "environment", "advantage", "loss", "regularizers", "reference", "teacher", "correction"),
     *("sampling", "schedule", "optimizer", "lora", "warm_start", "seed"),
 )
+RULES = {"checks", "filters", "exclude"}  # of a data source: what they read is left out of the problems
+SHOWN = 8  # files of data in a sentence
 
 
 def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bool, adapter: bool) -> str:
@@ -47,7 +50,8 @@ def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bo
         f"{'Adapters' if adapter else 'Parameters'} after step {step} of {how}, trained with gspax from "
         f"{f'`{base}`' if base else 'random parameters'}.",
         "",
-        f"The problems are those of `{flat['data']}`, the reward is {', '.join(f'`{n}`' for n in reward_names(flat))}.",
+        f"The problems are those of {_data(run) or _names([str(flat['data'])])}, the reward is "
+        f"{_names(reward_names(flat))}.",
     ]
     if results := [] if of_warm_start else [*_held_out(run, step), *_tasks(run, step)]:
         lines += ["", "## Results", "", *results]
@@ -56,6 +60,30 @@ def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bo
     table = _table(("field", "value"), [(f"`{key}`", f"`{value}`") for key, value in rows])
     lines += ["", "## Settings", "", f"<details><summary>{len(rows)} fields</summary>", "", *table, "", "</details>"]
     return "\n".join([*lines, "", "## Versions", "", *_versions(run), ""])
+
+
+def _data(run: RunDir) -> str:
+    """The files or data sets of the problems, by their names; empty if the run read none."""
+    recorded = next((data for attempt in reversed(read_attempts(run) or []) if (data := _recorded(attempt))), {})
+    paths = [
+        str(path)
+        for key, values in recorded.items()
+        if key.partition(".")[0] == "data" and RULES.isdisjoint(key.split(".")) and isinstance(values, list)
+        for path in values
+    ]
+    names = [*dict.fromkeys(_public(path.rpartition("/")[2] if is_bucket(path) else path) for path in paths)]
+    return _names(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _names(names: Sequence[str]) -> str:
+    """The names of functions or files in a sentence."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _recorded(attempt: object) -> JsonObject:
+    """The data that an entry of environment.json names."""
+    data = attempt.get("data") if isinstance(attempt, dict) else None
+    return data if isinstance(data, dict) else {}
 
 
 def _held_out(run: RunDir, step: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import jax
 
 from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
+from gspax.experiment.origin import Origin
 from gspax.parallel import multihost
 from gspax.run import lock
-from gspax.run.folders import set_aside, write_atomically
+from gspax.run.folders import as_warning, remove_folder, set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
-from gspax.run.redaction import recorded_variables, redact_arguments
+from gspax.run.redaction import recorded_variables, redact, redact_arguments
 from gspax.storage.buckets import is_bucket, require_usable, to_path
 from gspax.types import JsonObject
 
@@ -33,6 +34,9 @@ LAYOUT = (
     *("teacher.placement", "teacher.placement.*"),
 )
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+
+
+NOWHERE = Origin()
 
 
 def step_of(name: str) -> int | None:
@@ -48,6 +52,7 @@ class RunDir:
         self.path = path
         self.experiment = path / "experiment.json"  # the resolved experiment
         self.environment = path / "environment.json"  # versions, devices and settings: a list, an entry per attempt
+        self.source = path / "source"  # the experiment file and the user's modules, as they were at the start
         self.lock = path / "lock.json"  # the process that writes here (`run.lock`)
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"  # the same metrics
@@ -76,7 +81,7 @@ class RunDir:
 
 
 @contextlib.contextmanager
-def enter_run(workdir: Path, description: Mapping[str, object]) -> Iterator[RunDir]:
+def enter_run(workdir: Path, description: Mapping[str, object], origin: Origin = NOWHERE) -> Iterator[RunDir]:
     """Open a run directory as its only writer until the block ends. Collective.
 
     Raises:
@@ -85,7 +90,7 @@ def enter_run(workdir: Path, description: Mapping[str, object]) -> Iterator[RunD
     run = RunDir(to_path(workdir))
     multihost.all_or_raise(lambda: _create(run, description))
     with lock.hold(run.lock):  # before anything is written: two runs may start at the same moment
-        multihost.all_or_raise(lambda: open_run(workdir, description))
+        multihost.all_or_raise(lambda: open_run(workdir, description, origin))
         wait_until_shared(run)
         yield run
 
@@ -99,11 +104,11 @@ def _create(run: RunDir, description: Mapping[str, object]) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
 
 
-def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
+def open_run(workdir: Path, description: Mapping[str, object], origin: Origin = NOWHERE) -> RunDir:
     """Create the run directory, or open that of the same experiment to resume it. Only process 0 writes.
 
     The caller holds the lock, as `enter_run` does. Fields that a resumed run may change (`description.resumable`) get
-    their new values in `experiment.json`.
+    their new values in `experiment.json`. The code of the `origin` is kept once, at the start.
 
     Raises:
       UserError: `workdir` is a file, cannot be written to, is of another experiment, or not empty and no run; nothing
@@ -121,9 +126,24 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
     if (attempts := read_attempts(run)) is None:  # a damaged file does not block a resume
         set_aside(run.environment)
-    attempts = [*(attempts or []), describe_environment()]
+    attempts = [*(attempts or []), describe_environment() | _describe_origin(origin)]
     write_atomically(run.environment, json.dumps(attempts, indent=2) + "\n", private=True)
+    _keep_code(run, origin)
     return run
+
+
+def _keep_code(run: RunDir, origin: Origin) -> None:
+    """Copy the user's code, unless the run has begun with one that is kept. A full disk is a warning."""
+    has_code = run.source.exists()
+    if has_code and _has_begun(run):
+        return
+    with as_warning(run.source):
+        if has_code:
+            remove_folder(run.source)
+        for code in origin.code:
+            path = run.source / code.place
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, code.content, private=True)
 
 
 def require_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | None:
@@ -180,7 +200,7 @@ def read_description(run: RunDir) -> JsonObject | None:
 def _clear_places(run: RunDir) -> None:
     """Set aside folders where the run writes files, files where it needs folders, and an unreadable experiment.json."""
     logs = run.metrics, run.environment, run.newest, run.skipped, run.rollbacks, run.evaluations
-    folders = run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks
+    folders = run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks, run.source
     if not is_bucket(run.path):  # there an object does not stand in the way of others below its name
         for path in (*logs, run.report, run.before, run.after):
             if path.is_dir():
@@ -267,17 +287,50 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
+def _describe_origin(origin: Origin) -> JsonObject:
+    """Where the experiment file and the data are, and the commit of its repository; empty without them.
+
+    The commit ends in -dirty if the repository's files differ from it, or if it lacks some of the run's code.
+    """
+    described: JsonObject = {"data": {key: [redact(path) for path in paths] for key, paths in origin.data.items()}}
+    if origin.file is not None:
+        commit = _describe_commit(origin.file.parent)
+        files = [str(code.path) for code in origin.code]
+        if commit is not None and not commit.endswith("-dirty") and not _is_tracked(origin.file.parent, files):
+            commit += "-dirty"
+        described |= {"experiment_file": str(origin.file), "experiment_commit": commit}
+    return {name: value for name, value in described.items() if value}
+
+
 def _commit() -> str | None:
     """The commit of the checkout that contains this module, ending in -dirty if files differ from it."""
-    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    here = Path(__file__)
+    return _describe_commit(here.parent) if _is_tracked(here.parent, [here.name]) else None
 
 
-def _git(*arguments: str) -> str | None:
+def _describe_commit(folder: Path) -> str | None:
+    """The commit of a folder, ending in -dirty if files of its repository differ; None outside of a repository."""
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _is_tracked(folder: Path, files: Sequence[str]) -> bool:
+    """Whether the repository of a folder has all these files."""
+    return _git(folder, "--literal-pathspecs", "ls-files", "--error-unmatch", "--", *files) is not None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git answers in a folder; None without git, without a repository, or after 5 seconds."""
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+            ["git", *arguments],
+            cwd=folder,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=5,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

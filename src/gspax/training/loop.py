@@ -15,6 +15,7 @@ from gspax.evaluation.benchmark import count_heldout
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment import plan
 from gspax.experiment.description import describe
+from gspax.experiment.origin import find_origin
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner.state import (
     abstract_policy,
@@ -50,22 +51,26 @@ from gspax.training.warm_start import warm_start
 from gspax.types import TrainState
 
 
-def train(experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("tensorboard",)) -> None:
+def train(
+    experiment: Experiment, workdir: Path, report_to: Sequence[str] = ("tensorboard",), file: str | None = None
+) -> None:
     """Run or resume the experiment in `workdir`, and write its report.
 
     Args:
       report_to: the trackers that get the metrics (`run.trackers.NAMES`).
+      file: the experiment file, of which the run keeps a copy.
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
       DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
       Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
+    origin = find_origin(experiment, file)
     runtime, keep, description = make_runtime(experiment), experiment.schedule.keep_checkpoints, describe(experiment)
     check_calls(experiment, multihost.warn_from_primary)
     with Trackers(report_to) as trackers:
         with (
-            enter_run(workdir, description) as run,
+            enter_run(workdir, description, origin) as run,
             runtime.rewards,
             runtime.interaction.steps if runtime.interaction else contextlib.nullcontext(),
             count_compilations() as compiled,

@@ -23,6 +23,7 @@ from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.errors import DivergedError, UserError
 from gspax.experiment.description import describe
+from gspax.experiment.origin import find_origin
 from gspax.learner import objective
 from gspax.learner.forward import StepSettings
 from gspax.learner.optimizer import make_optimizer
@@ -53,12 +54,16 @@ def imitation(outputs: objective.Outputs, batch: Batch, constants: objective.Upd
     return nll(outputs.logp_BT, None, None, batch.mask_BT)
 
 
-def run(experiment: Experiment, workdir: Path) -> None:
-    """Run this stage alone (`gspax sft`), in `workdir/warm_start`, where `gspax train` finds it."""
+def run(experiment: Experiment, workdir: Path, file: str | None = None) -> None:
+    """Run this stage alone (`gspax sft`), in `workdir/warm_start`, where `gspax train` finds it.
+
+    Args:
+      file: the experiment file, of which the run keeps a copy.
+    """
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     mesh = make_meshes(experiment).learner
-    with interrupt.listen(), enter_run(workdir, describe(experiment)) as run:
+    with interrupt.listen(), enter_run(workdir, describe(experiment), find_origin(experiment, file)) as run:
         skipped = Skipped(experiment.sampling.max_failed)
         skipped.load(run.skipped)
         warm_start(experiment, run, mesh, skipped)

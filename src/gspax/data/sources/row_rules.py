@@ -83,6 +83,11 @@ class PassRate:
             return None if self.unseen == "keep" else f"there is no sample of this prompt in {self.path}"
         return None if self.low <= rate <= self.high else f"the pass rate is {rate:.3g}, outside the range"
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The file or folder of the samples."""
+        return (str(self.path),)
+
     def described(self) -> dict[str, object]:
         """For `experiment.describe`: the samples, not their path."""
         return {"samples": self._rates[0], "low": self.low, "high": self.high, "unseen": self.unseen}

@@ -209,6 +209,11 @@ class Loaded:
     load: Callable[[], Indexed] = field(repr=False)
     name: str = ""
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The name of a library's data set; none of an object in memory."""
+        return (self.name.removesuffix(", "),) if self.name else ()
+
     def __len__(self) -> int:
         return len(self._rows)
 
