@@ -124,7 +124,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.filename is None:
+        if problem.filename is None and problem.errno is not None:  # without a number its text would be lost
             problem.filename = str(path)
         raise
 
