@@ -74,10 +74,16 @@ def test_a_card_names_a_base_on_the_hub_and_hides_folders_and_secrets(run):
     described["data"] |= {"path": "/data/of/anna/train.jsonl", "api_key": "hf_verysecretvalue", "note": "a|`b`\n<c>"}
     text = card.render(run, described, 4, of_warm_start=False, adapter=True)
     assert text.startswith('---\nlibrary_name: "peft"\n') and 'base_model: "Qwen/Qwen3-0.6B"\n' in text
-    assert "Adapters after step 4" in text and "from `Qwen/Qwen3-0.6B@abc`." in text
+    assert "Adapters after step 4" in text and "from `Qwen/Qwen3-0.6B@abc`." in text and "no base" not in text
     assert "`train.jsonl`" in text and "anna" not in text and "verysecret" not in text and "`a\\|'b' <c>`" in text
     first = card.render(run, described, 2, of_warm_start=True, adapter=False)
     assert "after step 2 of the supervised warm start" in first and "## Results" not in first
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_card_of_adapters_of_random_parameters_says_that_they_have_no_base(run, adapter):
+    text = card.render(run, json.loads(run.experiment.read_text()), 4, of_warm_start=False, adapter=adapter)
+    assert ("They have no base:" in text) == adapter
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -452,6 +452,13 @@ def test_a_row_whose_value_means_something_else_says_so():
         assert any(words in each for each in bold), words
 
 
+def test_the_range_over_seeds_is_that_of_the_table():
+    table, page = (read(ROOT / name) for name in ("experiments/README.md", "docs/tutorials/first_run.md"))
+    row = next(line for line in table.splitlines() if re.match(r"\| `sort_gspo.py` \| 0\.\d+ \|", line))
+    values = [float(cell) for cell in re.findall(r"\b0\.\d{3}\b", row)]
+    assert len(values) == 20 and f"from {min(values):.3f} to {max(values):.3f}" in " ".join(page.split())
+
+
 def test_there_are_commands():
     assert len(OVERRIDES) > 60
     assert len(COMMANDS) > 20

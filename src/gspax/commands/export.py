@@ -341,11 +341,13 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     folder = to_path(name)
     if name and not is_run and not is_bucket(folder) and folder.is_dir():
         return str(folder.resolve()), None
+    if not name:
+        warn("the adapters have no base: the run started from random parameters; without --adapter the model is whole")
+        return None, None
     if is_run or not HUB_NAME.fullmatch(name):
-        what = f"{name} is not here" if name else "the run started from random parameters"
-        what = f"{name} is a run, whose `gspax export` it can load" if is_run else what
+        what = f"{name} is a run, whose `gspax export` it can load" if is_run else f"{name} is not here"
         warn(f"adapter_config.json: base_model_name_or_path names no model that PEFT could load: {what}")
-        return name or None, None
+        return name, None
     name, _, revision = name.partition("@")
     return name, revision or None
 

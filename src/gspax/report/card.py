@@ -43,12 +43,14 @@ def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bo
     base, loss = _public(str(description["model"].get("checkpoint", ""))), str(flat["loss"]).rpartition(".")[2]
     front = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
     front |= {"base_model": base.partition("@")[0]} if HUB_NAME.fullmatch(base) else {}
+    is_alone = adapter and not base
     how = "the supervised warm start" if of_warm_start else f"reinforcement learning with the loss `{loss}`"
     lines = [
         *("---", *(f"{key}: {json.dumps(value)}" for key, value in front.items())),
         *("tags:", "- gspax", "- reinforcement-learning", f"- {loss}", "---", "", f"# {name}", ""),
         f"{'Adapters' if adapter else 'Parameters'} after step {step} of {how}, trained with gspax from "
         f"{f'`{base}`' if base else 'random parameters'}.",
+        *(["They have no base: `gspax export` without `--adapter` writes the whole model."] if is_alone else []),
         "",
         f"The problems are those of {_data(run) or _names([str(flat['data'])])}, the reward is "
         f"{_names(reward_names(flat))}.",
