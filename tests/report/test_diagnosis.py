@@ -62,7 +62,12 @@ LEARNED = {"reward/mean": np.linspace(0.2, 1.0, STEPS) ** 0.25, "reward/zero_std
 MEMORIZED = {"eval/reward": 0.2, "eval/reward_low": 0.14, "eval/reward_high": 0.26}
 TOKENS = {"policy/token_ratio_mean": 1.0, "policy/clip_fraction_sequences": 0.9}
 STILL = {"policy/ratio_deviation": 2e-7, "policy/clip_fraction_sequences": 0.0}
+FALLEN = {"reward/mean": [*np.linspace(0.2, 0.6, 30), *np.linspace(0.5, 0.0, 10), *[0.0] * 10]}
 CASES = {
+    "The policy has collapsed": [
+        (FALLEN, [], {}, "reward/mean fell to 0 from a best of 0."),
+        (FALLEN | {"reward/zero_std_groups": [0.2] * 40 + [1.0] * 10}, [], {}, "best of 0."),
+    ],
     "The reward's parser never matches": [(CONSTANT, [[RIGHT, WRONG]], {}, "1 of 2 recorded completions contain")],
     "The reward never varies": [(CONSTANT, [[WRONG]], {}, "none of 1 recorded completions"), (CONSTANT, [], {}, "")],
     "Rewards within groups are equal": [

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,6 +94,33 @@ def test_without_the_setting_there_are_the_alarms_alone():
     assert found[-1] == Watch() and guards.alarm_metrics(Guard(), found[-1]).keys() == {"alarm/entropy", "alarm/length"}
     guard = guards.RunGuard(QUIET, None, None, Watch(lasting={"entropy": 99}))
     assert guard.after_step(1, StepResult(None, {}, Samples([], np.zeros(0))))[1] is None
+
+
+def of_updates(skipped, advantage):
+    updates = [{"skipped": float(flag), "loss": 0.0, "grad_norm": 0.0} for flag in skipped]
+    state, samples = SimpleNamespace(position=np.int32(0)), Samples([None] * len(advantage), np.array(advantage))
+    return StepResult(state, {}, samples, updates)
+
+
+@pytest.mark.parametrize(
+    ("steps", "advantage", "said"),
+    [
+        (2, [np.nan] * 2, "wanted an update that is applied, got 4 skipped ones and no other by step 2, the last one"),
+        (2, [np.nan] * 2, "advantage: wanted finite numbers, got others for 2 of the 2 completions of step 2"),
+        (2, [1.0, -1.0], "their loss or gradient is not finite, or beyond the guard's limits"),
+        (9, [np.nan, 1.0], "wanted fewer than 5 skipped updates in a row, got 6 by step 3: advantage: wanted finite"),
+    ],
+)
+def test_a_run_without_an_applied_update_has_diverged_however_short_it_is(steps, advantage, said):
+    schedule = config.Schedule(steps=steps, minibatches=2, max_skipped=5)
+    guard = guards.RunGuard(replace(QUIET, schedule=schedule), None, None)
+    *before, last = [guard.after_step(n, of_updates([True] * 2, advantage))[1] for n in range(1, min(steps, 3) + 1)]
+    assert before == [None] * len(before) and said in str(last)
+
+
+def test_a_short_run_with_an_applied_update_ends_well():
+    guard = guards.RunGuard(replace(QUIET, schedule=config.Schedule(steps=2, minibatches=1, max_skipped=5)), None, None)
+    assert [guard.after_step(n, of_updates([n == 2], [1.0]))[1] for n in (1, 2)] == [None, None]
 
 
 QUIET = replace(

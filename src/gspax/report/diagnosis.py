@@ -34,6 +34,7 @@ USUAL_SEQUENCES, USUAL_TOKENS = 0.15, 5e-4
 ENOUGH = 5  # clipped ones expected at that share; then none is an accident in less than 1 % of the runs
 STILL = 3e-5  # |s - 1|: a tenth of the GSPO paper's clip range, beyond which its sequences move in one rollout
 MISMATCH = 0.1  # |Δ log-prob|: noise of 0.08 cost GRPO nothing, noise of 0.24 cost both (experiments/studies/precision)
+FALLEN = 0.1  # of the best mean: far below the dips of a healthy run, and of the guard's alarm, which is at 0.5
 HELD_OUT = 0.5  # of the gain in training; less says that most of what was learned are the training problems
 NEWEST = 20  # files of samples that are read
 
@@ -62,6 +63,11 @@ class Record:
     def first(self, name: str) -> float:
         """The mean over as many steps from the start on."""
         return self._mean(name, slice(self.window(name)))
+
+    def best(self, name: str) -> float:
+        """The largest mean over as many steps in a row."""
+        values = np.nan_to_num(self.series[name][1])
+        return float(np.convolve(values, np.full(size := self.window(name), 1 / size), "valid").max())
 
     def window(self, name: str) -> int:
         count = len(self.series[name][1])
@@ -102,10 +108,24 @@ def find_constant_reward(record: Record) -> Finding | None:
     )
 
 
+def find_collapse(record: Record) -> Finding | None:
+    """The reward was above 0 and has gone."""
+    best, now = record.best("reward/mean"), record.recent("reward/mean")
+    if not (best > 0 and now <= FALLEN * best):
+        return None
+    return Finding(
+        "The policy has collapsed",
+        f"reward/mean fell to {now:.3g} from a best of {best:.3g}",
+        "a checkpoint from before the fall, with a smaller `optimizer.learning_rate` or fewer updates per rollout, and "
+        "`guard.collapse=gspax.config.Collapse`",
+        "docs/howto/diverged.md#when-a-policy-collapses",
+    )
+
+
 def find_equal_groups(record: Record) -> Finding | None:
     """Nearly all groups have equal rewards, so their advantages are 0."""
     share, spread = record.recent("reward/zero_std_groups"), record.recent("reward/std")
-    if not share >= EQUAL or max(record.series["reward/std"][1]) == 0:
+    if not share >= EQUAL or max(record.series["reward/std"][1]) == 0 or find_collapse(record):
         return None
     before, now = record.first("reward/mean"), record.recent("reward/mean")
     evidence = (
@@ -301,6 +321,7 @@ REWARDS = ("reward/mean", "reward/std", "reward/zero_std_groups")
 UPDATES = ("policy/ratio_deviation", "optim/learning_rate", "optim/grad_norm", "optim/skipped")
 CHECKS = (
     Check(find_constant_reward, REWARDS),
+    Check(find_collapse, ("reward/mean",)),
     Check(find_equal_groups, REWARDS),
     Check(find_truncation, ("response/truncated", "response/length_mean")),
     Check(find_no_effect, (*REWARDS, *UPDATES)),

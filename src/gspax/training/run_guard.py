@@ -27,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Collapse, Experiment, Guard
+from gspax.config.experiment import updates_per_step
 from gspax.errors import DivergedError, UserError, warn
 from gspax.experiment.description import describe
 from gspax.learner.state import drop_frozen
 from gspax.parallel import multihost
+from gspax.rollout.completion import Samples
 from gspax.run.checkpoints import Checkpoints, shorten
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.directory import RunDir, read_json
@@ -40,6 +42,7 @@ from gspax.training.step import StepResult
 from gspax.types import Batch, JsonObject, Params, TrainState, known, named_leaves
 
 MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
+NOT_FINITE = "their loss or gradient is not finite, or beyond the guard's limits."
 
 
 @dataclass(frozen=True)
@@ -78,19 +81,21 @@ class RunGuard:
         Returns:
           The metrics of the alarms, and an error if the run has diverged. It is to be raised once the step is recorded.
         """
-        settings, limit, state = self.experiment.guard, self.experiment.schedule.max_skipped, result.state
+        settings, schedule = self.experiment.guard, self.experiment.schedule
         watch = follow(settings, self.watch, result.metrics)
         in_a_row = count_skipped(watch.skipped, [bool(update["skipped"]) for update in result.updates])
         self.watch = replace(watch, skipped=in_a_row[-1] if in_a_row else watch.skipped)
         self.is_sound = is_sound(result.updates)
         metrics = alarm_metrics(settings, self.watch)
-        if (count := max(in_a_row, default=0)) >= limit:
-            return metrics, too_many_skipped(count, limit, step, state, dump(self, step, result))
+        limits = schedule.max_skipped, schedule.steps * updates_per_step(schedule)
+        if (count := max(in_a_row, default=0)) >= min(limits):
+            why = explain_skipped(step, result.samples) + dump(self, step, result)
+            return metrics, too_many_skipped(count, limits, step, result.state, why)
         collapse = settings.collapse
         if collapse is None or not (sentence := find_collapse(collapse, self.watch)):
             return metrics, None
         if collapse.action == "stop":
-            return metrics, DivergedError(sentence, step=step, position=read_position(state), final=True)
+            return metrics, DivergedError(sentence, step=step, position=read_position(result.state), final=True)
         multihost.warn_from_primary(sentence)
         return metrics, None
 
@@ -187,14 +192,28 @@ def is_sound(updates: Sequence[Mapping[str, float]]) -> bool:
     return not all(update["skipped"] for update in updates) and math.isfinite(last)
 
 
-def too_many_skipped(count: int, limit: int, step: int, state: TrainState, dumped: str = "") -> DivergedError:
-    """An error that says that `limit` updates in a row were skipped; `dumped` says where their minibatch is."""
-    return DivergedError(
-        f"schedule.max_skipped: wanted fewer than {limit} skipped updates in a row, got {count} by step {step}: "
-        f"their loss or gradient is not finite, or beyond the guard's limits.{dumped}",
-        step=step,
-        position=read_position(state),
+def explain_skipped(step: int, samples: Samples) -> str:
+    """Why the updates of a step were skipped: their advantages, if some are not finite, or what came of them."""
+    if bad := np.count_nonzero(~np.isfinite(samples.advantage_B)):
+        among = f"{bad} of the {len(samples.advantage_B)} completions of step {step}"
+        return f"advantage: wanted finite numbers, got others for {among}."
+    return NOT_FINITE
+
+
+def too_many_skipped(count: int, limits: tuple[int, int], step: int, state: TrainState, why: str) -> DivergedError:
+    """An error that says that too many updates in a row were skipped, or all of a run, and why.
+
+    Args:
+      limits: `schedule.max_skipped`, and the number of updates of the run.
+    """
+    problem = (
+        f"schedule.max_skipped: wanted fewer than {limits[0]} skipped updates in a row, got {count} by step {step}"
     )
+    if count < limits[0]:
+        problem = (
+            f"wanted an update that is applied, got {count} skipped ones and no other by step {step}, the last one"
+        )
+    return DivergedError(f"{problem}: {why}", step=step, position=read_position(state))
 
 
 def save_state(

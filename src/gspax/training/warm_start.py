@@ -39,7 +39,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.sampler.placement import make_meshes
-from gspax.training.run_guard import count_skipped, save_state, too_many_skipped
+from gspax.training.run_guard import NOT_FINITE, count_skipped, save_state, too_many_skipped
 from gspax.types import Array, Batch, TrainState
 
 
@@ -95,7 +95,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
         vocab_size=model.vocab_size,
         seed=experiment.seed,
     )
-    steps, limit, in_a_row = stage.steps, experiment.schedule.max_skipped, 0
+    steps, in_a_row, limits = stage.steps, 0, (experiment.schedule.max_skipped, stage.steps)
     with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints, final_errors():
         if checkpoints.latest() is None:
             state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
@@ -123,8 +123,8 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
                 recorder.write_metrics(done, shown)
                 bar.update(done, {"loss": shown["loss"]})
                 in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
-                if in_a_row >= limit:
-                    raise too_many_skipped(in_a_row, limit, done, state)
+                if in_a_row >= min(limits):
+                    raise too_many_skipped(in_a_row, limits, done, state, NOT_FINITE)
                 if done == steps:
                     save()
                 interrupt.stop_point()
