@@ -23,6 +23,7 @@ from gspax.evaluation.checkpoint import evaluate_task
 from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh
 from gspax.report import evaluation_page
+from gspax.report.run_page import describe_task
 from gspax.report.run_page import write as write_report
 from gspax.rewards.scores import Score
 from gspax.rollout import grading
@@ -141,8 +142,9 @@ def test_the_summary():
     votes = [["8", "8", "9", "8"], [None, None, "1", "2"]]
     fields = {(0, 0): {"length": 30, "finished": False}, (0, 2): {"error": "late"}}
     samples = [sample(p, n, rewards[p][n], votes[p][n], **fields.get((p, n), {})) for p in range(2) for n in range(4)]
-    found = benchmark.summarize(TASK, samples)
-    assert (found["problems"], found["samples"], found["truncated"], found["failed"]) == (2, 4, 0.125, 0.125)
+    found = benchmark.summarize(replace(TASK, problems=3), samples)
+    assert (found["problems"], found["skipped"], found["samples"]) == (2, 1, 4)
+    assert (found["truncated"], found["failed"]) == (0.125, 0.125)
     assert found["tokens"] == {"mean": 12.5, "max": 30, "total": 100}
     assert found["reward"]["mean"] == found["pass"]["1"]["mean"] == 0.5
     assert {k: each["mean"] for k, each in found["pass"].items()} == {"1": 0.5, "2": 0.75, "4": 1.0}
@@ -180,6 +182,21 @@ def test_the_files_of_a_task_hold_every_completion(is_local, policy, bucket, tmp
     assert result["task"]["samples"] == SAMPLES and result["environment"]["packages"]["jax"]
     evaluate_task(*arguments, show=True)
     assert (folder / "parity.v2-2.json").exists() and len(read_rows(folder / "parity.v2-2.jsonl")) == 20
+
+
+def test_problems_that_are_left_out_are_counted(policy, tmp_path, capsys):
+    class Holes(Held):
+        def heldout(self, index):
+            if index in (1, 4):
+                raise FileNotFoundError(index)
+            return super().heldout(index)
+
+    summary = evaluate_task(replace(TASK, data=Holes()), policy, jax.random.key(0), tmp_path, show=True)
+    assert (summary["problems"], summary["skipped"]) == (3, 2)
+    printed = capsys.readouterr()
+    assert "parity: 3 problems x 4 samples, 2 left out\n" in printed.out
+    assert "; problem 4: " in printed.err and ": 2 of 5 problems left out of the evaluation\n" in printed.err
+    assert describe_task(summary)[0] == "3 x 4, 2 left out"
 
 
 def test_failures_are_judged_over_the_whole_task(policy, tmp_path):

@@ -11,7 +11,7 @@ Axes: P problems, N samples of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NotRequired, TypedDict
 
@@ -70,6 +70,7 @@ Summary = TypedDict(
     "Summary",
     {
         "problems": int,
+        "skipped": int,
         "samples": int,
         "reward": Interval,
         "truncated": float,
@@ -91,6 +92,20 @@ class TaskSample:
     vote: object = None  # from `Task.vote`; None without one, and for a completion that gives no answer
 
 
+@dataclass
+class LeftOut:
+    """The problems that an evaluation cannot use, and why."""
+
+    name: str  # of the evaluation, in messages
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def warn(self, problems: int) -> None:
+        """Warn once of all of them, at the end of an evaluation of so many problems."""
+        if self.reasons and jax.process_index() == 0:
+            count = f"{len(self.reasons):,} of {problems:,} problems left out of the evaluation"
+            warn_once(f"{self.name}: {name_problems(self.reasons)}: {count}")
+
+
 def split_problems(problems: int, most: int, shards: int) -> tuple[list[range], int]:
     """The indices of the problems in chunks, the last of which may have fewer, and the size of a chunk.
 
@@ -108,12 +123,12 @@ def complete(
     *,
     sampling: Sampling,
     rewards: Calls[Result],
+    left_out: LeftOut,
     greedy: int = 0,
-    name: str = "evaluation",
 ) -> dict[tuple[int, int], Completion]:
     """The completions of these problems, by id and number of the sample, in this order. Collective.
 
-    Problems that cannot be loaded or whose prompts do not fit are left out, with a warning.
+    Problems that cannot be loaded or whose prompts do not fit are left out.
 
     Args:
       policy: the policy that samples.
@@ -122,13 +137,13 @@ def complete(
       ids: at most `sampling.prompts`.
       sampling: how completions are sampled; its `prompts` is a multiple of the devices that rows are sharded over.
       rewards: calls of the reward, of completions or of the last message of each multi-turn rollout.
+      left_out: gets the problems that are left out.
       greedy: the number of completions in each group, the last ones, that are decoded greedily.
-      name: of the evaluation, for the warning.
 
     Returns:
       Completions of `grading.reward_completions`, with texts on the process that owns the row.
     """
-    placed, ready, usable = _load(policy, read, ids, sampling, name)
+    placed, ready, usable = _load(policy, read, ids, sampling, left_out)
     if not usable:
         return {}
     model, tokenizer = policy.experiment.model, policy.experiment.tokenizer
@@ -155,7 +170,7 @@ def complete(
 
 
 def _load(
-    policy: Policy, read: Callable[[int], Problem], ids: Sequence[int], sampling: Sampling, name: str
+    policy: Policy, read: Callable[[int], Problem], ids: Sequence[int], sampling: Sampling, left_out: LeftOut
 ) -> tuple[list[int], list[Ready | None], list[int]]:
     """The id of the problem in each of `sampling.prompts` places, the problems of this process's rows, and the places
     of the `ids` that can be used, in their order.
@@ -172,16 +187,14 @@ def _load(
     )
     places, by_row = sampling.prompts, named_sharding(policy.engine.mesh, "batch")
     ready, failed = attempt(make, dict(enumerate(ids)), places, by_row)
-    if failed and jax.process_index() == 0:
-        reasons = name_problems({ids[place]: reason for place, reason in failed.items()})
-        warn_once(f"{name}: {reasons}: left out of the evaluation")
+    left_out.reasons |= {ids[place]: reason for place, reason in failed.items()}
     usable = [place for place in range(len(ids)) if place not in failed]
     if not usable:
         return [], [], []
     filler = ids[usable[0]]
     filled, again = attempt(make, dict.fromkeys({*range(places)}.difference(usable), filler), places, by_row)
     if again:
-        raise UserError(f"{name}: problem {filler} could be read only once: {next(iter(again.values()))}")
+        raise UserError(f"{left_out.name}: problem {filler} could be read only once: {next(iter(again.values()))}")
     placed = [ids[place] if place in usable else filler for place in range(places)]
     return placed, [(ready | filled).get(place) for place in range(places)], usable
 
@@ -215,9 +228,12 @@ def evaluate_heldout(
     max_tokens = settings.max_tokens or training.max_tokens
     sampling = replace(training, prompts=size, group=group, max_tokens=max_tokens)
     sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    usable: list[Completion] = []
+    usable, left_out = list[Completion](), LeftOut("evaluation")
     for ids in chunks:
-        usable += complete(policy, key, read, ids, sampling=sampling, rewards=rewards, greedy=1).values()
+        found = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, left_out=left_out, greedy=1)
+        usable += found.values()
+        if ids.stop == problems:
+            left_out.warn(problems)
         check_evaluation(usable, rewards, "evaluation", is_last=ids.stop == problems)
         if bar is not None and usable:
             bar.update(ids.stop, {"reward": sum(completion.reward for completion in usable) / len(usable)})
@@ -271,10 +287,12 @@ def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> 
     key = jax.random.fold_in(jax.random.fold_in(key, BENCHMARKS), digest(task.name) % 2**32)
     chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.engine.mesh))
     read, name = task.data.heldout, f"task {task.name}"
-    completions: list[Completion] = []
+    completions, left_out = list[Completion](), LeftOut(name)
     with reward_calls(task.reward, policy.experiment.grading) as rewards:
         for ids in chunks:
-            sampled = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, name=name)
+            sampled = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, left_out=left_out)
+            if ids.stop == task.problems:
+                left_out.warn(task.problems)
             chunk = gather_texts(list(sampled.values()))
             completions += chunk
             if bar is not None and completions:
@@ -325,6 +343,7 @@ def summarize(task: Task, samples: Sequence[TaskSample]) -> Summary:
     `reward` is the mean reward. `pass` is pass@k by k, for rewards that are all 0 or 1; `majority` is maj@k, for tasks
     with a vote. These have a mean over problems and a 95 % interval, clustered by problem. `truncated` and `failed` are
     shares of the completions: ended by the length limit, and without a reward. `tokens` counts those of completions.
+    `skipped` counts the problems of the task that could not be used.
     """
 
     def to_interval(value_P: np.ndarray) -> Interval:
@@ -335,6 +354,7 @@ def summarize(task: Task, samples: Sequence[TaskSample]) -> Summary:
     length_B = np.array([completion.length for completion in completions])
     summary: Summary = {
         "problems": len(reward_PN),
+        "skipped": max(0, task.problems - len(reward_PN)),
         "samples": N,
         "reward": to_interval(reward_PN.mean(axis=1)),
         "truncated": float(np.mean([not completion.finished for completion in completions])),

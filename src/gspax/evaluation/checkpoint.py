@@ -225,7 +225,9 @@ def _claim(path: Path) -> Path:
 
 def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], settings: Evaluation, problems: int) -> None:
     append_line(run.evaluations, json.dumps({"step": step, **values, "evaluation": describe(settings)}) + "\n")
-    print(f"step {step}, {problems} held-out problems")
+    skipped = int(values["eval/skipped"])
+    left_out = f", {skipped} left out" if skipped else ""
+    print(f"step {step}, {problems - skipped} held-out problems{left_out}")
     for name, value in values.items():
         print(f"  {name:22} {value:.4f}")
 
@@ -242,5 +244,6 @@ def describe_summary(name: str, summary: Summary) -> list[str]:
     }
     if summary["failed"]:
         figures["failed"] = f"{100 * summary['failed']:.1f} % of the completions have no reward"
-    heading = f"{name}: {summary['problems']} problems x {summary['samples']} samples"
+    left_out = f", {summary['skipped']} left out" if summary["skipped"] else ""
+    heading = f"{name}: {summary['problems']} problems x {summary['samples']} samples{left_out}"
     return [heading, *(f"  {title:12} {figure}" for title, figure in figures.items())]

@@ -187,7 +187,8 @@ def describe_task(summary: Mapping[str, Any]) -> list[str]:
     for of_k in (summary.get("pass") or {}, summary.get("majority") or {}):
         k = max(of_k, key=int, default="")
         largest.append(f"{show(of_k[k])}, k = {k}" if k else "")
-    size = f"{summary['problems']} x {summary['samples']}"
+    left_out = f", {skipped} left out" if (skipped := summary.get("skipped")) else ""
+    size = f"{summary['problems']} x {summary['samples']}{left_out}"
     return [
         size,
         show(summary["reward"]),
