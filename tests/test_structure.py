@@ -345,6 +345,22 @@ def test_warnings_go_through_one_function():
     assert found == ["src/gspax/errors.py"]
 
 
+def test_output_goes_through_one_function():
+    """It escapes what others wrote. The exceptions write JSON for programs, or have nothing of others."""
+    exceptions = (
+        "rewards/workers/worker.py",
+        "data/template_child.py",
+        "commands/samples.py",
+        "commands/doctor/__init__.py",
+    )
+    raw = {
+        label(path)
+        for path in FILES.values()
+        if any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(tree(path)))
+    }
+    assert raw - {f"src/gspax/{name}" for name in exceptions} == {"src/gspax/errors.py"}
+
+
 def test_no_file_contains_an_absolute_path_of_a_machine():
     files = tracked_files()
     assert Path(__file__) in files

@@ -27,6 +27,11 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def display(text: str | Path) -> None:
+    """Print what a command was asked for, on stdout, whoever wrote parts of it."""
+    print(printable(str(text)), flush=True)
+
+
 def warn(sentence: str) -> None:
     """Warn the user, on stderr. With several processes see `multihost.warn_from_primary`."""
     _tell(f"gspax: warning: {sentence}")

@@ -19,6 +19,7 @@ import gspax
 from gspax import errors, losses
 from gspax.commands import main, train
 from gspax.errors import DivergedError, FailureError, UserError, how_to_install
+from gspax.run import progress
 from gspax.run.folders import write_atomically
 
 STUB = stub_experiment.__file__
@@ -362,12 +363,17 @@ def test_a_closed_pipe_is_not_a_failure():
 
 
 def test_what_others_wrote_reaches_no_terminal_as_it_is(capsys):
-    """A message may repeat a key of a file, an answer, or an exception; the funnels of stderr escape it."""
+    """A message may repeat a key of a file, an answer, or an exception; the funnels of both outputs escape it."""
     hostile = "key \x1b]0;title\x07 \x9b31m \u202e\ttab"
     shown = "key \\x1b]0;title\\x07 \\x9b31m \\u202e\ttab"
     errors.warn(hostile)
     errors.tell(hostile)
     assert capsys.readouterr().err == f"gspax: warning: {shown}\ngspax: {shown}\n"
+    errors.display(f"{hostile}\n{hostile}")
+    assert capsys.readouterr().out == f"{shown}\n{shown}\n"
+    progress.show_table([("model", hostile)])
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.startswith("model  key \\x1b]0;title") and row.isprintable()
     assert errors.shorten(hostile) == shown.replace("\t", " ")
     assert errors.describe_error(KeyError("\x1b[2J")).isprintable() and errors.brief(OSError("\x1b[2J")).isprintable()
 

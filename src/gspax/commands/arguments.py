@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gspax.errors import UserError, warn
+from gspax.errors import UserError, display, tell, warn
 from gspax.storage.buckets import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def load_experiment(
         in_file, experiment = experiments.describe(experiment), as_recorded(experiment, recorded)
         changes = experiments.difference(in_file, experiments.describe(experiment))
         if changes := [line for line in changes if not line.endswith(" -> (absent)")]:
-            print(f"gspax: settings of the run: {'; '.join(changes)}", file=sys.stderr)
+            tell(f"settings of the run: {'; '.join(changes)}")
     experiment, problems = apply(experiment, options.overrides)
     wrong = [sentence for _, sentence in problems]
     wrong += experiments.validate(experiment, devices, broken=[key for key, _ in problems])
@@ -156,7 +156,7 @@ def load_experiment(
             planned = plan.plan(experiment, devices or 1, overridden=keys)
             if getattr(options, "workdir", None) is not None:
                 notes += _check_workdir(options.workdir, experiments.describe(experiment), planned.checkpoint)
-            print(plan.render(planned), flush=True)
+            display(plan.render(planned))
             if options.device_memory and (wrong := plan.memory_problems(planned, options.device_memory)):
                 raise UserError("\n".join(wrong))
     finally:

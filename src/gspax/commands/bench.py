@@ -23,7 +23,7 @@ from gspax.commands.arguments import (
     require_possible,
     subcommand_parser,
 )
-from gspax.errors import naming
+from gspax.errors import display, naming
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -49,7 +49,7 @@ def execute(options: argparse.Namespace) -> int:
         require_possible(options.profile)
     experiment = load_experiment(options)
     is_primary = processes.join("bench", options, experiment)
-    result = run(experiment, options.profile, print if is_primary else lambda line: None)
+    result = run(experiment, options.profile, display if is_primary else lambda line: None)
     if is_primary and options.json is not None:
         text = json.dumps({"overrides": options.overrides, **result}, indent=1)
         with naming(options.json):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
-from gspax.errors import UserError
+from gspax.errors import UserError, display
 from gspax.storage.buckets import to_path
 
 
@@ -34,16 +34,16 @@ def run(directory: Path) -> int:
 
     run, code, checkpoints = RunDir(directory), 0, 0
     for name, damage in _check_all(directory):
-        print("\n".join(f"{name}: {line}" for line in damage or ["intact"]))
+        display("\n".join(f"{name}: {line}" for line in damage or ["intact"]))
         code |= bool(damage)
         checkpoints += "/" in name
     if not checkpoints and not run.newest.exists():
         raise UserError(f"{directory}: wanted a run or a converted checkpoint, it has no checkpoint")
     if run.newest.exists() and not finished_steps(run.checkpoints):
-        print(f"{run.checkpoints.name}: no checkpoint, but {run.newest.name} records that one was saved")
+        display(f"{run.checkpoints.name}: no checkpoint, but {run.newest.name} records that one was saved")
         code = 1
     elif (lost := lost_step(run.checkpoints, run.newest)) is not None:
-        print(f"{run.checkpoints.name}/{lost}: lost, but {run.newest.name} records that it was saved")
+        display(f"{run.checkpoints.name}/{lost}: lost, but {run.newest.name} records that it was saved")
         code = 1
     return code
 

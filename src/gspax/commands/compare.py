@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
-from gspax.errors import UserError, did_you_mean, warn
+from gspax.errors import UserError, did_you_mean, display, warn
 from gspax.storage.buckets import is_bucket, to_path
 
 METRICS = (  # compared unless --metrics names others; those that no run has are left out
@@ -67,8 +67,8 @@ def execute(options: argparse.Namespace) -> int:
     metrics = [metric for metric in wanted if metric in recorded]
     page = comparison.write(variants, metrics, options.out)
     for metric in metrics[:3]:
-        print(comparison.summarize(variants, metric))
-    print(page)
+        display(comparison.summarize(variants, metric))
+    display(page)
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, add_target, subcommand_parser
+from gspax.errors import display
 
 
 def make_parser() -> Parser:
@@ -66,7 +67,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
         largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # at most this is compressed at once
         with Checkpoints(temporary / CHECKPOINTS, keep=1, concurrent_gb=1 + largest // 10**9) as checkpoints:
             checkpoints.save(0, {"params": params}, {"source": origin, "dtype": dtype})
-    print(f"{target}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {dtype}")
+    display(f"{target}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {dtype}")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
+from gspax.errors import display
 from gspax.storage.buckets import to_path
 
 
@@ -24,11 +25,11 @@ def execute(options: argparse.Namespace) -> int:
 
     record = read_record(options.workdir)
     causes, missing = find_causes(record)
-    print(summarize(record))
+    display(summarize(record))
     for number, (cause, evidence, remedy, page) in enumerate(causes, start=1):
-        print(f"\n{number}. {cause}: {evidence}.\n   Try {remedy}.\n   See {page}")
+        display(f"\n{number}. {cause}: {evidence}.\n   Try {remedy}.\n   See {page}")
     if not causes:
-        print("None of the usual causes of a flat reward shows (docs/howto/flat_reward.md).")
+        display("None of the usual causes of a flat reward shows (docs/howto/flat_reward.md).")
     if missing:
-        print(f"Not looked for, because metrics are missing: {', '.join(missing)}.")
+        display(f"Not looked for, because metrics are missing: {', '.join(missing)}.")
     return 0

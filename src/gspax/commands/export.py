@@ -17,7 +17,7 @@ import numpy as np
 from gspax.commands.arguments import Parser, add_target, at_least, require_directory, size, subcommand_parser
 from gspax.config import Lora, ModelConfig
 from gspax.config.functions import name_of, parse
-from gspax.errors import FailureError, UserError, brief, describe_error, warn
+from gspax.errors import FailureError, UserError, brief, describe_error, display, warn
 from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
 from gspax.hf.families import OF_MTP, WRAPPERS
 from gspax.hf.source import HUB_NAME, RUN, SMALL, copy_companions, locate, read_model
@@ -70,7 +70,7 @@ def execute(options: argparse.Namespace) -> int:
         check_push(options.push, options.target)
     run(options.source, options.target, **settings)
     if options.push is not None:
-        print(push(options.push, options.target))
+        display(push(options.push, options.target))
     return 0
 
 
@@ -133,7 +133,7 @@ def run(
             for name, text in about.items():
                 (temporary / name).write_text(text, encoding="utf-8")
     files = f"with {', '.join(copied)}" if copied else "without a tokenizer: none is known"
-    print(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
+    display(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
 
 
 def _read_factor(

@@ -22,7 +22,7 @@ import numpy as np
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
 from gspax.config import ModelConfig, layer_places
 from gspax.data.tokenizer import hf_tokenizer
-from gspax.errors import UserError, how_to_install
+from gspax.errors import UserError, display, how_to_install
 from gspax.hf.config_json import read_config
 from gspax.hf.source import locate
 
@@ -74,7 +74,7 @@ def execute(options: argparse.Namespace) -> int:
     model = theirs.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
     with jax.default_matmul_precision("highest"):  # by default accelerators round float32 products
         differences = compare(params, config, tokens, forward(model, tokens))
-    print(render(differences))
+    display(render(differences))
     return 0 if first_disagreement(differences) is None else 1
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gspax.commands.arguments import Parser, load_experiment, subcommand_parser
+from gspax.errors import display
 from gspax.storage.buckets import to_path
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def execute(options: argparse.Namespace) -> int:
     experiment = load_experiment(options, about["experiment"])
     described = describe(experiment)
     for line in difference(about["experiment"], described, ignore=resumable(described)):
-        print(f"changed: {line}")
+        display(f"changed: {line}")
     runtime = make_runtime(experiment)
     mesh, run = runtime.mesh, RunDir(options.dump.parent.parent)
     with Checkpoints(options.dump / run_guard.STATE, mesh=mesh) as checkpoints:
@@ -66,14 +67,14 @@ def execute(options: argparse.Namespace) -> int:
     grads, terms, _ = gradient(state, multihost.to_devices(rows, named_sharding(mesh, "batch")), False, heads)
     loss, metrics = losses.reduce(terms)
     norm = optax.tree.norm(grads)
-    print(f"step {about['step']}, a minibatch of {len(batch.tokens_BT)} rows")
-    print(f"loss           {float(loss):.6g}\ngradient norm  {float(norm):.6g}")
+    display(f"step {about['step']}, a minibatch of {len(batch.tokens_BT)} rows")
+    display(f"loss           {float(loss):.6g}\ngradient norm  {float(norm):.6g}")
     if (largest := largest_ratio(metrics)) is not None:
-        print(f"largest ratio  {float(largest):.6g}")
-    print(f"the update is {'applied' if is_healthy(experiment.guard, loss, norm, metrics) else 'skipped'}")
+        display(f"largest ratio  {float(largest):.6g}")
+    display(f"the update is {'applied' if is_healthy(experiment.guard, loss, norm, metrics) else 'skipped'}")
     lines = [*_list_rows(batch, np.asarray(terms.value))]
     parameters = [*_list_leaves("parameter", state.params), *_list_leaves("gradient of", grads)]
-    print("\n".join([*_shorten(lines, "rows"), *_shorten(parameters, "parameters")]))
+    display("\n".join([*_shorten(lines, "rows"), *_shorten(parameters, "parameters")]))
     return 0
 
 

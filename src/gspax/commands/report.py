@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
+from gspax.errors import display
 from gspax.storage.buckets import to_path
 
 
@@ -20,5 +21,5 @@ def execute(options: argparse.Namespace) -> int:
     require_directory(options.workdir)
     from gspax.report.run_page import write
 
-    print(write(options.workdir))
+    display(write(options.workdir))
     return 0

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, add_experiment, load_experiment, require_possible, subcommand_parser
-from gspax.errors import UserError
+from gspax.errors import UserError, display
 from gspax.run.folders import write_atomically
 
 
@@ -40,5 +40,5 @@ def execute(options: argparse.Namespace) -> int:
     length = context_length(experiment.sampling, experiment.evaluation)
     experts = experiment.routing_replay == "sampler"
     program = sglang if engine.server == "sglang" else vllm
-    print(program.command(folder, model, length, engine.addresses[0], experts=experts, cpu=options.cpu))
+    display(program.command(folder, model, length, engine.addresses[0], experts=experts, cpu=options.cpu))
     return 0

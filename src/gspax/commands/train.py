@@ -17,7 +17,7 @@ from gspax.commands.arguments import (
     override_key,
     subcommand_parser,
 )
-from gspax.errors import DivergedError
+from gspax.errors import DivergedError, display
 
 
 def make_parser() -> Parser:
@@ -64,12 +64,12 @@ def execute(options: argparse.Namespace) -> int:
         dump = options.workdir / "dumps" / f"step_{problem.step:06d}"
         if is_primary and dump.exists():
             replay = ["replay", options.file, str(dump), *options.overrides]
-            print(f"Next:\n  {shlex.join([*program(), *replay])}", flush=True)
+            display(f"Next:\n  {shlex.join([*program(), *replay])}")
         raise
     if is_primary:
-        print(summarize(options.workdir))
+        display(summarize(options.workdir))
         problems = count_distinct(experiment.data, max(2048, 2 * experiment.evaluation.problems))
-        print(next_commands(options, 2 * experiment.schedule.steps, problems))
+        display(next_commands(options, 2 * experiment.schedule.steps, problems))
     return 0
 
 

@@ -22,7 +22,7 @@ from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
 from gspax.data.tokenizer import HFTokenizer, hf_tokenizer, read_settings
-from gspax.errors import UserError, naming
+from gspax.errors import UserError, display, naming
 from gspax.evaluation.benchmark import (
     Policy,
     Summary,
@@ -203,7 +203,7 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
         result |= {"environment": describe_environment()}
         write_atomically(_file(path, ".json"), json.dumps(result, indent=2) + "\n")
         if show:
-            print("\n".join([*text, f"  {_file(path, '.html')}"]))
+            display("\n".join([*text, f"  {_file(path, '.html')}"]))
     return summary
 
 
@@ -227,9 +227,9 @@ def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], setting
     append_line(run.evaluations, json.dumps({"step": step, **values, "evaluation": describe(settings)}) + "\n")
     skipped = int(values["eval/skipped"])
     left_out = f", {skipped} left out" if skipped else ""
-    print(f"step {step}, {problems - skipped} held-out problems{left_out}")
+    display(f"step {step}, {problems - skipped} held-out problems{left_out}")
     for name, value in values.items():
-        print(f"  {name:22} {value:.4f}")
+        display(f"  {name:22} {value:.4f}")
 
 
 def describe_summary(name: str, summary: Summary) -> list[str]:

@@ -18,13 +18,12 @@ import json
 import os
 import platform
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspax.errors import FailureError, naming, warn
+from gspax.errors import FailureError, naming, tell, warn
 from gspax.storage import objects
 from gspax.storage.buckets import is_bucket
 
@@ -233,7 +232,7 @@ def _is_touched(path: Path, text: str) -> bool:
     """Whether the file changes within `STALE` seconds. Clocks are not compared, because two hosts' may differ."""
     with contextlib.suppress(FileNotFoundError):
         first, deadline = _version(path), time.monotonic() + STALE
-        print(f"gspax: {path} belongs to another host: waiting up to {STALE:.0f} s for its heartbeat", file=sys.stderr)
+        tell(f"{path} belongs to another host: waiting up to {STALE:.0f} s for its heartbeat")
         while time.monotonic() < deadline:
             time.sleep(min(0.5, STALE / 10))
             if _version(path) != first or _read(path) != text:

@@ -79,7 +79,7 @@ def show_table(rows: Sequence[tuple[str, str]]) -> None:
     """Print names and texts in two columns, as `say`."""
     console, width = _console(), max(len(name) for name, _ in rows)
     for name, text in rows:
-        console.print(Text.assemble((f"{name:<{width}}  ", "bold"), text), soft_wrap=True)
+        console.print(Text.assemble((f"{name:<{width}}  ", "bold"), printable(text)), soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ from gspax.commands.aot.programs import (
     reply_tokens,
 )
 from gspax.config import NO_WINDOW, Experiment, ModelConfig, Placement, Sampling, layer_windows
+from gspax.errors import display
 from gspax.model.decoding import BLOCK
 from gspax.model.sizes import (
     forward_flops,
@@ -120,33 +121,33 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
     jax.config.update("jax_platforms", "cpu")  # a TPU on this machine is not used
     model = experiment.model
     targets = learner, sampler, teacher = make_targets(experiment, topology)
-    print(heading(experiment.name, topology, targets, turns=experiment.environment is not None), flush=True)
+    display(heading(experiment.name, topology, targets, turns=experiment.environment is not None))
 
     def make(model: ModelConfig) -> list[Program]:
         return make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh, teacher.mesh)
 
     compiled = [_compile(program, model, make, all_layers=all_layers) for program in make(model)]
     succeeded = [program for program in compiled if not program.error]
-    print("\n" + memory_table(succeeded, topology))
+    display("\n" + memory_table(succeeded, topology))
     work = Work(model=model, sampling=experiment.sampling, minibatches=experiment.schedule.minibatches)
     estimates = estimate(succeeded, targets, work)
     if experiment.placement is not None:
         push = push_phase(work, learner, sampler)
         estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate)))
     if estimates:
-        print("\n" + time_table(estimates, topology.chip))
+        display("\n" + time_table(estimates, topology.chip))
         ahead = samples_ahead(experiment.placement, experiment.schedule.checkpoint_every)
         is_apart = teacher.mesh is not learner.mesh
-        print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead, is_apart=is_apart))
+        display("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead, is_apart=is_apart))
         if experiment.environment is not None:
             reply = reply_tokens(experiment.sampling.max_tokens)
-            print(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
-        print("\n" + collective_table([phase for phase, _ in estimates]))
+            display(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
+        display("\n" + collective_table([phase for phase, _ in estimates]))
     if any(phase.moved_at for phase, _ in estimates):
-        print("\n" + token_table(work, sampler.sizes, estimates))
+        display("\n" + token_table(work, sampler.sizes, estimates))
     misfits = describe_misfits(compiled, topology)
     conclusion = "\n".join(misfits) or f"Everything fits {topology}."
-    print("\n" + "\n\n".join([*describe_uncounted(succeeded), conclusion]))
+    display("\n" + "\n\n".join([*describe_uncounted(succeeded), conclusion]))
     return not misfits
 
 
@@ -165,7 +166,7 @@ def _compile(
         how = f"with {few.less} and {few.more} of {few.layers} layers "
     else:
         compiled = compile_program(program)
-    print(f"  {program.name}: compiled {how}in {compiled.seconds:.0f} s", flush=True)
+    display(f"  {program.name}: compiled {how}in {compiled.seconds:.0f} s")
     return compiled
 
 
