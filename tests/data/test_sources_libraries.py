@@ -118,6 +118,15 @@ def test_an_unknown_data_set_is_one_error(hugging_face):
     assert "\n" not in str(caught.value)
 
 
+def test_the_cause_of_a_library_s_exception_is_told(tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("An error occurred while generating the dataset") from TypeError("Couldn't cast\nto null")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=fail))
+    with pytest.raises(UserError, match=r"generating the dataset \(.*\): TypeError: Couldn't cast to null$"):
+        data.huggingface(tmp_path).train(0)
+
+
 @pytest.fixture
 def prepared(tmp_path):
     """A data set that tensorflow-datasets wrote as ArrayRecord."""

@@ -94,7 +94,12 @@ def test_arrays_and_bytes_become_plain_values():
         ({"prompt": ["hi"], "answer": "2"}, {}, r"prompt\[0\]: wanted a role of system, user, assistant and .* 'hi'"),
         ({"prompt": [{"role": "user"}], "answer": "2"}, {}, r"prompt\[0\]: wanted a role .* got {'role': 'user'}"),
         ({"prompt": CHAT, "answer": "2"}, {"system": "x"}, "prompt: wanted the user's message alone.* got 3 messages"),
-        ({"prompt": b"\xff", "answer": "2"}, {}, "'utf-8' codec can't decode"),
+        ({"prompt": b"\xff", "answer": "2"}, {}, "prompt: wanted a text in UTF-8, got the byte 0xff at 0"),
+        (
+            {"prompt": "?", "m": [b"a\xff"], "answer": "2"},
+            {"metadata": ("m",)},
+            "m: wanted a text in UTF-8, .* at 1",
+        ),
         ({"prompt": "?", "answer": float("nan")}, {}, "answer: wanted a text that is not empty, got nan"),
         ({"prompt": "a\ud800", "answer": "2"}, {}, r"prompt: wanted valid Unicode, got 'a\\ud800'"),
         ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "2"}, {}, r"prompt\[0\]: wanted valid Unicode"),

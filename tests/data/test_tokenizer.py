@@ -160,6 +160,18 @@ def test_a_broken_file_is_named(small, name, content, sentence):
         _ = hf_tokenizer(small).vocab_size, hf_tokenizer(small).stop_ids
 
 
+def test_a_token_that_is_null_in_one_file_is_that_of_the_other_as_in_transformers(small):
+    """Unless the settings list the added tokens: then transformers does not read special_tokens_map.json."""
+    (small / "generation_config.json").unlink(missing_ok=True)
+    (small / "special_tokens_map.json").write_text('{"eos_token": {"content": "<end>"}}')
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
+    (small / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert hf_tokenizer(small).stop_ids == (hf_tokenizer(small)._tokenizer.eos_token_id,) == (0,)
+    (small / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": {}}))
+    with pytest.raises(UserError, match="names no end-of-sequence token"):
+        _ = hf_tokenizer(small).stop_ids
+
+
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [

@@ -136,13 +136,16 @@ def test_rank_stabilised_scaling(tmp_path):
     [
         ({"peft_type": "LOHA"}, 'peft_type: wanted "LORA", got "LOHA"'),
         ({"use_dora": True}, "use_dora: wanted null, false or nothing in it, got true"),
-        ({"rank_pattern": {"q_proj": 8}}, 'rank_pattern: wanted {"q_proj": 3}, got {"q_proj": 8}'),
-        ({"alpha_pattern": {r".*\.gate_up_proj": 12}}, "alpha_pattern: wanted {}, got {"),
+        (
+            {"rank_pattern": {"q_proj": 8}},
+            'rank_pattern: wanted nothing in it, since all modules share one rank and alpha, got {"q_proj": 8}',
+        ),
+        ({"alpha_pattern": {r".*\.gate_up_proj": 12}}, "alpha_pattern: wanted nothing in it, since"),
         (
             {"rank_pattern": {"in_proj_qkv": 9}, "alpha_pattern": {"in_proj_qkv": 6}},
-            'alpha_pattern: wanted {"in_proj_q',
+            'alpha_pattern: wanted only {"in_proj_q',
         ),
-        ({"use_rslora": True, "rank_pattern": {r".*\.gate_up_proj": 6}}, "rank_pattern: wanted {}, got {"),
+        ({"use_rslora": True, "rank_pattern": {r".*\.gate_up_proj": 6}}, "rank_pattern: wanted nothing in it, since"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: wanted null"),
         ({"bias": "all"}, 'bias: wanted null or "none", got "all"'),
         ({"task_type": "SEQ_CLS"}, 'task_type: wanted null or "CAUSAL_LM", got "SEQ_CLS"'),

@@ -45,6 +45,8 @@ def reading(name: str | Path) -> Iterator[None]:
         raise
     except Exception as problem:  # of any type: it may come from a library
         words = brief(problem) if isinstance(problem, ValueError) else describe_error(problem)
+        if (cause := problem.__cause__) is not None:  # of a library's own exception, which may say nothing else
+            words += f": {describe_error(cause)}"
         why = getattr(problem, "strerror", None) or words
         raise UserError(f"{name}: cannot be read: {why}") from problem
 

@@ -221,7 +221,10 @@ def special_tokens(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _named_tokens(folder: str | os.PathLike[str]) -> dict[str, Json]:
-    named = read_settings(folder, "special_tokens_map.json") | read_settings(folder, "tokenizer_config.json")
+    settings = read_settings(folder, "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:  # as in transformers, where null then leaves a token to the other file
+        settings = {name: value for name, value in settings.items() if value is not None}
+    named = read_settings(folder, "special_tokens_map.json") | settings
     named = {name: token for name, token in named.items() if name.endswith("_token")}
     return {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
 

@@ -288,7 +288,9 @@ def _read_config(folder: Path) -> tuple[int, float]:
         pattern = raw.get("rank_pattern")  # with that of alphas, it keeps their quotient
         joined = pattern if isinstance(pattern, dict) and not raw.get("use_rslora") else {}
         for key, one in (("rank_pattern", rank), ("alpha_pattern", alpha)):
-            expect(key, raw.get(key) or {}, [{module: times.get(module, 1) * one for module in joined}])
+            if (found := raw.get(key) or {}) != (wanted := {module: times.get(module, 1) * one for module in joined}):
+                only = f"only {json.dumps(wanted)}" if wanted and times.keys() >= wanted.keys() else "nothing in it"
+                raise ValueError(f"{key}: wanted {only}, since all modules share one rank and alpha, got {show(found)}")
     except ValueError as problem:
         raise UserError(f"{path}: {problem}") from None
     return rank, alpha * math.sqrt(rank) if raw.get("use_rslora") else float(alpha)

@@ -93,7 +93,11 @@ def _column(row: Mapping[str, object], name: str) -> object:
         if not isinstance(value, Mapping) or part not in value:
             raise ValueError(f"{name}: there is no such column; the row has {', '.join(map(str, row)) or 'none'}")
         value = value[part]
-    return _plain(value)
+    try:
+        return _plain(value)
+    except UnicodeDecodeError as problem:
+        byte = problem.object[problem.start]
+        raise ValueError(f"{name}: wanted a text in UTF-8, got the byte {byte:#x} at {problem.start}") from None
 
 
 def _plain(value: object) -> object:
