@@ -7,7 +7,8 @@ an alarm that lasts for `guard.collapse.steps` steps is a collapse, and the run 
 A rollback returns a run to its newest checkpoint after too many updates were skipped in a row, and goes on with other
 problems: the run restarts inside its process from the state of that checkpoint, with the problems since then marked as
 consumed. `rollbacks.jsonl` records each rollback, so a run that is stopped afterwards resumes with the same problems.
-The skipped update's minibatch is dumped, with the state before it, for `gspax replay`.
+The skipped update's minibatch is dumped for `gspax replay`, with the state after its step. A skipped update changes no
+parameter, so that is the state before it, unless later updates of the same step were applied.
 """
 
 from __future__ import annotations
@@ -257,7 +258,9 @@ class About(TypedDict):
 
 
 def dump(guard: RunGuard, step: int, result: StepResult) -> str:
-    """Write the last skipped minibatch and the state for `gspax replay`, in place of earlier dumps. Collective.
+    """Write the last skipped minibatch, and the state after its step, for `gspax replay`. Collective.
+
+    Earlier dumps are deleted.
 
     Returns:
       A sentence that names the folder, or why nothing could be written: the divergence is reported in any case. Nothing
