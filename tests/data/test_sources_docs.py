@@ -104,13 +104,13 @@ def test_the_experiment_with_adapters(folder, capsys):
 
 
 def test_invalid_rows_fail_the_dry_run(folder, capsys):
-    rows = [{"question": "x" * 600, "answer": "#### 1"}, {"question": "How many?", "answer": "none"}, *ROWS]
+    rows = [{"question": "x" * 600, "answer": "#### 1"}, {"question": "How many?", "answer": "None.\n####"}, *ROWS]
     Path("other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["train", "gsm8k.py", "--dry-run", "data.train_rows.paths=other.jsonl", "data.heldout_rows=null"]
     assert main.main(given) == 2
     said = capsys.readouterr().err
     assert re.search(r"2 of 20 rows \(other\.jsonl, line 1: the prompt has \d+ tokens, more than 512; ", said)
-    assert "line 2: the answer does not match" in said
+    assert "line 2: wanted a final answer after ####, got none" in said
     assert main.main([*given, "data.on_bad=skip"]) == 0
     assert "gspax: warning: data: skipped 2 of 20 rows" in capsys.readouterr().err
 
