@@ -41,7 +41,7 @@ def test_a_run_with_servers_is_valid():
             {"engine": Engine(addresses=("http://host:x",))},
             "engine.addresses: wanted http://HOST:PORT, got 'http://host:x'",
         ),
-        ({"engine": Engine(addresses=("http://a:1", "http://a:1"))}, "engine.addresses: wanted each address once"),
+        ({"engine": Engine(addresses=("http://a:1", "http://a:1"))}, "engine.addresses: wanted each of them once"),
         ({"engine": Engine(addresses=())}, "engine.addresses: wanted at least one"),
         ({"engine": Engine(folder="gs://bucket/weights")}, "engine.folder: wanted a folder of a file system"),
         (

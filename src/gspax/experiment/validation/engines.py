@@ -25,8 +25,6 @@ def engine_problems(
             yield f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}"
     if "://" in engine.folder:
         yield f"engine.folder: wanted a folder of a file system, which servers read too, got {engine.folder!r}"
-    if len(set(engine.addresses)) < len(engine.addresses):
-        yield f"engine.addresses: wanted each address once, got {', '.join(engine.addresses)}"
     filters, size = filters_in_use(sampling), sampling.mask_replay
     if filters and engine.server == "sglang":
         yield (
