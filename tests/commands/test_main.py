@@ -51,7 +51,7 @@ def called(monkeypatch):
 def failing(monkeypatch, problem, *overrides):
     """A `gspax.training.loop` whose `train` raises."""
 
-    def train(experiment, workdir, report_to):
+    def train(experiment, workdir, report_to, file):
         raise problem
 
     module = ModuleType("gspax.training.loop")
@@ -136,7 +136,7 @@ def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
     assert main.main(["bench", STUB, "seed=2"]) == 0
     assert main.main(["report", str(tmp_path)]) == 0
     assert [(call[0], *call[2:]) for call in called] == [
-        ("training.warm_start", Path("new")),
+        ("training.warm_start", Path("new"), STUB),
         ("evaluation.checkpoint", tmp_path, 12, None),
         ("evaluation.checkpoint", tmp_path, None, None),
         ("bench",),

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from gspax.config import Sampling
     from gspax.config.protocols import Tokenizer
     from gspax.run.directory import RunDir
-    from gspax.sampler import stops
     from gspax.sampler.dialogue import Dialogue
 
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -212,6 +211,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     from gspax.experiment.validation.fields import range_problems, type_problems
     from gspax.hf import hf
     from gspax.learner.state import abstract_params, load_model, load_policy
+    from gspax.sampler import stops
     from gspax.sampler.dialogue import Dialogue
     from gspax.sampler.engine import SampleOptions
     from gspax.sampler.placement import make_meshes, make_sampler
