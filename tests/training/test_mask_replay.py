@@ -88,6 +88,7 @@ COMBINATIONS = {
         "sampling": {"max_tokens": 20, "slots": 16},
     },
     "partial rollouts": {
+        "old_logp": "sampler",  # without them a KL by token is refused on stale samples
         "placement": config.Placement(devices=4, staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)),
         "sampling": {"chunk": 2},
         "schedule": PACKED | {"share_prompts": False},
