@@ -436,4 +436,4 @@ def test_an_experiment_file_loads_before_its_data_exist(tmp_path):
         "from dataclasses import replace\nfrom small_experiment import experiment\nfrom gspax import data\n"
         "experiment = replace(experiment, data=data.jsonl('missing.jsonl'))\n"
     )
-    assert validate(load(path)) == ["missing.jsonl: cannot be read: No such file or directory"]
+    assert validate(load(path)) == ["data.train_rows.paths: missing.jsonl: cannot be read: No such file or directory"]

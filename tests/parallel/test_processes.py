@@ -355,7 +355,8 @@ def test_missing_or_different_hosts_are_reported_before_anything_is_written(star
         assert main.main([*command, *place, "--join-timeout", "1"]) == 1
         assert capsys.readouterr().err.startswith(f"gspax: processes: {sentence}")
 
-    (other,) = start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, "optimizer.learning_rate=0.5", only=[1])
+    changed = [each.replace("learning_rate=1e-2", "learning_rate=0.5") for each in SMALL_OVERRIDES]
+    (other,) = start(2, 1, tmp_path / "run", *changed, only=[1])
     address = other.args[other.args.index("--coordinator") + 1]
     assert main.main([*command, "--coordinator", address, "--process", "0", *SMALL_OVERRIDES]) == 2
     (_, theirs), ours = finished([other], 2)[0], capsys.readouterr().err

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import checks
+from gspax.losses import checks, explicit
 
 Array = jax.Array
 
@@ -49,5 +49,6 @@ def log_factor(router_logp: Array, old_router_logp: Array, mask: Array, *, floor
     if not 0 < floor <= 1:
         raise ValueError(f"floor: wanted above 0 and at most 1, got {floor}")
     shift_BT = jnp.abs(stop_gradient(new_BLTA) - stop_gradient(old_BLTA)).mean(axis=(1, 3))
-    shift_BT = jnp.pad(shift_BT[:, :-1], ((0, 0), (1, 0)))  # from the position to the token that it computes
+    # The shift at a position belongs to the token that is computed there, one to the right.
+    shift_BT = explicit.like(jnp.pad(explicit.whole(shift_BT, 1)[:, :-1], ((0, 0), (1, 0))), mask_BT)
     return jnp.where(mask_BT, jnp.maximum(-shift_BT, jnp.log(floor)), 0.0)
