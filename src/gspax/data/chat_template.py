@@ -27,6 +27,7 @@ OPEN, CLOSE = "<think>", "</think>"
 CLOCK = "strftime_now"  # the function with which a template prints the time
 _CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
 _MARK = "qzmarkqz"  # what no template holds and every template writes as it is
+_CALLED = "called"  # after a mark that is the argument of a call
 _TAIL = 32  # the most tokens of `<think>` and the white space after it
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thinking, as transformers reads them
 
@@ -123,7 +124,7 @@ class ChatTemplate:
             except UserError as error:
                 problem = problem or error
                 continue
-            if end := self._first_stop(after) if asked else self._first_token(after):
+            if end := self._first_stop(after) if after.startswith(_CALLED) else self._first_token(after):
                 return end, after.partition(end)[2]
             problem = problem or UserError(
                 f"the chat template in {self.where}: wanted a token that ends the turn after the content of an "
@@ -141,11 +142,11 @@ class ChatTemplate:
     def _after(
         self, messages: Sequence[Message] = (), calls: Sequence[Mapping[str, object]] = (), *, prompt: bool = True
     ) -> str:
-        """What is written after the text of an assistant's message, which ends with calls if there are some."""
+        """What is written after the text of an assistant's message: first `_CALLED`, if it ends with a call."""
         mark = _MARK
         while any(mark in str(value) for message in messages for value in message.values()):
             mark += "q"
-        made = [_with_argument(call, lambda _: {"mark": mark}) for call in calls]
+        made = [_with_argument(call, lambda _: {"mark": mark + _CALLED}) for call in calls]
         said: Message = {"role": "assistant", "content": mark, **({"tool_calls": made} if made else {})}
         text = self.render([{"role": "user", "content": "?"}, said, *messages], prompt=prompt)
         before, _, after = text.rpartition(mark)

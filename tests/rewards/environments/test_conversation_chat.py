@@ -1,5 +1,6 @@
 """Replies as tokens: what a template writes after an assistant's turn, and no sampled token is tokenized again."""
 
+import re
 from pathlib import Path
 
 import calculations
@@ -56,10 +57,10 @@ def test_a_template_that_writes_more_after_the_content_is_refused(qwen3, tmp_pat
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((QWEN3 / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} (said)<|im_end|>{% endfor %}")
-    with pytest.raises(
-        UserError, match=r"wanted '<\|im_end\|>' after the content of an assistant's message, got ' \(sa"
-    ):
-        hf_chat(tmp_path).encode_reply([{"role": "tool", "content": "x"}])
+    wanted = "wanted a token that ends the turn after the content of an assistant's message, got ' (said)<|im_end|>"
+    for role in ("user", "tool"):
+        with pytest.raises(UserError, match=re.escape(wanted)):
+            hf_chat(tmp_path).encode_reply([{"role": role, "content": "x"}])
 
 
 def test_the_chat_of_characters():
