@@ -14,6 +14,7 @@ from chat_folder import write_folder
 from published import published, random_params, save
 from rich.console import Console
 
+import gspax.data
 from gspax.commands import chat, main
 from gspax.commands.terminal import dim_thinking
 from gspax.config import Lora, Mesh, Sampling
@@ -79,6 +80,21 @@ def test_a_run_a_step_and_its_warm_start_answer(tmp_path, monkeypatch, capsys):
     assert [*answers.values()] == expected and len({*expected}) == 3
 
 
+def test_a_message_is_put_into_the_template_of_the_run_until_that_is_switched_off(tmp_path, monkeypatch, capsys):
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("31", "20")]
+    data = gspax.data.sequence(rows, heldout=[{"prompt": "42", "answer": "24"}], template="{prompt}=")
+    write_run(tmp_path / "run", steps=(1,), experiment=replace(EXPERIMENT, data=data))
+    lines = "31\n/template\n31=\n/template\n31\n/template 1\n31"
+    code, answers, told = run_chat(monkeypatch, capsys, tmp_path / "run", "--temperature", "0", lines=lines)
+    assert code == 0 and answers == [greedy(random_params(EXPERIMENT.model, 1))] * 4
+    sent = [line.partition("first messages are sent ")[2] for line in told.splitlines()]
+    assert [one for one in sent if one] == [
+        'in the template "{prompt}="',
+        "as they are",
+        *['in the template "{prompt}="'] * 2,
+    ]
+
+
 def test_adapters_answer_beside_their_base(tmp_path, monkeypatch, capsys):
     """Side by side, with log-probs, and a temperature that is set on the way."""
     lora, params = Lora(rank=2, alpha=64.0), jax.tree.map(jax.numpy.asarray, random_params(EXPERIMENT.model))
@@ -129,6 +145,8 @@ def test_recommended_settings_are_checked(settings, tmp_path, capsys):
     [
         (["run"], "31x=", "gspax: character 'x' of '31x=' is not in the alphabet"),
         (["run"], "/temperatur 1", "gspax: wanted /temperature T, "),
+        (["run"], "/template 2", "gspax: /template: wanted a number from 1 to 0, or none, got '2'"),
+        (["run"], '"""31=', 'gspax: wanted """ after a message that begins with it, got the end of the input'),
         (["run"], "/temperature hot", "gspax: temperature: wanted a number of at least 0, got 'hot'"),
         (["run", "--temperature", "-1"], PROMPT, "gspax: temperature: wanted a number of at least 0, got '-1'"),
         (["run@7"], PROMPT, "gspax: there is no checkpoint 7"),
@@ -202,6 +220,16 @@ def test_a_terminal_is_asked_and_keeps_on_after_an_error(tmp_path, monkeypatch, 
     assert main.main(["chat", "run"]) == 0
     shown = capsys.readouterr()
     assert shown.out.endswith("abc\n") and "got '/nothing'" in shown.err and next(typed) == "not read"
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_message_may_have_several_lines(interactive, monkeypatch):
+    lines = ['"""', "  a", "", "b\t", '"""', "c", '"""/d', 'e"""', '"""/f"""', '""""""', "/g", '"""', "h", "", '"""']
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    monkeypatch.setattr(chat, "_typed", lambda: iter(lines))
+    messages = [*chat.read_messages(interactive)]
+    assert messages == ["  a\n\nb\t", "c", "/d\ne", "/f", "/g", "h\n"]
+    assert [isinstance(one, chat.Line) for one in messages] == [False, True, False, False, True, False]
 
 
 def test_thinking_that_the_prompt_opened_is_dim():

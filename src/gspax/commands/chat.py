@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +26,18 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from gspax.commands.prompt_form import Form
     from gspax.config import Sampling
     from gspax.config.protocols import Tokenizer
     from gspax.run.directory import RunDir
     from gspax.sampler.dialogue import Dialogue
 
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
-HELP = "/temperature T, /logps (log-probs of each token, on or off), /reset, /quit; Ctrl-C stops an answer"
+QUOTES = '"""'
+HELP = (
+    "/temperature T, /logps (log-probs of each token, on or off), /template (the run's form of prompts: off, or N), "
+    f"/reset, /quit; {QUOTES} before and after a message of several lines; Ctrl-C stops an answer"
+)
 
 
 def make_parser() -> Parser:
@@ -45,7 +51,9 @@ def make_parser() -> Parser:
         "source", metavar="SOURCE", help="a run, DIR or DIR@STEP; a checkpoint's folder; a name on the Hub"
     )
     parser.add_argument("--beside", metavar="SOURCE", help="a second source, which answers the same messages")
-    parser.add_argument("--file", metavar="FILE", help="the run's experiment file, if its tokenizer is your own class")
+    parser.add_argument(
+        "--file", metavar="FILE", help="the run's experiment file, if its tokenizer or environment is your own class"
+    )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="seed of the answers (default: 0)")
     parser.add_argument("--temperature", metavar="T", help="0 for greedy decoding (default: the source's)")
     parser.add_argument("--max-tokens", type=at_least(1), default=1024, metavar="N", help="limit of an answer (1024)")
@@ -64,11 +72,14 @@ def execute(options: argparse.Namespace) -> int:
         chat = Chat(console, [open_talk(name, options) for name in names], options.max_tokens)
     if interactive:
         console.print(HELP, style="dim")
+    for talk in chat.talks:
+        if talk.forms:
+            talk.tell_form()
     for message in read_messages(interactive):
         if message == "/quit":
             break
         try:
-            (chat.set if message.startswith("/") else chat.answer)(message)
+            (chat.set if isinstance(message, Line) and message.startswith("/") else chat.answer)(message)
         except UserError as problem:
             if not interactive:
                 raise
@@ -76,17 +87,38 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
+class Line(str):
+    """A message of one line, which may be a command."""
+
+
 def read_messages(interactive: bool) -> Iterator[str]:
-    """The lines that are typed, or those of standard input, without empty ones."""
+    """The messages that are typed, or those of standard input, without empty ones. UserError if quotes stay open."""
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (it gives `input` a history)
 
-        with contextlib.suppress(EOFError):
-            while True:
-                yield from filter(None, [input("> ").strip()])
-    else:
-        yield from filter(None, (line.strip("\r\n") for line in sys.stdin or ()))
+    lines = _typed() if interactive else (line.rstrip("\r\n") for line in sys.stdin or ())
+    for line in lines:
+        if line.startswith(QUOTES):
+            yield from filter(None, [_quoted(line.removeprefix(QUOTES), lines)])
+        else:
+            yield from filter(None, [Line(line.strip() if interactive else line)])
+
+
+def _typed() -> Iterator[str]:
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")
+
+
+def _quoted(first: str, lines: Iterator[str]) -> str:
+    """The text up to the quotes that end it, without the line breaks beside the quotes."""
+    parts = [first]
+    while not parts[-1].endswith(QUOTES):
+        if (line := next(lines, None)) is None:
+            raise UserError(f"wanted {QUOTES} after a message that begins with it, got the end of the input")
+        parts.append(line)
+    return "\n".join(parts).removesuffix(QUOTES).removeprefix("\n").removesuffix("\n")
 
 
 @dataclass
@@ -97,6 +129,24 @@ class Talk:
     dialogue: Dialogue
     tokenizer: Tokenizer
     sampling: Sampling  # of which temperature and filters are used
+    forms: Sequence[Form] = ()  # of the run's prompts; the first one is used at first
+    form: Form | None = None  # that is used; None: messages are prompts as they are
+
+    def __post_init__(self) -> None:
+        if self.forms:
+            self.use(self.forms[0])
+
+    def use(self, form: Form | None) -> None:
+        """Begin a new conversation, and others after it, with a prompt of this form."""
+        self.form = form
+        self.dialogue.reset()
+        self.dialogue.encode = self.tokenizer.encode if form is None else partial(form.encode, self.tokenizer)
+
+    def tell_form(self) -> None:
+        """Say how first messages are sent."""
+        shown = "as they are" if self.form is None else str(self.form)
+        several = f" (one of {len(self.forms)} forms: /template N)" if len(self.forms) > 1 else ""
+        tell(f"{self.name}: first messages are sent {shown}{several}")
 
     def render(self, ids: list[int]) -> Text:
         """The text of an answer, or of its beginning."""
@@ -123,6 +173,10 @@ class Chat:
         elif name == "/reset":
             for talk in self.talks:
                 talk.dialogue.reset()
+        elif name == "/template":
+            for talk in self.talks:
+                talk.use(chosen_form(talk, value))
+                talk.tell_form()
         elif name == "/logps":
             self.logps = not self.logps
         else:
@@ -199,6 +253,16 @@ def with_temperature(sampling: Sampling, text: str) -> Sampling:
     return replace(sampling, temperature=temperature)
 
 
+def chosen_form(talk: Talk, value: str) -> Form | None:
+    """The form of the source with this number; without a number none, or the first one if there is none now."""
+    if not value.strip():
+        return None if talk.form is not None else next(iter(talk.forms), None)
+    number = int(value) if re.fullmatch(r"\s*\d{1,9}\s*", value) else 0
+    if not 1 <= number <= len(talk.forms):
+        raise UserError(f"/template: wanted a number from 1 to {len(talk.forms)}, or none, got {value!r}")
+    return talk.forms[number - 1]
+
+
 def open_talk(name: str, options: argparse.Namespace) -> Talk:
     """The policy of a run or a checkpoint, with its tokenizer and the temperature and filters that it is meant for.
 
@@ -206,6 +270,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     """
     import jax
 
+    from gspax.commands.prompt_form import read_forms
     from gspax.config import Sampling
     from gspax.evaluation.checkpoint import find_tokenizer, generation_settings, make_experiment
     from gspax.experiment.validation.fields import range_problems, type_problems
@@ -216,13 +281,15 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     from gspax.sampler.engine import SampleOptions
     from gspax.sampler.placement import make_meshes, make_sampler
 
-    own = load_file(options.file).tokenizer if options.file else None
+    file, forms = load_file(options.file) if options.file else None, []
+    own = file.tokenizer if file else None
     if (located := locate_run(name)) is not None:
         run, checkpoints, step = located
         recorded, model, lora = read_recorded(run)
         tokenizer = own or read_tokenizer(recorded["tokenizer"])
         filters = {name: recorded["sampling"][name] for name in FILTERS}
         filters |= {name: tuple(recorded["sampling"].get(name, ())) for name in ("stop", "stop_token_ids")}
+        forms = read_forms(recorded, file and file.environment)
         mesh = make_meshes(make_experiment(model, tokenizer)).learner
         params = load_policy(run, checkpoints, model, lora, mesh, step)
     else:
@@ -246,7 +313,8 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
         mesh=mesh,
         matcher=stops.make_matcher(tokenizer, sampling, model.vocab_size),
     )
-    return Talk(name, Dialogue(weights, tokenizer, settings, jax.random.key(options.seed)), tokenizer, sampling)
+    dialogue = Dialogue(weights, tokenizer, settings, jax.random.key(options.seed))
+    return Talk(name, dialogue, tokenizer, sampling, forms)
 
 
 def locate_run(name: str) -> tuple[RunDir, Path, int | None] | None:

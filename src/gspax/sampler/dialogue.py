@@ -6,7 +6,7 @@ tokenized again. On several devices that have rows of their own, the other rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -32,6 +32,10 @@ class Dialogue:
     """A conversation, or with a tokenizer that has none (`ConversationTokenizer`), prompts that stand alone.
 
     Conversation n is that of sample id n, so it does not depend on the conversations before it.
+
+    Attributes:
+      encode: gives the tokens of a first message; the tokenizer's at first.
+      opened: whether the text before the last answer ends with `<think>`, as some templates write it.
     """
 
     def __init__(self, params: Params, tokenizer: Tokenizer, options: SampleOptions, key: Array) -> None:
@@ -49,7 +53,8 @@ class Dialogue:
         self._params, self._tokenizer, self._key = params, tokenizer, key
         self._state: State | None = None
         self._next, self._begin, self._length, self._closed = 0, 0, 0, False
-        self.opened = False  # the text before the last answer ends with `<think>`, as some templates write it
+        self.encode: Callable[[str], Sequence[int]] = tokenizer.encode
+        self.opened = False
 
     def reset(self) -> None:
         """Forget the conversation."""
@@ -103,7 +108,7 @@ class Dialogue:
                 cut = () if self._closed else (end_before(chat, reply),)
                 ids: Sequence[int] = [*cut, *chat.encode_reply(reply)]
             else:
-                ids = self._tokenizer.encode(message)
+                ids = self.encode(message)
         except ValueError as problem:
             raise UserError(str(problem)) from problem
         check_ids(ids, self._options.model.vocab_size, message)

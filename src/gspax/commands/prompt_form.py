@@ -1,0 +1,87 @@
+"""How a run makes a prompt of a text: the template and the messages of its data, and the tools of its environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from gspax.config.functions import name_of, parse
+from gspax.config.protocols import ConversationTokenizer, Message, Tokenizer
+from gspax.data.problem import encode_prompt
+from gspax.data.sources.mixture import Mixture
+from gspax.data.sources.row_source import RowSource
+from gspax.data.sources.schema import Schema
+from gspax.rewards.environments.tool_use import Tool, ToolUse
+
+_SHOWN = 80  # characters of a text
+
+
+@dataclass(frozen=True)
+class Form:
+    """How prompts are made of texts.
+
+    Attributes:
+      schema: its `template`, `system` and `examples`.
+      tools: JSON schemas of functions, for the chat template.
+    """
+
+    schema: Schema
+    tools: tuple[Mapping[str, Any], ...]
+
+    def encode(self, tokenizer: Tokenizer, text: str) -> Sequence[int]:
+        """The tokens of the prompt that the text is put into."""
+        problem, _ = self.schema.read({"prompt": text})
+        if not self.tools:
+            return encode_prompt(tokenizer, problem)
+        messages: list[Message] = [*problem.context, {"role": "user", "content": problem.prompt}]
+        return cast(ConversationTokenizer, tokenizer).encode_chat(messages, self.tools)
+
+    def __str__(self) -> str:
+        schema, parts = self.schema, list[str]()
+        if schema.template != "{prompt}":
+            parts.append(f"in the template {_quote(schema.template)}")
+        if schema.system is not None:
+            parts.append(f"after the system message {_quote(schema.system)}")
+        if schema.examples:
+            parts.append(f"after {len(schema.examples)} examples")
+        if self.tools:
+            parts.append(
+                f"with the tools {', '.join(str(tool.get('function', {}).get('name')) for tool in self.tools)}"
+            )
+        return ", ".join(parts)
+
+
+def read_forms(recorded: Mapping[str, Any], environment: object = None) -> list[Form]:
+    """The forms of a run's prompts, one for each that its sources have; none where the texts are the prompts.
+
+    Args:
+      recorded: the description of its experiment.
+      environment: of the experiment's file, if there is one; else only the tools of a `ToolUse` are known.
+    """
+    schemas = getattr(environment, "schemas", None)
+    tools = tuple(schemas() if schemas is not None else _recorded_tools(recorded.get("environment")))
+    forms = {str(form): form for schema in _schemas(recorded.get("data")) for form in [Form(schema, tools)]}
+    return [form for text, form in forms.items() if text]
+
+
+def _recorded_tools(environment: object) -> list[dict[str, object]]:
+    if not isinstance(environment, Mapping) or environment.get("type") != name_of(ToolUse):
+        return []
+    return [Tool(one["name"], one["description"], str, one["parameters"]).schema() for one in environment["tools"]]
+
+
+def _schemas(data: object) -> Iterator[Schema]:
+    kind = data.get("type") if isinstance(data, Mapping) else None
+    if isinstance(data, Mapping) and kind == name_of(Mixture):
+        for source in data["sources"].values():
+            yield from _schemas(source)
+    elif isinstance(data, Mapping) and kind == name_of(RowSource):
+        yield replace(parse(Schema, data["schema"]), prompt="prompt", answer=None, task_column=None, metadata=())
+    else:
+        yield Schema(answer=None)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…", ensure_ascii=False)
