@@ -276,10 +276,9 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     from gspax.experiment.validation.fields import range_problems, type_problems
     from gspax.hf import hf
     from gspax.learner.state import abstract_params, load_model, load_policy
-    from gspax.sampler import stops
     from gspax.sampler.dialogue import Dialogue
-    from gspax.sampler.engine import SampleOptions
     from gspax.sampler.placement import make_meshes, make_sampler
+    from gspax.sampler.sampler import make_options
 
     file, forms = load_file(options.file) if options.file else None, []
     own = file.tokenizer if file else None
@@ -306,13 +305,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     for problem in chain(type_problems(sampling), range_problems(replace(sampling, temperature=1.0))):  # 0: greedy
         raise UserError(f"{name}: {problem}")
     weights = make_sampler(model, mesh, mesh).push(params)
-    settings = SampleOptions(
-        model=model,
-        sampling=sampling,
-        stop_ids=stops.stop_ids(tokenizer, sampling),
-        mesh=mesh,
-        matcher=stops.make_matcher(tokenizer, sampling, model.vocab_size),
-    )
+    settings = make_options(model, tokenizer, sampling, mesh)
     dialogue = Dialogue(weights, tokenizer, settings, jax.random.key(options.seed))
     return Talk(name, dialogue, tokenizer, sampling, forms)
 

@@ -35,9 +35,7 @@ from gspax.rollout.grading import check_evaluation, find_failed, reward_completi
 from gspax.rollout.problems import attempt, name_problems, prepare
 from gspax.run import interrupt
 from gspax.run.progress import Bar
-from gspax.sampler import stops
-from gspax.sampler.engine import SampleOptions
-from gspax.sampler.sampler import lengths_to_host
+from gspax.sampler.sampler import lengths_to_host, make_options
 from gspax.types import Array
 
 EVALUATION = 2  # folded into the run's key
@@ -151,14 +149,7 @@ def complete(
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
     mesh, interaction = policy.engine.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
     sampling = replace(sampling, drafts=0, noise="fresh")  # both others are for training problems that come again
-    options = SampleOptions(
-        model=model,
-        sampling=sampling,
-        stop_ids=stops.stop_ids(tokenizer, sampling),
-        mesh=mesh,
-        matcher=stops.make_matcher(tokenizer, sampling, model.vocab_size),
-        greedy=greedy,
-    )
+    options = replace(make_options(model, tokenizer, sampling, mesh), greedy=greedy)
     request = Request(ready=ready, prompt_ids=placed, key=key, options=options, interaction=interaction)
     sampled = policy.engine.sample(policy.weights, request)
     if not sampled.done():

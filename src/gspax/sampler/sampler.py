@@ -24,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import ModelConfig, Sampling
+from gspax.config.protocols import Tokenizer
 from gspax.errors import UserError
 from gspax.model import decoding
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.run import interrupt
-from gspax.sampler import drafts, engine
+from gspax.sampler import drafts, engine, stops
 from gspax.sampler.engine import Prompts, Replies, SampleOptions, State
 from gspax.types import Array, Params, Rollout
 
@@ -46,6 +47,19 @@ class Progress(NamedTuple):
     ended_B: Array  # bool: no token follows
     waiting_B: Array  # bool: the sample's turn has ended, and it waits for a reply
     left: Array  # bool: a sample has not ended
+
+
+def make_options(
+    model: ModelConfig, tokenizer: Tokenizer, sampling: Sampling, mesh: jax.sharding.Mesh
+) -> SampleOptions:
+    """The options with which samples end where the tokenizer and `sampling` say."""
+    return SampleOptions(
+        model=model,
+        sampling=sampling,
+        stop_ids=stops.stop_ids(tokenizer, sampling),
+        mesh=mesh,
+        matcher=stops.make_matcher(tokenizer, sampling, model.vocab_size),
+    )
 
 
 def sample(

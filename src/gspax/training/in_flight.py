@@ -31,10 +31,9 @@ from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new
 from gspax.rollout.problems import Skipped, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.sampler import stops
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
-from gspax.sampler.sampler import Finished, hand_over, lengths_to_host
+from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, make_options
 from gspax.types import Array, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
@@ -141,12 +140,8 @@ def take_sampled(batch: SampledBatch) -> SampledBatch:
 def sample_options(runtime: Runtime) -> SampleOptions:
     """The options that the sampler's programs are compiled with."""
     experiment, mesh = runtime.experiment, runtime.engine.mesh
-    options = SampleOptions(
-        model=experiment.model,
-        sampling=experiment.sampling,
-        stop_ids=stops.stop_ids(experiment.tokenizer, experiment.sampling),
-        mesh=mesh,
-        matcher=stops.make_matcher(experiment.tokenizer, experiment.sampling, experiment.model.vocab_size),
+    options = replace(
+        make_options(experiment.model, experiment.tokenizer, experiment.sampling, mesh),
         keep_experts=experiment.routing_replay == "sampler",
         mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )

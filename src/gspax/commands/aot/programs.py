@@ -57,7 +57,7 @@ from gspax.model.low_rank import partition
 from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards, common_shards, named_sharding, token_spec
-from gspax.sampler import engine, sampler, stops
+from gspax.sampler import engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
 from gspax.types import Array, Batch, Params, Rollout, TrainState
@@ -220,12 +220,8 @@ def _make_sampler(
     if sampling.drafts:
         prompts = prompts._replace(earlier_PGC=rows((P, sampling.group, sampling.max_tokens), jnp.int32))
     admits = placement is not None and placement.partial is not None
-    options = SampleOptions(
-        model=model,
-        sampling=sampling,
-        stop_ids=stops.stop_ids(experiment.tokenizer, sampling),
-        mesh=mesh,
-        matcher=stops.make_matcher(experiment.tokenizer, sampling, model.vocab_size),
+    options = replace(
+        sampler.make_options(model, experiment.tokenizer, sampling, mesh),
         keep_versions=admits,
         mask_size=sampling_mask_size(sampling, model.vocab_size),
         admits=admits,
