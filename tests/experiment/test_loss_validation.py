@@ -19,7 +19,7 @@ from gspax.config import (
     Teacher,
 )
 from gspax.experiment import override, validate, warnings
-from gspax.losses import correction, kl, selection
+from gspax.losses import correction, distill, kl, selection
 
 
 def own_loss(logp, old_logp, advantage, mask):
@@ -156,6 +156,13 @@ WRONG = [
         {"placement": STALE, "reference": Reference(loss=kl.token_kl)},
         "reference.loss: wanted old_logp=sampler with placement.staleness=1, because its term is weighted by",
     ),
+    *(
+        (
+            UNSCORED | {"placement": STALE, "reference": Reference(loss=loss)},
+            "reference.loss: wanted a KL that takes `old_logp` (gspax.losses.kl.token_kl) and old_logp=sampler with",
+        )
+        for loss in (kl.grpo_kl, kl.sequence_kl, lambda logp, ref_logp, mask: kl.grpo_kl(logp, ref_logp, mask))
+    ),
     (
         {"engine": Engine(staleness=2), "teacher": Teacher()},
         "teacher: wanted old_logp=sampler or teacher.as_advantage=True with engine.staleness=2, because its term",
@@ -168,6 +175,7 @@ RIGHT = [
     {"loss": losses.importance_sampling, "regularizers": Regularizers(kl_cov=CovarianceKL()), "schedule": PACKED},
     TOP | {"correction": correction.truncate_tokens, "schedule": PACKED},
     {"old_logp": "interpolated", "engine": Engine(staleness=1)},
+    {"engine": Engine(staleness=1), "teacher": Teacher(divergence=distill.full_reverse_kl, refresh_every=1)},
     {"old_logp": "interpolated", "placement": STALE, "correction": correction.truncate_geometric},
     {"correction": partial(correction.product, factors=(correction.truncate_geometric, KEEP)), "schedule": PACKED},
     {"loss": partial(losses.dppo_tv, threshold=0.2), "regularizers": Regularizers(log_ratio_square=1e-3)} | UNSCORED,

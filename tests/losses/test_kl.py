@@ -259,6 +259,23 @@ def test_expected_gradient_of_grpo_kl_is_that_of_the_reverse_kl():
     assert np.abs(gradient - right).max() > 0.05
 
 
+def test_on_samples_of_another_policy_a_kl_needs_the_ratio_to_it():
+    """So those that take none are refused with stale samples."""
+    table, ref, old = tables()
+    ratio = jnp.exp(token_logps(jnp.asarray(table, jnp.float32)) - token_logps(jnp.asarray(old, jnp.float32)))
+
+    def weighted(value_BT, mask_BT, segment_BT=None):
+        return sums(ratio * value_BT, mask_BT)
+
+    wanted = numeric_gradient(lambda t: exact_token_kl(t, ref, old, reverse=True), table)
+    for aggregate, is_right in ((sums, False), (weighted, True)):
+        _, gradient = expectation(lambda logp, r, a=aggregate: kl.grpo_kl(logp, r, MASK, aggregate=a), table, ref, old)
+        assert (np.abs(gradient - wanted).max() < 2e-6) == is_right
+        assert is_right or np.abs(gradient - wanted).max() > 0.05
+    _, gradient = expectation(lambda logp, r: kl.sequence_kl(logp, r, MASK), table, ref, old)
+    assert np.abs(gradient - numeric_gradient(lambda t: exact_sequence_kl(t, ref), table)).max() > 0.05
+
+
 def test_expected_gradient_of_k1_is_0():
     """The reference drops out, which is why k1 must not be a loss."""
     table, ref, _ = tables()

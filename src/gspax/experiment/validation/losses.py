@@ -141,15 +141,25 @@ def _stale_terms(
     teacher: Teacher | None,
     sampler: Placement | Engine | None,
 ) -> Iterator[str]:
-    """A KL that weighs stale samples by the ratio to the old policy takes it for the one that sampled them."""
-    if sampler is None or not sampler.staleness or takes_sampler_logp(loss, old_logp):
+    """A KL over the tokens of stale samples weighs them by the ratio to the policy that sampled them.
+
+    A term without weights has another gradient there from the first update on. A divergence of whole distributions
+    needs none: its contexts are data.
+    """
+    if sampler is None or not sampler.staleness:
         return
     key = f"{'placement' if isinstance(sampler, Placement) else 'engine'}.staleness"
+    kl = None if reference is None else reference.loss
     weighs = {
-        "reference.loss": reference is not None and "old_logp" in keywords(reference.loss or k2),
-        "teacher": teacher is not None and not teacher.as_advantage,
+        "reference.loss": kl is not None and "old_logp" in keywords(kl),
+        "teacher": teacher is not None and not teacher.as_advantage and teacher.divergence is None,
     }
-    for field in (name for name, is_on in weighs.items() if is_on):
+    if kl is not None and not weighs["reference.loss"]:
+        yield (
+            f"reference.loss: wanted a KL that takes `old_logp` (gspax.losses.kl.token_kl) and old_logp=sampler with "
+            f"{key}={sampler.staleness}, to weigh tokens by the ratio to the policy that sampled, got {title_of(kl)}"
+        )
+    for field in (name for name, is_on in weighs.items() if is_on and not takes_sampler_logp(loss, old_logp)):
         instead = " or teacher.as_advantage=True" if field == "teacher" else ""
         yield (
             f"{field}: wanted old_logp=sampler{instead} with {key}={sampler.staleness}, because its term is "
