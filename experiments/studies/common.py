@@ -15,7 +15,7 @@ import resource
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -96,6 +96,8 @@ class Study:
     # the panels of a row, from its variants and the tokens; None: every seed of the primary measure, and all curves
     panels: Callable[[Sequence[VariantRuns], float], list[Draw]] | None = None
     columns: tuple[Measure, ...] = ()  # of results.csv besides the measures, for panels: the table does not have them
+    # Markdown below the table, from the variants by name and the tokens at which all are compared
+    more: Callable[[Mapping[str, VariantRuns], float], str] | None = None
     probe: Callable[[Path], dict[str, float]] | None = None  # further metrics of a finished run, from its folder
     devices: int = 1  # of a run, which share a core; two for a sampler on a device of its own
 
@@ -298,8 +300,11 @@ def write_results(study: Study, folder: Path) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise UserError(f"{page}: wanted the lines {BEGIN!r} and {END!r}, between which the table is written")
-    tables = "\n\n".join(tabulate(study, *each) for each in zip(groups, tokens, strict=True))
-    write_atomically(page, f"{before}{BEGIN}\n{tables}\n\n![Results](figure.png)\n{END}{after}")
+    tables = [tabulate(study, *each) for each in zip(groups, tokens, strict=True)]
+    if study.more is not None:
+        tables.append(study.more({variant.name: variant for group in groups for variant in group}, min(tokens)))
+    written = "\n\n".join([*tables, "![Results](figure.png)"])
+    write_atomically(page, f"{before}{BEGIN}\n{written}\n{END}{after}")
 
 
 def tabulate(study: Study, group: Sequence[VariantRuns], tokens: float) -> str:
@@ -319,8 +324,26 @@ def tabulate(study: Study, group: Sequence[VariantRuns], tokens: float) -> str:
         if difference and len(baselines) > 1:
             difference += f" from {baseline.name}"
         lines.append([variant.name, cells[0], difference, _seeds(first, entries[0]), *cells[1:]])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"At {tokens:,.0f} response tokens; 95 % intervals over seeds.\n\n{table}"
+    return f"At {tokens:,.0f} response tokens; 95 % intervals over seeds.\n\n{join_rows(lines)}"
+
+
+def join_rows(lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+Pair = tuple[VariantRuns, VariantRuns]  # a variant and its control
+
+
+def compare_differences(measure: Measure, tokens: float, first: Pair, second: Pair) -> str:
+    """How much more the first variant differs from its control than the second one from its own, paired by seed."""
+
+    def by_seed(pair: Pair) -> dict[Any, float]:
+        variant, control = (measure.values(each, tokens) for each in pair)
+        return {seed: variant[seed] - control[seed] for seed in variant if seed in control}
+
+    found = [by_seed(pair) for pair in (second, first)]
+    return _estimate(measure, contrast(found)[1].difference)
 
 
 def _difference(measure: Measure, first: VariantRuns, second: VariantRuns, tokens: float) -> str:

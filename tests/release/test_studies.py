@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -93,6 +94,29 @@ def test_the_experiments_of_every_study_are_valid_and_its_page_has_room_for_resu
     page = (FOLDER / name / "README.md").read_text()
     assert page.count(common.BEGIN) == page.count(common.END) == 1
     assert (FOLDER / name / "results.csv").is_file() or "Not run yet" in page
+
+
+def test_every_study_has_a_row_with_the_days_of_its_runs():
+    rows = [
+        line.split("|")[1:3] for line in (ROOT / "docs" / "studies.md").read_text().splitlines() if "| [" in line[:3]
+    ]
+    names = {re.search(r"studies/(\w+)/README", link)[1] for link, _ in rows}
+    assert names == {path.parent.name for path in FOLDER.glob("*/README.md")}
+    assert all(re.fullmatch(r" \d\d(, \d\d)* ", days) for _, days in rows)
+
+
+def test_differences_of_differences_are_written_by_the_script_of_the_study(common):
+    study = common.load_study("volatility")
+    variants = common.read_csv(FOLDER / "volatility" / "results.csv")
+    tokens = common.common_tokens(variants)
+    table = study.more({variant.name: variant for variant in variants}, tokens)
+    assert f"{table}\n\n![Results]" in (FOLDER / "volatility" / "README.md").read_text()
+    grpo, control, grpo_0, control_0 = (  # by hand, from the seeds' means
+        study.measures[0].values(next(each for each in variants if each.name == name), tokens)
+        for name in ("GRPO, 0.05", "on policy, 0.05", "GRPO", "on policy")
+    )
+    difference = sum(grpo[s] - control[s] - grpo_0[s] + control_0[s] for s in study.seeds) / len(study.seeds)
+    assert f"| {difference:.3g} [-0.115, -0.00804] |" in table
 
 
 @pytest.mark.parametrize("name", ["students", "variance"])

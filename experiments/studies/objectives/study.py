@@ -14,10 +14,10 @@ such studies one would exclude 0 by chance. None of these variants was run on th
 
 Added before its runs, with the same rule: OTB, the baseline of each token. It is the eleventh difference.
 
-Added before their runs, when all others were known, with the same rule: prime-rl's default loss, and the adaptive bonus
-with a target of 0.6 nats, because GRPO's entropy falls to 0.44 and never reached the default target, so that the bonus
-did nothing. They are the twelfth and the thirteenth difference. Another machine trained them, which rounds differently,
-so they are compared with GRPO trained again there.
+Added before their runs, when all others were known, with the same rule: prime-rl's default loss of November 24, and
+the adaptive bonus with a target of 0.6 nats, because GRPO's entropy falls to 0.44 and never reached the default target,
+so that the bonus did nothing. They are the twelfth and the thirteenth difference. Another machine trained them, which
+rounds differently, so they are compared with GRPO trained again there.
 """
 
 from functools import partial

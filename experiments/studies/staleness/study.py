@@ -20,8 +20,9 @@ Primary measure: the training reward in the last tenth of the tokens, 95 % inter
 3. A-3PO replaces the pass for old log-probs if no difference shows from GRPO with that pass, without weights and with.
 Thirteen differences decide, so in half of such studies one would exclude 0 by chance.
 
-Added before its runs, when all others were known, with the same rule: prime-rl's default loss. It is the fourteenth
-difference. Another machine trained it, which rounds differently, so it is compared with GRPO trained again there.
+Added before its runs, when all others were known, with the same rule: prime-rl's default loss of November 24. It is
+the fourteenth difference. Another machine trained it, which rounds differently, so it is compared with GRPO trained
+again there.
 """
 
 from functools import partial

@@ -28,9 +28,10 @@ Primary measure: the training reward in the last tenth of the tokens, paired by 
 Seven intervals decide about replay; one of twenty would exclude 0 by chance.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
-from common import Measure, Start, Study, Variant, draw_all
+from common import Measure, Start, Study, Variant, VariantRuns, compare_differences, draw_all, join_rows
 from starts import GRPO, GSPO
 
 COLLAPSE = ("guard.collapse=gspax.config.Collapse", "guard.collapse.steps=10", "guard.collapse.window=5")
@@ -50,6 +51,22 @@ LOSSES = {  # name: overrides, and the variant that it is compared with
 }
 REWARD = Measure("training reward", "reward/mean")
 CHANGED = Measure("expert choices changed by a batch", "routing/changed", over=1, percent=True)
+OVER_THE_RUN = Measure("mean reward of the run", "reward/mean", over=1)
+
+
+def compare_doses(variants: Mapping[str, VariantRuns], tokens: float) -> str:
+    """What a dose costs a loss beyond what it costs on policy. Chosen after the runs, so no rule above refers to it."""
+    lines = [["post hoc", *(f"{dose[2:]}, {at}" for dose in DOSES if dose for at in ("end (primary)", "over the run"))]]
+    lines.append(["---"] * len(lines[0]))
+    for loss in LOSSES:
+        if loss == "on policy":
+            continue
+        none = variants[loss], variants["on policy"]
+        pairs = [(variants[loss + dose], variants["on policy" + dose]) for dose in DOSES if dose]
+        cells = [compare_differences(each, tokens, pair, none) for pair in pairs for each in (REWARD, OVER_THE_RUN)]
+        lines.append([loss, *cells])
+    title = "Differences of differences: a loss minus on policy at a dose, less the same without the term, by seed."
+    return f"{title}\n\n{join_rows(lines)}"
 
 
 study = Study(
@@ -64,7 +81,7 @@ study = Study(
     ),
     measures=(
         REWARD,
-        Measure("mean reward of the run", "reward/mean", over=1),
+        OVER_THE_RUN,
         Measure("steps in a collapse", "alarm/collapse", over=1, percent=True),
         CHANGED,
         Measure("KL of a batch", "policy/kl", over=1),
@@ -77,4 +94,5 @@ study = Study(
         ("GRPO", "GRPO, frozen router", "GRPO, 0.05", "GRPO, R3, 0.05"),
     ),
     panels=partial(draw_all, (REWARD, CHANGED)),
+    more=compare_doses,
 )
