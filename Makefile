@@ -1,14 +1,14 @@
 # `make train` learns to sort digits in a few minutes on a CPU; `make test` runs the checks, `make unit` those of a minute, and
 # `make release` the documents, the package, and the scripts; `make docs` builds the site;
 # `make study NAME=clipping` runs a study, `make study-page` plots its results again;
-# `make extras NAMES=trackers,rewards` installs extras of setup.cfg;
+# `make extras NAMES=trackers,rewards` installs extras of setup.cfg; `make test-floors` tests its lowest versions;
 # `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
 # All work on a bare checkout: they create .venv first, and again whenever its requirements have changed. Training installs no
 # test tools (requirements-test.txt).
 
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN = $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TESTS := $(VENV)/tests
 TORCH := $(VENV)/torch
@@ -17,7 +17,7 @@ DOCS := $(VENV)/docs
 VLLM := $(VENV)/vllm
 
 # pip's output goes to a log, which is shown if pip fails.
-LOG := $(VENV)/pip.log
+LOG = $(VENV)/pip.log
 PIP = $(BIN)/python -m pip install --disable-pip-version-check >> $(LOG) 2>&1
 SHOW_LOG = { cat $(LOG) >&2; exit 1; }
 
@@ -28,7 +28,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # The folders of the tier "unit" without the files that import torch: 4 CPU-seconds to collect, where all tests take 13.
 UNIT = $(addprefix tests/,config data experiment hf losses report run) \
 	$(patsubst %,--ignore=tests/hf/test_%.py,families mxfp4 peft_torch transformers wrappers)
-RUN := $(VENV)/run
+RUN = $(VENV)/run
+FLOOR_TESTS := chex hypothesis pytest pytest-timeout pytest-xdist
 
 COMMA := ,
 EXTRAS = $(subst $() ,$(COMMA),$(strip $(subst $(COMMA), ,$(NAMES))))
@@ -39,7 +40,7 @@ MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train extras extras-names test unit release costs lock test-python study study-page faults soak vllm-test docs clean
+.PHONY: train extras extras-names test unit release costs lock test-python test-floors study study-page faults soak vllm-test docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -87,6 +88,17 @@ test-python: $(TESTS)
 	rm -rf $(RUN)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
 	$(PYTEST) -q -m "unit and not slow"
+
+# The lowest versions that setup.cfg allows, in a virtual environment of its own.
+test-floors: VENV := .venv-floors
+test-floors:
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	sed -n 's/^    \([a-zA-Z0-9_-]*\)[^>]*>=\([0-9.]*\).*/\1==\2/p' setup.cfg | sort -u > $(VENV)/floors.txt
+	@echo "installing the versions of $(VENV)/floors.txt"
+	@$(PIP) --constraint $(VENV)/floors.txt --editable '.[train,rewards]' $(FLOOR_TESTS) || $(SHOW_LOG)
+	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
+	$(PYTEST) -q -m "not slow and not release" $(UNIT)
 
 # A study of experiments/studies: finished runs are skipped, interrupted ones resumed (JOBS=2 at a time).
 study: $(INSTALLED)

@@ -16,6 +16,7 @@ from gspax.hf import config_json, families
 from gspax.hf.config_json import read_config, to_json
 from gspax.model import presets
 
+NEWEST = "5.23"  # the transformers whose families and keys these tables have
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "qwen3_configs"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 CONFIGS = {
@@ -64,7 +65,7 @@ def test_configs_are_exchanged_with_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_every_key_of_transformers_is_known(name, tmp_path):
     """Fails first when a later version of transformers adds a key."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion=NEWEST)
     family = families.FAMILIES[name]
     theirs = transformers.AutoConfig.for_model(name)
     tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.implied, family.permitted]
@@ -81,6 +82,7 @@ NOTES = {  # what transformers and others write beside a model
     **{"max_length": 20, "do_sample": False, "suppress_tokens": None, "finetuning_task": None, "prefix": None},
     **{"is_decoder": False, "pruned_heads": {}, "cross_attention_hidden_size": None, "tie_encoder_decoder": False},
     **{"gradient_checkpointing": False, "tf_legacy_loss": False, "torchscript": False, "id2label": {"0": "LABEL_0"}},
+    **{"ignore_keys_at_rope_validation": None},
     **{"chunk_size_feed_forward": 0, "is_encoder_decoder": False, "add_cross_attention": False},
 }
 UNBUILT = {  # families whose default sizes in transformers are no model
@@ -93,7 +95,7 @@ UNBUILT = {  # families whose default sizes in transformers are no model
 @pytest.mark.parametrize("name", [*families.FAMILIES, *families.WRAPPERS])
 def test_what_cannot_change_the_model_passes_and_what_can_does_not(name, tmp_path):
     """On each family's configuration as transformers writes it; the same model with and without the notes."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion=NEWEST)
     raw = transformers.AutoConfig.for_model(name).to_dict() | UNBUILT.get(name, {})
     model = read_config(write(tmp_path, raw))
     assert read_config(write(tmp_path, raw | {key: raw.get(key, value) for key, value in NOTES.items()})) == model
@@ -104,7 +106,7 @@ def test_what_cannot_change_the_model_passes_and_what_can_does_not(name, tmp_pat
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_a_window_of_no_position_is_refused_wherever_there_are_windows(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion=NEWEST)
     raw = transformers.AutoConfig.for_model(name).to_dict() | UNBUILT.get(name, {}) | {"sliding_window": 0}
     switched = families.FAMILIES[name].window == "switch"
     if families.FAMILIES[name].window == "none":
@@ -156,7 +158,7 @@ LATENT = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion=NEWEST)
     family, sizes = families.FAMILIES[name], MOE | dict.fromkeys(EXPERTS, 5) | dict.fromkeys(ACTIVE, 2)
     sizes |= dict.fromkeys(LATENT, 8) | ({"num_key_value_heads": 4} if "latent.rank" in family.copied else {})
     needed = {each.name for each in family.copied.values() if each.default is families.REQUIRED}

@@ -26,7 +26,9 @@ def drawn(seed=0, scale=0.3):
 
 def reference(logp, old, mask):
     """The spread of the ratios, by loops over sequences."""
-    rows = [np.float64(p[m]) - np.float64(q[m]) for p, q, m in zip(logp, old, mask, strict=True) if m.any()]
+    rows = [
+        p[m].astype(np.float64) - q[m].astype(np.float64) for p, q, m in zip(logp, old, mask, strict=True) if m.any()
+    ]
     tokens, means = np.concatenate(rows), np.array([row.mean() for row in rows])
     found = {
         "token_min": np.exp(tokens.min()),

@@ -70,6 +70,7 @@ HARMLESS = (  # keys that do not affect what gspax computes; `is_harmless` knows
     *("use_cache", "torchscript", "use_bfloat16", "attn_implementation"),  # its speed
     *("id2label", "label2id", "num_labels", "problem_type"),  # of a classifier
     "is_decoder",  # of models that may be an encoder
+    "ignore_keys_at_rope_validation",  # what transformers 5.0 checks when it reads a file
     # of generation, where older versions of transformers wrote its settings into this file
     *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
     *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_return_sequences"),
