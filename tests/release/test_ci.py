@@ -99,11 +99,13 @@ def test_training_installs_no_test_tools():
     assert tests == needs["test"] - training
     assert needs["train"] | needs["rewards"] <= training
     texts = {}
-    for target in ("train", "study", "test", "unit", "release", "test-python", "faults", "soak"):
+    for target in ("train", "study", "test", "unit", "release", "test-python", "faults", "soak", "test-floors"):
         command = ["make", "--dry-run", "--always-make", target, f"PYTHON={sys.executable}", "VENV=none"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         texts[target] = done.stdout
+    floors = texts.pop("test-floors")
+    assert "--constraint none/floors.txt" in floors and "requirements" not in floors
     assert all("requirements.txt" in text for text in texts.values())
     assert [target for target, text in texts.items() if "requirements-test.txt" not in text] == ["train", "study"]
 
