@@ -119,15 +119,16 @@ REFUSED = {
     ),
     "8 bits": (
         {"sampling": replace(experiment.sampling, kv_cache_dtype="int8")},
-        'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"',
+        'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, whose states are in float32, got '
+        '"int8"',
     ),
     "servers": (
         {"engine": Engine()},
-        "engine: wanted null for a model with gated delta nets, got an Engine",
+        "engine: wanted null in a model with gated delta nets, whose weights are not pushed to servers, got an Engine",
     ),
     "context": (
         {"mesh": Mesh(fsdp=1, context=2)},
-        "mesh.context: wanted 1 for a model with gated delta nets, got 2",
+        "mesh.context: wanted 1 in a model with gated delta nets, got 2",
     ),
     "heads": (
         {"mesh": Mesh(fsdp=1, tensor=2), "model": replace(DELTA, delta=replace(DELTA.delta, key_heads=1))},

@@ -46,7 +46,17 @@ from gspax.config.experiment import (
     trained_dtype,
     updates_per_step,
 )
-from gspax.config.layers import DenseMlp, Dimension, Experts, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
+from gspax.config.layers import (
+    DenseMlp,
+    Dimension,
+    Experts,
+    Feature,
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    Rope,
+    SelfAttention,
+)
 from gspax.config.model import (
     LOGIT_BUDGET,
     NO_WINDOW,
@@ -67,6 +77,7 @@ from gspax.config.model import (
     layer_places,
     layer_windows,
     layers_of,
+    obstacle,
     repeated_patterns,
     rotary_dim,
     sparse_layers,
@@ -90,6 +101,7 @@ __all__ = [
     "Evaluation",
     "Experiment",
     "Experts",
+    "Feature",
     "GatedDelta",
     "Grading",
     "Guard",
@@ -136,6 +148,7 @@ __all__ = [
     "layer_places",
     "layer_windows",
     "layers_of",
+    "obstacle",
     "repeated_patterns",
     "rotary_dim",
     "row_shape",

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from gspax.config.model import RopeScaling, Router
 
 
+Feature = Literal["shared prompts", "drafts", "8-bit cache", "servers", "context parallelism"]
+"""What a kind of layer may not support. Its `obstacles` say which, and what of the layer is in the way."""
+
+
 class Dimension(NamedTuple):
     """A dimension of a layer's parameters that a mesh shards."""
 
@@ -59,6 +63,12 @@ class SelfAttention:
     query_scale: float = 1.0  # of queries, before scores are divided by the square root of head_dim
     gate: bool = False  # the context is scaled by a sigmoid of a projection
 
+    @property
+    def obstacles(self) -> dict[Feature, str]:
+        """What of the layer is in the way of a feature."""
+        limited = "sliding windows" if self.window else "attention sinks" if self.sinks else ""
+        return {"shared prompts": limited} if limited else {}
+
     def parameters(self, D: int) -> int:
         """The number of parameters."""
         heads, keys = self.heads * self.head_dim, 2 * self.key_heads * self.head_dim
@@ -101,6 +111,11 @@ class LatentAttention:
     nope_dim: int  # of a query or key, without its rotated dimensions
     value_dim: int
     rope: Rope
+
+    @property
+    def obstacles(self) -> dict[Feature, str]:
+        """What of the layer is in the way of a feature: nothing."""
+        return {}
 
     def parameters(self, D: int) -> int:
         """The number of parameters."""
@@ -148,6 +163,18 @@ class GatedDelta:
     key_dim: Size
     value_dim: Size
     taps: Annotated[int, at_least(2), at_most(64)] = 4  # inputs that the convolution reads, a token's own included
+
+    @property
+    def obstacles(self) -> dict[Feature, str]:
+        """What of the layer is in the way of a feature."""
+        here = "gated delta nets"
+        return {
+            "shared prompts": here,
+            "drafts": f"{here}, whose states cannot forget a wrong draft",
+            "8-bit cache": f"{here}, whose states are in float32",
+            "servers": f"{here}, whose weights are not pushed to servers",
+            "context parallelism": here,
+        }
 
     @property
     def channels(self) -> int:

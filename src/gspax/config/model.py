@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
-from gspax.config.layers import DenseMlp, Experts, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
+from gspax.config.layers import DenseMlp, Experts, Feature, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
 from gspax.config.ranges import (
     AtLeast2,
     NonNegative,
@@ -212,6 +212,11 @@ def rotary_dim(config: ModelConfig) -> int:
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
     """The layers, in order."""
     return tuple(_layer(config, number) for number in range(config.num_hidden_layers))
+
+
+def obstacle(config: ModelConfig, feature: Feature) -> str | None:
+    """What is in the way of a feature in the first layer that does not support it; None if all layers do."""
+    return next((found for layer in layers_of(config) if (found := layer.mixer.obstacles.get(feature))), None)
 
 
 def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention | GatedDelta:

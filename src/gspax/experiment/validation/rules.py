@@ -32,7 +32,6 @@ from gspax.config import (
     divide_devices,
     filters_in_use,
     has_experts,
-    layer_windows,
     teacher_models,
     updates_per_step,
 )
@@ -68,6 +67,7 @@ from gspax.experiment.validation.fields import (
     without,
 )
 from gspax.experiment.validation.first_calls import first_problems
+from gspax.experiment.validation.layers import layer_problems
 from gspax.experiment.validation.losses import (
     calibration_problems,
     clip_range_problems,
@@ -128,9 +128,9 @@ def validate(
         lambda: chain(stop_problems(e.sampling, e.tokenizer), architecture_problems(e.model)),
         lambda: _async_rewards(e.reward, e.evaluation),
         lambda: chain(_lengths(e.model, e.sampling, e.evaluation), _tasks(e.evaluation, e.sampling, e.model)),
-        lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
-        lambda: chain(_delta_nets(e.model, e.sampling, e.engine), _shared_prompts(e.schedule, e.model)),
-        lambda: chain(_drafts(e.sampling, e.model), _sampled_ahead(e.sampling, e.placement or e.engine)),
+        lambda: chain(_drafts(e.sampling), _rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
+        lambda: layer_problems(e.model, e.schedule, e.sampling, e.engine),
+        lambda: chain(_shared_prompts(e.schedule), _sampled_ahead(e.sampling, e.placement or e.engine)),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling, e.teacher), _collapse(e.guard)),
         lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
@@ -355,37 +355,16 @@ def _packed_rows(sampling: Sampling, schedule: Schedule, shards: int) -> Iterato
         )
 
 
-def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
-    """Prompts are shared in packed rows, by models whose tokens attend to all before them."""
-    if not schedule.share_prompts:
-        return
-    if not schedule.microbatch_tokens:
+def _shared_prompts(schedule: Schedule) -> Iterator[str]:
+    """Prompts are shared in packed rows."""
+    if schedule.share_prompts and not schedule.microbatch_tokens:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
-    if layer_windows(model):
-        yield "schedule.share_prompts: wanted False in a model with sliding windows, got True"
-    elif model.attention_sinks:
-        yield "schedule.share_prompts: wanted False in a model with attention sinks, got True"
-    if model.delta is not None:
-        yield "schedule.share_prompts: wanted False in a model with gated delta nets, got True"
 
 
-def _drafts(sampling: Sampling, model: ModelConfig) -> Iterator[str]:
-    """The model can forget wrong drafts, and a cost of drafts needs drafts."""
-    if sampling.drafts and model.delta is not None:
-        yield (
-            "sampling.drafts: wanted 0 in a model with gated delta nets, whose states cannot forget a wrong draft, got "
-            f"{sampling.drafts}"
-        )
+def _drafts(sampling: Sampling) -> Iterator[str]:
+    """A cost of drafts needs drafts."""
     if sampling.draft_cost and not sampling.drafts:
         yield f"sampling.draft_cost: wanted 0 without sampling.drafts, got {sampling.draft_cost:g}"
-
-
-def _delta_nets(model: ModelConfig, sampling: Sampling, engine: Engine | None) -> Iterator[str]:
-    """A state is in float32, and servers do not get the tensors that are not read."""
-    if model.delta is not None and sampling.kv_cache_dtype == "int8":
-        yield 'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, got "int8"'
-    if model.delta is not None and engine is not None:
-        yield "engine: wanted null for a model with gated delta nets, got an Engine"
 
 
 def _sampled_ahead(sampling: Sampling, sampler: Placement | Engine | None) -> Iterator[str]:
