@@ -74,7 +74,7 @@ def cells(name, folder):
         *ends,
         opening,
         *said,
-        published.source or "from memory",
+        published.source,
     ]
 
 

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import pytest
 
 CHATML = """{%- macro say(role, text) -%}{{ '<|im_start|>' + role + '\n' + text + '<|im_end|>\n' }}{%- endmacro -%}"""
-TOOLS = """{%- if tools %}{{ '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}{{ messages[0].content }}
-{%- endif %}<tools>{%- for tool in tools %}{{ '\n' + tool|tojson }}{%- endfor %}{{ '\n</tools><|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}{{ say('system', messages[0].content) }}{%- endif %}"""
+TOOLS = """{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- endif %}
+{%- if tools %}{{ '<|im_start|>system\n' + (system or '') }}<tools>{%- for tool in tools %}{{ '\n' + tool|tojson }}
+{%- endfor %}{{ '\n</tools><|im_end|>\n' }}{%- elif system is defined %}{{ say('system', system) }}{%- endif %}"""
 HERMES = """{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}
-{{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+{{- ('' if loop.first and not text else '\n') + '<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
 {{- call.arguments if call.arguments is string else call.arguments|tojson }}{{- '}\n</tool_call>' }}{%- endfor %}"""
 XML = """{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}
-{{- '\n<tool_call>\n<function=' + call.name + '>\n' }}{%- for name, value in call.arguments|items %}
+{{- ('\n' if not loop.first else '\n\n' if text|trim else '') + '<tool_call>\n<function=' + call.name + '>\n' }}
+{%- for name, value in call.arguments|items %}
 {{- '<parameter=' + name + '>\n' + (value if value is string else value|tojson) + '\n</parameter>\n' }}{%- endfor %}
 {{- '</function>\n</tool_call>' }}{%- endfor %}"""
 CHATML_REPLY = """{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}
@@ -46,6 +47,7 @@ KEPT = """{%- if loop.index0 > ns.user and (loop.last or thought) %}
 NO_THINKING = "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
 QWEN3 = chatml(KEPT, HERMES, NO_THINKING + "{%- endif %}")
 QWEN3_2507 = chatml("{{- m.content }}", HERMES, "")
+QWEN25 = "{%- set system = 'Be helpful.' %}" + QWEN3_2507
 QWEN3_THINKING = chatml(KEPT, HERMES, "{{ '<think>\n' }}")
 QWEN35 = chatml(
     """{%- if loop.index0 > ns.user %}{{ '<think>\n' + thought + '\n</think>\n\n' + text }}
@@ -116,6 +118,10 @@ MISTRAL = """{%- set users = messages|selectattr('role', 'equalto', 'user')|list
 {{- raise_exception('ids have 9 characters') }}{%- endif %}
 {{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- endif %}{%- endfor %}"""
+DEEPSEEK_V2 = """{{ bos_token }}{%- for m in messages %}{%- if m.role == 'user' %}{{ 'User: ' + m.content + '\n\n' }}
+{%- elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}
+{%- elif m.role == 'system' %}{{ m.content + '\n\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{%- endif %}"""
 DEEPSEEK = """{%- set ns = namespace(tool=false, out=false, system='') %}{%- for m in messages %}
 {%- if m.role == 'system' %}{%- set ns.system = m.content %}{%- endif %}{%- endfor %}{{ bos_token + ns.system }}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.tool = false %}{{ '<|User|>' + m.content }}
@@ -209,7 +215,7 @@ class Published(NamedTuple):
     bos: str | None = None
     thinking: bool = False
     date: str | None = None
-    source: str = ""  # where its structure was read; empty: from memory
+    source: str = ""  # where its structure was read
 
 
 IM = ("<|im_end|>", "<|endoftext|>")
@@ -218,6 +224,7 @@ IM_TOKENS = (
     *("<tool_response>", "</tool_response>"),
 )
 TRL, VLLM, LLAMA_CPP = "TRL's chat_templates", "vLLM's examples", "llama.cpp's models/templates"
+LLAMA_CHAT, GGUF, COPIES = "llama.cpp's llama-chat.cpp", "the metadata of a GGUF file", "copies in public repositories"
 DEEPSEEK_TOKENS = (
     *("<|User|>", "<|Assistant|>", "<think>", "</think>", "<|tool_calls_begin|>", "<|tool_calls_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_sep|>", "<|tool_outputs_begin|>", "<|tool_outputs_end|>"),
@@ -230,10 +237,12 @@ PUBLISHED = {
     "Qwen3": Published("qwen3, qwen3_moe", QWEN3, IM, IM_TOKENS, source=TRL),
     "Qwen3, thinking": Published("qwen3, qwen3_moe", QWEN3, IM, IM_TOKENS, thinking=True, source=TRL),
     "Qwen3-Instruct-2507": Published("qwen3, qwen3_moe, qwen3_next", QWEN3_2507, IM, IM_TOKENS, source=TRL),
-    "Qwen3-Thinking-2507": Published("qwen3, qwen3_moe, qwen3_next", QWEN3_THINKING, IM, IM_TOKENS, thinking=True),
+    "Qwen3-Thinking-2507": Published(
+        "qwen3, qwen3_moe, qwen3_next", QWEN3_THINKING, IM, IM_TOKENS, thinking=True, source=GGUF
+    ),
     "Qwen3.5": Published("qwen3_5_text, qwen3_5_moe_text", QWEN35, IM, IM_TOKENS, thinking=True, source=TRL),
     "Qwen3-Base": Published("qwen3, qwen3_moe", QWEN3, ("<|endoftext|>",), ("<|im_end|>", *IM_TOKENS), source=TRL),
-    "Qwen2.5": Published("qwen2, qwen2_moe", QWEN3_2507, IM, IM_TOKENS),
+    "Qwen2.5": Published("qwen2, qwen2_moe", QWEN25, IM, IM_TOKENS, source=TRL),
     "Llama 3": Published(
         "llama", LLAMA3, ("<|end_of_text|>", "<|eot_id|>"), HEADERS, bos="<|begin_of_text|>", source=TRL
     ),
@@ -241,7 +250,7 @@ PUBLISHED = {
         "llama", LLAMA31, ("<|end_of_text|>", "<|eot_id|>"), HEADERS, bos="<|begin_of_text|>", date="2026-01-31",
         eos="<|eot_id|>", source=VLLM,
     ),
-    "SmolLM2": Published("llama", SMOLLM2, ("<|im_end|>",), ("<|im_start|>", "<|endoftext|>")),
+    "SmolLM2": Published("llama", SMOLLM2, ("<|im_end|>",), ("<|im_start|>", "<|endoftext|>"), source=GGUF),
     "Mistral": Published(
         "mistral, mixtral", MISTRAL, ("</s>",), ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]"), bos="<s>",
         source=TRL,
@@ -249,7 +258,10 @@ PUBLISHED = {
     "Phi-3.5": Published(
         "phi3", PHI3, ("<|endoftext|>", "<|end|>", "<|assistant|>"), ("<|user|>", "<|system|>"), source=TRL
     ),
-    "Phi-4-mini": Published("phi3", PHI4_MINI, ("<|endoftext|>", "<|end|>"), ("<|user|>", "<|assistant|>", "<|tool|>")),
+    "Phi-4-mini": Published(
+        "phi3", PHI4_MINI, ("<|end|>", "<|endoftext|>"), ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"),
+        eos="<|endoftext|>", source=COPIES,
+    ),
     "GLM-4.5": Published(
         "glm4_moe, glm4_moe_lite", GLM45, ("<|endoftext|>", "<|user|>", "<|observation|>"),
         ("[gMASK]", "<sop>", "<|assistant|>", "<|system|>", "<think>", "</think>"), source=LLAMA_CPP,
@@ -258,8 +270,11 @@ PUBLISHED = {
         "glm4_moe, glm4_moe_lite", GLM45, ("<|endoftext|>", "<|user|>", "<|observation|>"),
         ("[gMASK]", "<sop>", "<|assistant|>", "<|system|>", "<think>", "</think>"), thinking=True, source=LLAMA_CPP,
     ),
-    "dots.llm1": Published("dots1", DOTS, ("<|endofresponse|>",), ("<|response|>", "<|userprompt|>")),
-    "DeepSeek-V2": Published("deepseek_v2", DEEPSEEK.replace("OPENED", "''"), **DEEPSEEK_ENDS),
+    "dots.llm1": Published(
+        "dots1", DOTS, ("<|endofresponse|>",), ("<|response|>", "<|userprompt|>", "<|endofuserprompt|>"),
+        source=LLAMA_CHAT,
+    ),
+    "DeepSeek-V2": Published("deepseek_v2", DEEPSEEK_V2, **DEEPSEEK_ENDS, source=LLAMA_CHAT),
     "DeepSeek-V3": Published("deepseek_v3", DEEPSEEK.replace("OPENED", "''"), **DEEPSEEK_ENDS, source=TRL),
     "DeepSeek-R1": Published(
         "deepseek_v3, qwen2", DEEPSEEK.replace("OPENED", "'<think>\n'"), **DEEPSEEK_ENDS, thinking=True,
@@ -272,11 +287,14 @@ PUBLISHED = {
     "MiniMax-M2": Published(
         "minimax_m2", MINIMAX, ("[e~[",), ("]~!b[", "]~b]", "<think>", "</think>"), thinking=True, source=LLAMA_CPP
     ),
-    "ERNIE-4.5": Published("ernie4_5_moe", ERNIE, ("</s>",), ("<|begin_of_sentence|>", "<|end_of_sentence|>")),
+    "ERNIE-4.5": Published(
+        "ernie4_5_moe", ERNIE, ("</s>",), ("<|begin_of_sentence|>", "<|end_of_sentence|>"),
+        source="transformers' tokenization_ernie4_5.py",
+    ),
     "Hunyuan-A13B": Published(
         "hunyuan_v1_moe", HUNYUAN, ("<|eos|>",), ("<|startoftext|>", "<|extra_0|>", "<|extra_4|>"), source=VLLM
     ),
-    "OLMo 2": Published("olmo2, olmoe", TULU, ("<|endoftext|>",), (), bos="<|endoftext|>"),
+    "OLMo 2": Published("olmo2, olmoe", TULU, ("<|endoftext|>",), (), bos="<|endoftext|>", source=COPIES),
     "Olmo 3": Published(
         "olmo3", OLMO3, ("<|endoftext|>", "<|im_end|>"), ("<|im_start|>",), thinking=True, source=TRL
     ),

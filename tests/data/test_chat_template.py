@@ -131,6 +131,7 @@ REFUSED = {  # a part of the sentence without an environment, for one that answe
     "gpt-oss": (None, "writes '<|end|>': no conversation would go on", None),
     "Gemma 3": (None, None, "must alternate"),
     "Phi-3.5": (None, None, "writes nothing of a message with the role 'tool'"),
+    "DeepSeek-V2": (None, None, "writes nothing of a message with the role 'tool'"),
 }
 
 
