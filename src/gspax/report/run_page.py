@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ from gspax.storage.buckets import is_bucket, to_path
 
 REWARDS = PANELS[:2]  # above all that is long
 SHOWN_ROWS = 4  # of completions; the others are folded
+LONGEST = 300  # characters of a text after a run
 SHORT = 80  # characters; a longer reference is folded
 SHOWN_ERRORS = 20  # of failed rewards
 TASK_COLUMNS = (
@@ -87,7 +89,7 @@ def write(workdir: Path) -> Path:
 
 
 def summarize(workdir: Path) -> str:
-    """The held-out rewards and the paths of the files, to print at the end of a run."""
+    """The held-out rewards, a completion before and after, and the paths of the files, to print after a run."""
     run = RunDir(workdir)
     series = read_series(run.metrics)
     lines = [
@@ -98,7 +100,24 @@ def summarize(workdir: Path) -> str:
     ]
     report = [run.report] if run.report.exists() else []  # a full disk may have no room for it
     files = [f"  {path}" for path in (*report, run.metrics, run.samples, run.checkpoints)]
-    return "\n".join([*lines, "Files:", *files])
+    return "\n".join([*lines, *_first_completion(run), "Files:", *files])
+
+
+def _first_completion(run: RunDir) -> list[str]:
+    """The first held-out prompt with its completions before the first update and by the newest policy, in lines."""
+    if not (pairs := _pair_completions(run)):
+        return []
+    old, new = pairs[0]
+    lines = {"held-out prompt": old.prompt, "before": old.completion, "after": new.completion}
+    return [f"{name}: {textwrap.shorten(text, LONGEST)}" for name, text in lines.items()]
+
+
+def _pair_completions(run: RunDir) -> list[tuple[Sample, Sample]]:
+    """Completions of the same held-out prompts before the first update and by the newest policy."""
+    if not (run.before.exists() and run.after.exists()):
+        return []
+    after = {sample.prompt: sample for sample in _read_samples(run.after)}
+    return [(old, after[old.prompt]) for old in _read_samples(run.before) if old.prompt in after]
 
 
 def _curves(series: Series, known: Sequence[Panel]) -> str:
@@ -137,15 +156,10 @@ def _headline(series: Series) -> str:
 
 
 def _completions(run: RunDir) -> str:
-    """Completions of the same prompts before the first update and by the newest policy."""
-    if not (run.before.exists() and run.after.exists()):
+    """A table of the pairs of completions, most of them folded."""
+    rows = [(_show_problem(old), _show_reward(old), _show_reward(new)) for old, new in _pair_completions(run)]
+    if not rows:
         return ""
-    after = {sample.prompt: sample for sample in _read_samples(run.after)}
-    rows = [
-        (_show_problem(old), _show_reward(old), _show_reward(after[old.prompt]))
-        for old in _read_samples(run.before)
-        if old.prompt in after
-    ]
     head = ("prompt", "before", "after")
     folded = rows[SHOWN_ROWS:]
     more = f"<details><summary>{len(folded)} more</summary>{render_table(head, folded)}</details>" if folded else ""

@@ -1,0 +1,86 @@
+"""The experiment on a published model: its task without the model, and a greedy answer and two steps with it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chat_folder import write_folder
+
+from gspax.commands import main as program
+from gspax.data import Problem
+from gspax.experiment import load, validate
+from gspax.hf.config_json import to_json
+from gspax.model import presets
+from gspax.run.record import read_rows
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "experiments" / "smollm2_constraints.py"
+MODEL = ROOT / ".cache" / "smollm2"
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch):
+    """The experiment, with a small model in the place of the published one."""
+    folder = tmp_path / ".cache" / "smollm2"
+    folder.mkdir(parents=True)
+    write_folder(folder)
+    (folder / "config.json").write_text(json.dumps(to_json(replace(presets.tiny_moe, vocab_size=262))))
+    monkeypatch.chdir(tmp_path)
+    return load(FILE)
+
+
+def test_the_experiment_is_valid_and_holds_pairs_out(experiment):
+    assert validate(experiment) == []
+    trained, heldout = (
+        [split(index) for index in range(200)] for split in (experiment.data.train, experiment.data.heldout)
+    )
+    pairs = [{tuple(kind for kind, _ in each.metadata["wanted"]) for each in split} for split in (trained, heldout)]
+    assert pairs == [{(0, 1), (0, 3), (1, 2), (2, 3)}, {(0, 2), (1, 3)}]
+    assert trained[0].prompt.startswith("Write one sentence about ") and trained[0] == experiment.data.train(0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "completion", "kept"),
+    [
+        ([(0, "Today"), (2, "an exclamation")], " Today it rains! ", 1.0),
+        ([(0, "Today"), (2, "an exclamation")], "It rains today!", 0.5),
+        ([(0, "My"), (2, "a question")], "Is it my rain?", 0.5),
+        ([(0, "My"), (2, "a question")], "The rain is mine.", 0.0),
+        ([(1, "old"), (3, "eight")], "An OLD tree stands.", 1.0),
+        ([(1, "old"), (3, "eight")], "A golden tree stands, and we told a tale.", 0.0),
+        ([(1, "old"), (3, "eight")], "Old tree", 0.0),  # too short for a sentence
+        ([(1, "old"), (3, "eight")], "", 0.0),
+    ],
+)
+def test_the_reward_is_the_share_of_instructions_that_are_kept(wanted, completion, kept, experiment):
+    assert experiment.reward(Problem(prompt="", metadata={"wanted": wanted}), completion) == kept
+
+
+def test_without_the_model_a_dry_run_names_its_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["train", str(FILE), "--dry-run"]) == 2
+    assert ".cache/smollm2: wanted the folder of a checkpoint" in capsys.readouterr().err
+
+
+def gspax(*arguments, **options):
+    command = [sys.executable, "-m", "gspax", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not MODEL.is_dir(), reason="there is no .cache/smollm2 (make real)")
+def test_the_published_model_answers_and_trains(tmp_path):
+    question = "What is the capital of France?\n"
+    assert "Paris" in gspax("chat", MODEL, "--temperature", "0", "--max-tokens", "12", input=question)
+    small = ("sampling.prompts=2", "sampling.group=2", "sampling.max_tokens=8", "evaluation.problems=1")
+    shown = gspax("train", FILE, "--workdir", tmp_path / "run", "--report-to", "none", "schedule.steps=2", *small)
+    assert "held-out prompt: Write one sentence about " in shown
+    steps = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in row]
+    assert len(steps) == 2
+    assert all(row["policy/logp_diff_max"] < 1e-3 for row in steps)  # sampler and learner agree
