@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax.config import row_shape
+from gspax.config import layers_of, row_shape
 from gspax.data import hf_tokenizer
 from gspax.data.problem import Problem
 from gspax.experiment import load, validate
@@ -47,6 +47,26 @@ SAME = (  # the same programs as on v5p with other sizes
 )
 
 
+def with_few_layers(model):
+    """The first layers of a model, twice as many as have all its kinds: the sampler's program has each layer anew."""
+    kinds, numbers = {*layers_of(model)}, ("mlp_only_layers", "delta_layers", "sliding_layers")
+    for count in range(1, model.num_hidden_layers + 1):
+        few = {name: tuple(number for number in getattr(model, name) if number < 2 * count) for name in numbers}
+        if {*layers_of(model)[:count]} == kinds and 2 * count <= model.num_hidden_layers:
+            return replace(model, num_hidden_layers=2 * count, **few)
+    return model
+
+
+def test_a_few_layers_are_of_all_kinds():
+    models = {path.stem: load(path).model for path in FILES if "_64" in path.stem or "_512" in path.stem}
+    few = {name: with_few_layers(model) for name, model in models.items()}
+    assert all({*layers_of(few[name])} == {*layers_of(model)} for name, model in models.items())
+    assert {name: model.num_hidden_layers for name, model in few.items() if name not in SAME} == {
+        **dict.fromkeys(("qwen3_30b_a3b_v5p_64", "qwen3_30b_a3b_distill_v5p_64", "qwen3_235b_a22b_v5p_512"), 2),
+        **{"gpt_oss_20b_v5e_64": 4, "glm_4_5_air_v5p_64": 4, "qwen3_5_35b_a3b_v5p_64": 8},
+    }
+
+
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in SAME else ()) for path in FILES],
@@ -56,7 +76,8 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     experiment = load(path)
     assert validate(experiment) == []
     if experiment.model.checkpoint:  # a large model: long rows would take much memory and test nothing more
-        experiment = replace(experiment, sampling=replace(experiment.sampling, max_prompt_tokens=16, max_tokens=16))
+        sampling = replace(experiment.sampling, max_prompt_tokens=16, max_tokens=16)
+        experiment = replace(experiment, model=with_few_layers(experiment.model), sampling=sampling)
     runtime = make_runtime(experiment)
     state = abstract_state(experiment.model, runtime.optimizer, runtime.mesh)
     P, G = experiment.sampling.prompts, experiment.sampling.group
