@@ -366,6 +366,7 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
 CONSTANT = ("inv_freq", "embed_scale")  # buffers that follow from the configuration
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
+BATCH = 4, 14  # of the passes forward that are compared
 
 
 def make_model(model_type, dtype="float32", **changes):
@@ -498,7 +499,7 @@ def lora_difference(params, config, folder):
         adapters.init(config, lora, jax.random.key(1)),
     )
     adapted = adapters.attach_adapters(params, factors, lora)
-    tokens_BT = random_tokens(config, 4, 11)
+    tokens_BT = random_tokens(config, *BATCH)
     merged = transformers.AutoModelForCausalLM.from_pretrained(
         write(folder, config, dense(adapted)), attn_implementation="eager"
     )
@@ -507,13 +508,19 @@ def lora_difference(params, config, folder):
 
 
 def packed_difference(params, config):
-    """The relative difference of logits between two sequences in one row and each in a row of its own."""
-    tokens_BT = random_tokens(config, 1, 14)
-    segment_BT = np.array([[1] * 6 + [2] * 8], np.int32)
+    """The relative difference of logits between two sequences in one row and each in a row of its own.
+
+    One batch has them all, of the shape of `lora_difference`, which runs the same program.
+    """
+    tokens_BT = random_tokens(config, *BATCH)
+    segment_BT = np.ones_like(tokens_BT)
+    segment_BT[0, 6:] = 2
+    for row, part in ((1, slice(6)), (2, slice(6, 14))):
+        alone = tokens_BT[0, part]
+        tokens_BT[row, : len(alone)], segment_BT[row, len(alone) :] = alone, 0
     hidden_BTD, _ = apply(params, config, tokens_BT, segment_BT, mesh=tiny.one_device())
-    packed = np.asarray(transformer.logits(params, hidden_BTD))
-    alone = [our_logits(params, config, tokens_BT[:, part]) for part in (slice(6), slice(6, 14))]
-    return relative(packed, np.concatenate(alone, axis=1))
+    packed, first, second, _ = np.asarray(transformer.logits(params, hidden_BTD))
+    return relative(packed, np.concatenate([first[:6], second[:8]]))
 
 
 def recurrence_difference(params, config):
