@@ -72,6 +72,7 @@ def learn(form, schedule, mesh, microbatch_rows=0):
     return jax.device_get((grads, losses.reduce(terms)))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def all_logp(params, config, data):
     """log-probs of all tokens at the positions that predict a token; column 0 is of no use."""
     segment = (jnp.arange(data.tokens_BT.shape[1])[None] < (data.prompt_length_B + data.length_B)[:, None]).astype(int)

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,13 @@ def cache_of(model, slots, lengths, max_tokens=8):
     mesh, size = tiny.one_device(), max(lengths)
     tokens_PS = np.random.default_rng(0).integers(0, model.vocab_size, (len(lengths), size)).astype(np.int32)
     weights = make_inference_weights(tiny.params(model), model, mesh)
-    _, prompts, _ = decoding.prefill(weights, model, tokens_PS, np.array(lengths, np.int32), mesh=mesh)
-    return weights, decoding.new_cache(prompts, model, slots, max_tokens, mesh=mesh)
+
+    @jax.jit
+    def make(weights):
+        _, prompts, _ = decoding.prefill(weights, model, tokens_PS, np.array(lengths, np.int32), mesh=mesh)
+        return decoding.new_cache(prompts, model, slots, max_tokens, mesh=mesh)
+
+    return weights, make(weights)
 
 
 def states(cache):
@@ -50,12 +56,14 @@ def test_a_slot_that_waits_keeps_its_state_bit_for_bit():
     length_W, prompt_W = np.array([5, 5, 3, 3], np.int32), np.array([0, 0, 1, 1], np.int32)
     slots = Slots(length_W, jnp.asarray(prompt_W), np.zeros(4, np.int32), np.ones(4, np.int32))
     token_W, mesh = np.arange(4, dtype=np.int32), tiny.one_device()
-    _, before, _ = decoding.decode(weights, DELTA, token_W, cache, slots, mesh=mesh)
+    decode = jax.jit(partial(decoding.decode, config=DELTA, mesh=mesh))
+    _, before, _ = decode(weights, token_W=token_W, cache=cache, slots=slots)
     some = slots._replace(first=np.ones(4, np.int32), count_W=np.array([1, 0, 0, 1], np.int32))
-    _, after, _ = decoding.decode(weights, DELTA, token_W, before, some, mesh=mesh)
+    _, after, _ = decode(weights, token_W=token_W, cache=before, slots=some)
     blocks = np.arange(12, dtype=np.int32).reshape(4, 3)
     some = some._replace(count_W=np.array([3, 0, 0, 2], np.int32))
-    _, later, _ = decoding.extend(weights, DELTA, blocks, before, some, mesh=mesh)
+    extend = jax.jit(partial(decoding.extend, config=DELTA, mesh=mesh))
+    _, later, _ = extend(weights, tokens_WX=blocks, cache=before, slots=some)
     for new in (after, later):
         for old_state, new_state in zip(states(before), states(new), strict=True):
             for old, leaf in zip(old_state, new_state, strict=True):
@@ -65,13 +73,13 @@ def test_a_slot_that_waits_keeps_its_state_bit_for_bit():
 
 def test_the_memory_of_states_and_keys_is_that_of_their_arrays():
     model, sampling = replace(DELTA, dtype="bfloat16"), Sampling(prompts=2, group=3, max_prompt_tokens=5, max_tokens=8)
-    _, cache = cache_of(model, 6, [5, 3])
+    _, cache = jax.eval_shape(lambda: cache_of(model, 6, [5, 3]))
     sizes = sampler_sizes(model, sampling, dict.fromkeys(sharding.AXES, 1))
     for name, held in (
         ("prompt_cache", [layer.prompt for layer in cache]),
         ("completion_cache", [layer.completion for layer in cache]),
     ):
-        assert getattr(sizes, name) == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+        assert getattr(sizes, name) == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
     few = replace(sampling, cache_gib=(sizes.prompt_cache + 4 * sizes.completion_cache // 6) / 2**30)
     assert sampler_sizes(model, few, dict.fromkeys(sharding.AXES, 1)).slots == 4
 

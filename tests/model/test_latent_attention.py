@@ -39,16 +39,21 @@ def test_segments_that_continue_a_prompt_equal_rows_of_their_own(model):
 def test_the_cache_is_one_vector_of_each_token_and_the_plan_says_so(dtype):
     sampling = Sampling(prompts=2, group=3, max_prompt_tokens=7, max_tokens=5, kv_cache_dtype=dtype)
     mesh, lengths = tiny.one_device(), jnp.array([7, 2])
-    weights = make_inference_weights(tiny.params(MODEL), MODEL, mesh)
     tokens_PS = np.zeros((2, 7), np.int32)
-    _, prompts, _ = decoding.prefill(weights, MODEL, tokens_PS, lengths, kv_cache_dtype=dtype, mesh=mesh)
-    cache = decoding.new_cache(prompts, MODEL, 6, 5, kv_cache_dtype=dtype, mesh=mesh)
+
+    def fill(params):
+        weights = make_inference_weights(params, MODEL, mesh)
+        _, prompts, _ = decoding.prefill(weights, MODEL, tokens_PS, lengths, kv_cache_dtype=dtype, mesh=mesh)
+        return prompts, decoding.new_cache(prompts, MODEL, 6, 5, kv_cache_dtype=dtype, mesh=mesh)
+
+    prompts, cache = jax.eval_shape(fill, tiny.params(MODEL))
     assert {leaf.shape[:2] for leaf in jax.tree.leaves(prompts)} == {(2, 1)}, "one head"
     sizes = sampler_sizes(MODEL, sampling, dict.fromkeys(AXES, 1) | {"tensor": 4})  # the latent is on each device
     per_token = 3 * (4 * (6 + 4) if dtype == "auto" else 6 + 4 + 4)
     assert sizes.position == per_token
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(prompts)) == sizes.prompt_cache == 2 * 7 * per_token
-    assert sum(leaf.nbytes for layer in cache for leaf in jax.tree.leaves(layer.completion)) == 6 * 5 * per_token
+    held = [jax.tree.leaves(prompts), jax.tree.leaves([layer.completion for layer in cache])]
+    prompt_bytes, bytes_ = (sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in held)
+    assert prompt_bytes == sizes.prompt_cache == 2 * 7 * per_token and bytes_ == 6 * 5 * per_token
 
 
 def test_the_published_cache_of_a_token():
