@@ -106,8 +106,9 @@ def test_a_run_writes_its_files(whole):
 
 
 @pytest.mark.parametrize("start", ["warm", "random"])
-def test_run_compiles_its_update_once(start, tmp_path, caplog):
+def test_run_compiles_its_update_once(start, tmp_path, caplog, made):
     """Its first and later minibatches, and states after a start and after an update, have the same types."""
+    made.clear()  # no other run's update
     short = with_schedule(steps=1, eval_every=0, **({} if start == "warm" else {"microbatch_tokens": 128}))
     short = short if start == "warm" else replace(short, warm_start=None)
     jax.config.update("jax_log_compiles", True)
