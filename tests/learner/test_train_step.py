@@ -362,8 +362,11 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
     assert update._cache_size() == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layers", [{}, {"num_hidden_layers": 5, "decoder_sparse_step": 2}], ids=["run", "alternate"])
+@pytest.mark.parametrize(
+    ("layers", "dtype"),
+    [({}, "bfloat16"), ({"num_hidden_layers": 5, "decoder_sparse_step": 2}, "float32")],
+    ids=["run", "alternate"],
+)
 def test_correction_biases_move_toward_equal_loads(dtype, layers):
     """By the speed, up where an expert has fewer tokens than the mean; everything else moves as without it."""
     model, speed = replace(tiny.CONFIGS["a router of sigmoids"], param_dtype=dtype, **layers), 0.01

@@ -50,7 +50,16 @@ def random_filters(count=20):
         yield chosen | {"temperature": float(rng.uniform(0.7, 1.5)), "mask_replay": int(rng.integers(2, 12))}
 
 
-@pytest.mark.parametrize("filters", [*random_filters()], ids=lambda filters: "-".join(filters))
+def once_each():
+    """The random filters as parameters; after the first of each combination the others are slow."""
+    seen = set()
+    for filters in random_filters():
+        is_new, names = tuple(filters) not in seen, tuple(filters)
+        seen.add(names)
+        yield pytest.param(filters, id="-".join(names), marks=() if is_new else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("filters", once_each())
 def test_every_ratio_on_policy_is_1(tmp_path, filters):
     rows = train(tmp_path, replace(BASE, sampling=replace(BASE.sampling, **filters)))
     assert len(rows) == 2
