@@ -1,6 +1,6 @@
 # `make train` learns to sort digits in a few minutes on a CPU; `make real` trains a published language model in a quarter of
 # an hour; `make test` runs the checks, `make unit` those of a minute, and
-# `make release` the documents, the package, and the scripts; `make docs` builds the site;
+# `make release` the documents, the package, and the scripts, `make check` all of them; `make docs` builds the site;
 # `make study NAME=clipping` runs a study, `make study-page` plots its results again;
 # `make extras NAMES=trackers,rewards` installs extras of setup.cfg; `make test-floors` tests its lowest versions;
 # `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
@@ -43,7 +43,7 @@ MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train real extras extras-names test unit release costs lock test-python test-floors study study-page faults soak vllm-test docs clean
+.PHONY: train real extras extras-names lint test check unit release costs lock test-python test-floors study study-page faults soak vllm-test docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -63,11 +63,17 @@ extras-names:
 	$(if $(WRONG),$(error NAMES: wanted some of $(KNOWN), separated by commas, got $(WRONG)))
 	@:
 
-test: $(TESTS) $(TORCH) $(TPU)
+lint: $(TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test: lint $(TORCH) $(TPU)
 	$(PYTEST)
+
+# `make test` and `make release` in one session: a file's tests of both compile what they share once.
+check: lint $(TORCH) $(TPU)
+	$(PYTEST) -m "not slow"
 
 # Losses, configuration, data, formats, and reports: for every commit. Their programs are small, and kept for the next time. The
 # files of most tests come first, so that both workers end together.
@@ -96,7 +102,7 @@ lock:
 test-python: $(TESTS)
 	rm -rf $(RUN)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
-	$(PYTEST) -q -m "unit and not slow"
+	$(PYTEST) -q -m "unit and not slow and not release"
 
 # The lowest versions that setup.cfg allows, in a virtual environment of its own.
 test-floors: VENV := .venv-floors

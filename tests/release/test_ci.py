@@ -44,7 +44,7 @@ def run(checkout, **settings):
 
 def test_a_machine_without_another_python_is_reported(checkout):
     assert run(checkout) == (
-        ["test", "release", "docs"],
+        ["check", "docs"],
         "Tested with Python 3.11 only: no other of 3.11 to 3.14 was found.",
     )
 
@@ -55,14 +55,14 @@ def test_the_newest_other_python_that_works_is_tested(checkout):
     found = checkout / "home" / ".pyenv" / "versions" / "3.13.1" / "bin" / "python"
     script(found, "exit 0")
     called, last = run(checkout)
-    assert called == ["test", "release", "docs", f"test-python PYTHON={found} VENV=.venv-3.13"]
+    assert called == ["check", "docs", f"test-python PYTHON={found} VENV=.venv-3.13"]
     assert last == "Tested with Python 3.11, and in a shorter round with 3.13."
 
 
 def test_another_python_is_left_out_when_it_is_late(checkout):
     script(checkout / "bin" / "python3.12", "exit 0")
     called, last = run(checkout, CI_LATEST="-1")
-    assert called == ["test", "release", "docs"]
+    assert called == ["check", "docs"]
     assert re.fullmatch(r"Tested with Python 3.11 only: Python 3.12 would start after \d+ seconds.", last)
 
 
@@ -99,7 +99,18 @@ def test_training_installs_no_test_tools():
     assert tests == needs["test"] - training
     assert needs["train"] | needs["rewards"] <= training
     texts = {}
-    for target in ("train", "study", "test", "unit", "release", "test-python", "faults", "soak", "test-floors"):
+    for target in (
+        "train",
+        "study",
+        "test",
+        "check",
+        "unit",
+        "release",
+        "test-python",
+        "faults",
+        "soak",
+        "test-floors",
+    ):
         command = ["make", "--dry-run", "--always-make", target, f"PYTHON={sys.executable}", "VENV=none"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
@@ -171,15 +182,16 @@ def test_a_tag_is_published_after_its_build_was_checked():
 def test_the_pre_commit_hooks_are_checks_of_make_test():
     (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local"
-    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)\ntest: lint .*\n\t\$\(PYTEST\)\n", makefile, re.M)[1]
     checks = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe.splitlines()]
     *linters, tests = repository["hooks"]
-    assert [hook["entry"].removesuffix(" --force-exclude") for hook in linters] == checks[:3]
+    assert [hook["entry"].removesuffix(" --force-exclude") for hook in linters] == checks
     # ruff gets the changed files and applies its exclusions; the other hooks read the whole repository
     assert [hook.get("pass_filenames", True) for hook in (*linters, tests)] == [True, True, False, False]
     assert all(hook["language"] == "system" and {"id", "name"} <= {*hook} for hook in repository["hooks"])
     program, *words = shlex.split(tests["entry"])
-    assert checks[3] == "$(PYTEST)" and program == ".venv/bin/python" and words[:2] == ["-m", "pytest"]
+    assert program == ".venv/bin/python" and words[:2] == ["-m", "pytest"]
     files = [word for word in words if word.endswith(".py")]
     assert files and all((ROOT / file).exists() for file in files)
 
