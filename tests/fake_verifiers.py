@@ -111,6 +111,7 @@ class Trace(Record):
 
     num_turns = property(lambda self: len([m for m in self.nodes if m.role == "assistant"]))
     tool_messages = property(lambda self: [m for m in self.nodes if m.role == "tool"])
+    assistant_messages = property(lambda self: [m for m in self.nodes if m.role == "assistant"])
     last_reply = property(lambda self: [m.content for m in self.nodes if m.role == "assistant"][-1].strip())
     reward = property(lambda self: sum(each.score * each.weight for each in self.rewards.values()))
 

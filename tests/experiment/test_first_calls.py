@@ -442,6 +442,35 @@ def test_the_first_prompts_are_encoded(changes, said):
     assert all("skipped" in note for note in notes)
 
 
+@dataclass(frozen=True)
+class Opening(CharTokenizer):
+    """A tokenizer whose prompts open thinking."""
+
+    def encode(self, text):
+        return super().encode(f"{text}<think>")
+
+    def encode_completion(self, text):
+        return super().encode(text)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "shown", "said"),
+    [
+        (Opening, lambda problem, rng: problem.answer, True),
+        (Opening, lambda problem, rng: f"8</think>{problem.answer}", False),
+        (Opening, lambda problem, rng: ["8</think>8", problem.answer], True),
+        (CharTokenizer, lambda problem, rng: problem.answer, False),
+    ],
+)
+def test_a_demonstration_ends_the_thinking_that_its_prompt_opens(tokenizer, shown, said):
+    sampling = replace(experiment.sampling, max_prompt_tokens=40, max_tokens=40)
+    own = {"tokenizer": tokenizer("0123456789=</think>"), "model": replace(experiment.model, vocab_size=32)}
+    own |= {"sampling": sampling, "warm_start": replace(experiment.warm_start, demonstration=shown)}
+    _, notes = check(reward=one, **own)
+    told = "warm_start: 8 of 8 demonstrations are thinking without an answer, because their prompts end with <think>: "
+    assert [note.startswith(told) for note in notes if "thinking" in note] == [True] * said
+
+
 def test_warnings_of_a_dry_run_come_last(tmp_path, capfd):
     text = FILE.read_text().replace("return right / max(", "return right / re.match(r'.', completion).end() / max(")
     (tmp_path / "exp.py").write_text(text.replace("from typing", "import re\nfrom typing", 1))

@@ -29,6 +29,7 @@ from local_server import serve
 
 from gspax.config.protocols import Problem, Step
 from gspax.data import GeneratedProblems, hf_chat, sequence
+from gspax.data.chat import split_thinking
 from gspax.rewards.calls import Batched
 from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.environments import ToolUse, calculator
@@ -248,6 +249,28 @@ def test_a_task_of_one_turn_and_the_limit_of_turns(monkeypatch):
     assert play(environment, rows[0], "2")[-1].done
 
 
+def answered(problem, completion):
+    return float(split_thinking(completion)[1] == problem.answer)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_thinking_that_the_server_s_template_opens_is_no_answer(opened, monkeypatch):
+    """A cut message is the thinking that it would be in a run; one whose thinking was told apart is an answer."""
+    environment, rows = offered(monkeypatch, Games(), answered, opened=opened)
+    answer = Games().train(4).answer
+    texts = (answer, f"hm</think>{answer}", f"<think>hm</think>{answer}")
+    assert [play(environment, rows[4], text)[-1].reward for text in texts] == [float(not opened), 1.0, 1.0]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_an_environment_is_asked_with_the_thinking_too(opened, monkeypatch):
+    tools = ToolUse(tools=(calculator(),))
+    environment, rows = offered(monkeypatch, Games(), lambda problem, text: 0.0, tools, opened=opened)
+    environment = replace(environment, parse=lambda text: [])
+    steps = play(environment, rows[0], call("calculator", expression="1+2"))
+    assert steps[1].done == opened  # within thinking it is no call
+
+
 def graded(problem, completion):
     return Score(0.5, "half", parts={"length": len(completion)})
 
@@ -279,7 +302,7 @@ def test_every_kind_of_reward_is_offered(reward, total, metrics, monkeypatch):
 @pytest.mark.parametrize("value", [None, "0.5", float("nan")])
 def test_a_reward_that_gives_no_number_is_an_error_there_too(value, monkeypatch):
     environment, rows = offered(monkeypatch, Games(), lambda problem, completion: value, tasks=1)
-    with pytest.raises(ValueError, match=r"^reward: wanted "):
+    with pytest.raises(Exception, match=r"reward: wanted "):  # the package wraps it
         play(environment, rows[0], "2")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from gspax.config import Evaluation, Sampling, WarmStart
 from gspax.config.functions import named_parts
 from gspax.config.protocols import DataSource, Environment, Problem, Tokenizer
+from gspax.data.chat_template import CLOSE, OPEN, opening_of
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError, describe_error, shorten
@@ -59,6 +61,7 @@ def prompt_problems(texts: Texts, warn: Callable[[str], None]) -> Iterator[str]:
         pass
     for split in _splits(texts, _encoder(texts)):
         yield from _check(split, warn)
+    _warn_of_thinking(texts, _encoder(texts), warn)
     yield from _decoded(texts, _encoder(texts))
 
 
@@ -113,8 +116,7 @@ def _demonstration(texts: Texts, encode: _Encode) -> Callable[[int], int]:
     def count(index: int) -> int:
         problem = read_problem(texts.data.train, index)
         try:
-            shown = stage.demonstration(problem, np.random.default_rng((0, index)))
-            messages = [shown] if isinstance(shown, str) else [*shown]
+            messages = _shown(stage, problem, index)
         except Exception:  # `check_calls` tells it
             return 0
         turns = [chat.encode_completion(message) for message in messages if isinstance(message, str)]
@@ -123,6 +125,31 @@ def _demonstration(texts: Texts, encode: _Encode) -> Callable[[int], int]:
         return len(encode(problem)) + sum(len(turn) + 1 for turn in turns)  # each with its stop token
 
     return count
+
+
+def _shown(stage: WarmStart, problem: Problem, index: int) -> list[str]:
+    """The messages of a demonstration."""
+    shown = stage.demonstration(problem, np.random.default_rng((0, index)))
+    return [shown] if isinstance(shown, str) else [*shown]
+
+
+def _warn_of_thinking(texts: Texts, encode: _Encode, warn: Callable[[str], None]) -> None:
+    """Warn of demonstrations that do not end the thinking that their prompts open: all of them would be thinking."""
+    stage, open_ones, tried = texts.warm_start, list[str](), 0
+    for index in range(min(STARTED, stage.rows * stage.steps) if stage is not None else 0):
+        assert stage is not None
+        with contextlib.suppress(Exception):  # told above, or by `check_calls`
+            problem = read_problem(texts.data.train, index)
+            if not opening_of(texts.tokenizer, encode(problem)):
+                continue
+            messages, tried = _shown(stage, problem, index), tried + 1
+            open_ones += [message for message in messages if CLOSE not in message][:1]
+    if open_ones:
+        warn(
+            f"warm_start: {len(open_ones)} of {tried} demonstrations are thinking without an answer, because their "
+            f"prompts end with {OPEN}: wanted a message such as 'thoughts\\n{CLOSE}\\n\\nanswer', "
+            f"got {shorten(repr(open_ones[0]))}"
+        )
 
 
 def _check(split: _Split, warn: Callable[[str], None]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import verifiers.v1 as vf
 
 from gspax.config.protocols import DataSource, Environment, Message, Problem, Reward
+from gspax.data.chat_template import OPEN
 from gspax.rewards.calls import Batched, Failure
 from gspax.rewards.scores import Result, read_step, to_result
 
@@ -31,7 +32,13 @@ For each call write <tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call>
 
 
 def offer(
-    data: DataSource, reward: Reward, environment: Environment | None = None, *, turns: int = 8, tasks: int = 1000
+    data: DataSource,
+    reward: Reward,
+    environment: Environment | None = None,
+    *,
+    turns: int = 8,
+    tasks: int = 1000,
+    opened: bool = False,
 ) -> tuple[type[Any], type[Any]]:
     """Classes for a module's `__all__`: a `vf.Taskset` and a `vf.Env`.
 
@@ -41,6 +48,9 @@ def offer(
       environment: answers the model; None for tasks of one turn.
       turns: the most messages of the model in a conversation.
       tasks: their number.
+      opened: the template of the model's server ends prompts with `<think>`. A message without it then begins with it,
+        as in a run, so that thinking that is cut off is no answer; messages whose thinking the server has taken out
+        stay as they are.
     """
     schemas = environment.schemas() if environment is not None and hasattr(environment, "schemas") else []
 
@@ -53,16 +63,13 @@ def offer(
     class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @vf.reward
         async def reward(self, task: Any, trace: Any) -> Any:
-            return _record(to_result(await _grade(reward, data.train(task.idx), trace.last_reply)), trace)
+            reply = _read(trace.last_reply, trace.assistant_messages, opened)
+            return _record(to_result(await _grade(reward, data.train(task.idx), reply)), trace)
 
     class Tasks(vf.Taskset[Task, vf.TasksetConfig]):
         def load(self) -> Iterator[Task]:
             for index in range(tasks):
-                messages = [dict(message) for message in reset(index)[1]]
-                if schemas:
-                    described = _TOOLS.format("\n".join(map(json.dumps, schemas)))
-                    first = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
-                    messages.insert(0, {"role": "system", "content": first + described})
+                messages = _with_tools(reset(index)[1], schemas)
                 yield Task(vf.TaskData(idx=index, prompt=messages), self.config.task)
 
     class Conversation(vf.Env[vf.SingleAgentEnvConfig]):
@@ -70,25 +77,51 @@ def offer(
             if environment is None:
                 await agents.agent.run(task)
                 return
-            state, total, metrics = reset(task.data.idx)[0], 0.0, dict[str, float]()
+            state = reset(task.data.idx)[0]
             async with agents.agent.interaction(task) as talk:
-                segment = await talk.turn()
-                for turn in range(turns):
-                    if segment.terminated:
-                        break
-                    step = read_step(await _call(environment.step, copy.deepcopy(state), segment.last_reply))
-                    if isinstance(step, Failure):
-                        raise ValueError(f"environment: {step.reason}")
-                    state, total = step.state, total + step.reward
-                    for name, value in step.metrics.items():
-                        metrics[name] = metrics.get(name, 0.0) + value
-                    if step.done or turn == turns - 1:
-                        break
-                    segment = await talk.turn([_as_user(message) for message in step.messages])
+                total, metrics = await _converse(environment, talk, state, turns, opened)
             talk.trace.record_reward("environment", total)
             talk.trace.record_metrics(metrics)
 
     return Tasks, Conversation
+
+
+async def _converse(
+    environment: Environment, talk: Any, state: object, turns: int, opened: bool
+) -> tuple[float, dict[str, float]]:
+    """The sum of the rewards of a conversation's steps, and of their metrics."""
+    segment, total, metrics = await talk.turn(), 0.0, dict[str, float]()
+    for turn in range(turns):
+        if segment.terminated:
+            break
+        reply = _read(segment.last_reply, segment.messages, opened)
+        step = read_step(await _call(environment.step, copy.deepcopy(state), reply))
+        if isinstance(step, Failure):
+            raise ValueError(f"environment: {step.reason}")
+        state, total = step.state, total + step.reward
+        for name, value in step.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+        if step.done or turn == turns - 1:
+            break
+        segment = await talk.turn([_as_user(message) for message in step.messages])
+    return total, metrics
+
+
+def _with_tools(messages: Sequence[Message], schemas: Sequence[object]) -> list[dict[str, Any]]:
+    """The first messages with the tools in the system message."""
+    given: list[dict[str, Any]] = [dict(message) for message in messages]
+    if not schemas:
+        return given
+    first = given.pop(0)["content"] + "\n\n" if given[0]["role"] == "system" else ""
+    return [{"role": "system", "content": first + _TOOLS.format("\n".join(map(json.dumps, schemas)))}, *given]
+
+
+def _read(reply: str, messages: Sequence[Any], opened: bool) -> str:
+    """The last reply; if its prompt has opened thinking, after `<think>`, unless the server told the thinking apart."""
+    if not opened or reply.startswith(OPEN):
+        return reply
+    last = next(message for message in reversed(messages) if message.role == "assistant")
+    return reply if getattr(last, "reasoning_content", None) else f"{OPEN}\n{reply}"
 
 
 def _record(result: Result, trace: Any) -> float | dict[str, float]:
