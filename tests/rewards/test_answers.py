@@ -153,7 +153,16 @@ def test_the_reference_answer_is_extracted_from_a_solution(answer, bare):
         (r"864 \mbox{ inches}^3", r"864 \mbox{ inches}^2", False),
         (r"864 \mbox{ inches}^3", r"864 \text{ inches}^{3}", None),
         (r"864 \mbox{ inches}^3", r"864 \mbox{ inches}", None),
-        ("5", "5 or more", None),
+        ("5", "5 or more", False),
+        ("5", "5 apples or fewer", False),
+        ("5", "5 at most.", False),
+        ("12", "12+", False),
+        ("5 or more", "5", False),
+        ("5 or more", "at least 5", None),
+        ("5", '"5".', True),
+        ("5", "“5”", True),
+        ("yes", "'yes'", True),
+        ("it's 'a'", "'it's 'a''", None),
         ("5", "5 pi", None),
         ("1600", r"\frac{3200}{2}", True),
         ("1600", r"\frac{3201}{2}", False),
@@ -255,9 +264,20 @@ def test_completions_of_a_small_model_are_read_as_a_reader_reads_them():
 
 
 def test_an_answer_of_the_data_without_a_final_answer_is_found():
-    for right in ("5", "4 + 3 = 7\n#### 7", r"so \boxed{x}", "all real numbers except 3", "1 < x < 2"):
+    for right in (
+        "5",
+        "4 + 3 = 7\n#### 7",
+        r"so \boxed{x}",
+        "all real numbers except 3",
+        "1 < x < 2",
+        "<",
+        "π",
+        "no one",
+    ):
         assert not find_problem(right)
     for wrong in ("", "####", "a\n####\n", r"\boxed{3", "She has 3 + 4 = 7.\nSo 7.", "then " * 9 + "7"):
+        assert find_problem(wrong).startswith("wanted a final answer"), wrong
+    for wrong in ("none", "None", "????", "n/a", "NaN", r"\boxed{?}", "#### null", "...", "-", "(unknown)", "TODO"):
         assert find_problem(wrong).startswith("wanted a final answer"), wrong
     assert math.check(Problem("?", "5")) is None and math.check(Problem("?", "")) == "wanted a final answer, got none"
 

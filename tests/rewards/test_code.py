@@ -462,6 +462,15 @@ def test_programs_of_a_small_model_are_found_as_a_reader_finds_them():
     assert rows
 
 
+@pytest.mark.parametrize("end", ["```", "```\n", "```\nThis function adds two numbers.\nIt is short.\n"])
+def test_an_invalid_program_before_a_lone_fence_is_the_program(end):
+    """It earns nothing, and its reason is its syntax, not that of the prose after it."""
+    for program in ("def f(a, b:\n    return a + b\n", "import sys\nprint(sys.argv[1)\n", "x = input(\nprint(x)\n"):
+        assert code.extract_program(f"{program}{end}") == program
+    assert code.extract_program("To add, use a function:\n```\nf(1)\n") == "f(1)\n"  # prose opens no program
+    assert code.extract_program(f"def f(a:\n```\n{P}") == P  # a program after the fence
+
+
 def test_a_string_that_never_ends_hides_no_fence():
     assert code.extract_program("```python\n'''\nx\n```\nb\n```python\ny = 1\n```") == "y = 1\n"
 

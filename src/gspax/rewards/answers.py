@@ -51,6 +51,7 @@ _SCALED = re.compile(
 )
 # What a policy writes around an answer in Markdown or LaTeX, and before or after it in its sentence.
 _EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]*[^\s*`])\1(?![\w*({\[])")
+_QUOTED = re.compile(r"""(?:"([^"\n]+)"|“([^“”\n]+)”|«([^«»\n]+)»|'([^'\n]+)'|‘([^‘’\n]+)’)[.!]?""")
 _CLOSING = re.compile(r"(?:\*{2,3}|`+)(?=[.!]?$)|(?<=[.!])\*$")  # of an emphasis that begins before the answer
 _STYLE = re.compile(
     r"\\(?:textbf|textit|text|mathbf|mathrm|boldsymbol|bm|bf|emph|underline)\s?\{\s*([-+$\\\d.,/% ]+)\}"
@@ -72,9 +73,17 @@ _RELATION = re.compile(
     r"|(?:at (?:least|most)|(?:more|less|fewer|greater) than)\b)",
     re.IGNORECASE,
 )
+_RELATION_AFTER = re.compile(
+    r"(?:\s(?:(?:or|and) (?:more|less|fewer|greater|larger|smaller|higher|lower|above|below|over|under|older|younger)"
+    r"|at (?:least|most)|minimum|maximum|plus)(?: [a-z]+)?|\d\s?\+)\W*$",
+    re.IGNORECASE,
+)
 _DOTS = re.compile(r"\\[lc]?dots(?:[a-z](?![a-zA-Z]))?|…|\.\.\.")
 _CURRENCY = re.compile(r"\\?\$|[€£¥₹]|\\(?:pounds|euro)(?![a-zA-Z])")
 _HEADING = re.compile(r"\d+[.)]\s+[A-Za-z]")
+_PLACEHOLDER = re.compile(
+    r"\W*(?:none|null|nan|n/?a|nil|to ?do|tbd|unknown|missing|x{3,})\W*|[?._…\s-]+", re.IGNORECASE
+)
 _MOST_WORDS = 8  # of prose in an answer
 _MOST_WORDS_AFTER_IS = 3
 _LONGEST_LINE = 4000  # characters of an answer's line
@@ -123,6 +132,8 @@ def find_problem(answer: str) -> str:
         return "wanted a final answer after ####, got none"
     if not final:
         return "wanted a final answer, got none"
+    if _PLACEHOLDER.fullmatch(final):
+        return f"wanted a final answer, got {final[-80:]!r}, which stands for a missing one"
     if len(_WORD.findall(final)) > _MOST_WORDS or ("\n" in final and "\\begin" not in final):
         return rf"wanted a final answer, bare or after #### or in \boxed{{}}, got {final[-80:]!r}"
     return ""
@@ -146,7 +157,7 @@ def compare(expected: str, answer: str) -> bool | None:
     wanted, got = _number(expected), _number(_without_unit(answer))
     if bool(_CHANGES.search(expected)) != bool(_CHANGES.search(answer)) and (wanted is None or got is None):
         return False
-    if (_RELATION.match(expected) and got is not None) or (_RELATION.match(answer) and wanted is not None):
+    if (_is_bound(expected) and got is not None) or (_is_bound(answer) and wanted is not None):
         return False
     powers = [match[1] for match in map(_POWER_OF_UNIT.search, (expected, answer)) if match]
     if len(set(powers)) == 2:  # square inches are no cubic inches; a parser drops units with their powers
@@ -159,6 +170,11 @@ def compare(expected: str, answer: str) -> bool | None:
         return None if wanted is None or got is None else True
     rounded = "." in expected + answer and abs(wanted - got) <= Fraction(1, 10**5) * max(Fraction(1), abs(wanted))
     return None if rounded else False
+
+
+def _is_bound(answer: str) -> bool:
+    """Whether an answer says `at least 5`, `5 or more`, and the like."""
+    return bool(_RELATION.match(answer) or _RELATION_AFTER.search(answer))
 
 
 def join_digits(answer: str) -> str:
@@ -265,6 +281,8 @@ def _tidy(answer: str) -> str:
     """An answer without the marks of Markdown and of LaTeX's styles around it, and without "the answer is"."""
     answer = _STYLE.sub(r"\1", _EMPHASIS.sub(r"\2", answer[:_LONGEST_LINE].strip())) + answer.strip()[_LONGEST_LINE:]
     answer = _CLOSING.sub("", answer.strip("`").removeprefix("**"))
+    if quoted := _QUOTED.fullmatch(answer):
+        answer = quoted[quoted.lastindex or 0].strip()
     rest = answer[lead.end() :] if (lead := _LEAD.match(answer)) else ""
     return rest.strip() or answer.strip()
 

@@ -18,6 +18,10 @@ _WORD = re.compile(r"[\w+#.-]+[ \t]*")  # right after a fence it is a language
 _LANGUAGE = re.compile(r"[ \t{.]*([A-Za-z][\w+#-]*)?")
 _PYTHON = re.compile(r"i?py(?:thon)?[\d.]*", re.IGNORECASE)
 _CONSOLE = re.compile(r"\s*(?:>>>|\$ |In \[\d)")
+_STATEMENT = re.compile(  # how the first line of a program begins
+    r"\s*(?:(?:async[ ]+)?def[ ]+\w+[ ]*\(|class[ ]+\w+[ ]*[(:]|import[ ]+\w|from[ ]+[\w.]+[ ]+import\b|@\w|#!|print\("
+    r"|\w+[ ]*=[^=]|(?:for|while|if|with)\b[^\n]{1,200}:[ \t]*(?:#[^\n]*)?\n)"
+)
 _QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
 
 
@@ -46,7 +50,8 @@ def blocks(text: str) -> list[Block]:
 
     An opening fence begins its line, apart from indentation, list items and quotation marks, or ends its line with at
     most a language after it. The closing fence is the next one of the same kind that stands in no string and no comment
-    of the code. A program before the first fence is a block too: the text, or the prompt, has begun it.
+    of the code. A program before the first fence is a block too: the text, or the prompt, has begun it; before a lone
+    fence with prose after it also lines that are no valid program.
     """
     found: list[Block] = []
     position, first, strings = 0, True, True
@@ -60,7 +65,7 @@ def blocks(text: str) -> list[Block]:
             found += _inline(info[: second.start()])
             position = match.end() + second.end()
             continue
-        begun, first = first and is_program(text[: match.start()]), False
+        begun, first = first and _is_begun(text, match), False
         if begun:
             found.append(Block("", text[: match.start()]))
         if (begun and not _WORD.fullmatch(info)) or not _opens(before, info):
@@ -79,6 +84,15 @@ def is_program(text: str) -> bool:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     return any(not isinstance(line, ast.Expr) or isinstance(line.value, ast.Call | ast.Await) for line in body)
+
+
+def _is_begun(text: str, fence: re.Match[str]) -> bool:
+    """Whether a program, even an invalid one, stands before the first fence, which closes it."""
+    before, after = text[: fence.start()], text[fence.end() :]
+    if is_program(before):
+        return True
+    alone = after[:1] in ("", "\n") and not _FENCE.search(after) and not is_program(textwrap.dedent(after))
+    return alone and bool(_STATEMENT.match(before))
 
 
 def _opens(before: str, info: str) -> bool:
