@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspax.data import CharTokenizer, hf_tokenizer
+from gspax.data import tokenizer as module
 from gspax.errors import UserError
 
 ALPHABET = "0123456789=+ aé"
@@ -126,6 +127,17 @@ def test_a_unigram_vocabulary_is_counted(tmp_path):
     configure(tmp_path, eos_token="b")
     tokenizer = hf_tokenizer(tmp_path)
     assert tokenizer.vocab_size == 3 and tokenizer.stop_ids == (2,)
+
+
+def test_its_file_is_parsed_once(small, monkeypatch):
+    read, read_object = [], module.read_object
+    monkeypatch.setattr(module, "read_object", lambda path: read.append(path.name) or read_object(path))
+    found = hf_tokenizer(small)
+    _ = found.ids, found.added_tokens, found.vocab_size
+    for first in (False, True):
+        with pytest.raises(UserError, match="wanted a decoder of bytes"):
+            found.token_bytes(4, first=first)
+    assert read.count("tokenizer.json") == 1
 
 
 def test_a_dry_run_does_not_need_transformers(small):

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspax.config.functions import interface_problems
 from gspax.data.files import Json, read_object, reading, require_own_files, why_not_on_hub
@@ -93,6 +93,14 @@ class CharTokenizer:
         )
 
 
+class _TokenizerFile(NamedTuple):
+    """What is used of tokenizer.json, whose parse takes a second where it is large."""
+
+    added: dict[str, int]
+    ids: dict[str, int]  # with the added tokens
+    decoder: object
+
+
 @dataclass(frozen=True)
 class HFTokenizer:
     """A Hugging Face tokenizer in a folder, also of a bucket, or of a name on the Hub, loaded on first use.
@@ -150,34 +158,36 @@ class HFTokenizer:
 
     def token_bytes(self, size: int, *, first: bool = False) -> list[bytes]:
         """The bytes that each id below `size` adds to a text, or, with `first`, that a text begins with."""
-        decoder = read_object(self.folder / "tokenizer.json").get("decoder")
-        return read_token_bytes(decoder, self.ids, size, first=first, where=self.path)
+        return read_token_bytes(self._file.decoder, self.ids, size, first=first, where=self.path)
 
     @functools.cached_property
     def folder(self) -> Path:
         """The folder of its files; of a name on the Hub the one that they are downloaded to."""
         return locate_tokenizer(self.path)
 
-    @functools.cached_property
+    @property
     def added_tokens(self) -> dict[str, int]:
         """The added tokens, special or not, to their ids."""
-        with _parsing(self.path):
-            table: Any = read_object(self.folder / "tokenizer.json")
-            added = {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
-            more: Any = read_settings(self.folder, "tokenizer_config.json").get("added_tokens_decoder", {})
-            return added | {token["content"]: int(i) for i, token in more.items()}
+        return self._file.added
 
-    @functools.cached_property
+    @property
     def ids(self) -> dict[str, int]:
         """Token to id, added tokens included."""
+        return self._file.ids
+
+    @functools.cached_property
+    def _file(self) -> _TokenizerFile:
         table: Any = read_object(self.folder / "tokenizer.json")
         with _parsing(self.path):
+            added = {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
+            more: Any = read_settings(self.folder, "tokenizer_config.json").get("added_tokens_decoder", {})
+            added |= {token["content"]: int(i) for i, token in more.items()}
             vocab = table["model"]["vocab"]  # for Unigram models a list of (token, score) in the order of the ids
             pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
-            ids = {token: int(i) for token, i in pairs} | self.added_tokens
+            ids = {token: int(i) for token, i in pairs} | added
             if not ids:
                 raise ValueError("no tokens")
-            return ids
+            return _TokenizerFile(added, ids, table.get("decoder"))
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
