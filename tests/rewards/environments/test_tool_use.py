@@ -1,7 +1,9 @@
 """Tool calls as models write them, tools that fail, the calculator and the sandboxed Python tool."""
 
+import json
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -251,3 +253,15 @@ def test_the_python_tool_prints_and_fails():
 
     good, bad = replies(call("print(6 * 7)") + call("open('/nowhere/y', 'w')"), tools)
     assert good == "42\n" and bad.startswith("error: FileNotFoundError")
+
+
+def test_calls_are_read_as_a_reader_reads_them():
+    """The tool rows of completions.jsonl: shapes that bug reports describe. By hand: the calls, None if malformed."""
+    lines = (Path(__file__).parents[1] / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["asked"] == "tool"]
+    for row in rows:
+        found = [
+            [one.name, dict(one.arguments)] if isinstance(one, Call) else None for one in parse_hermes(row["text"])
+        ]
+        assert found == row["calls"], row["text"]
+    assert len(rows) >= 30

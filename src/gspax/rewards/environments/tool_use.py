@@ -28,6 +28,7 @@ _ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "action_
 _IGNORED = ("id", "type", "index", "tool_call_id")  # of a call, which other frameworks number
 _DECODER = json.JSONDecoder(strict=False)  # strings may have line breaks
 _SPACE = re.compile(r"\s*")
+_OPENING, _CLOSING = re.compile(r"\s*(?:```(?:json)?\s*)?"), re.compile(r"(?:```\s*)?")  # Markdown inside a tag
 START = re.compile(r"<tool_call>\s*<function=|<tool_call>|<function=")
 _FUNCTION = re.compile(r"([^<>\n]{1,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")
@@ -80,8 +81,9 @@ class Malformed:
 def parse_hermes(text: str) -> list[Call | Malformed]:
     """The calls in `<tool_call>` tags, in JSON as Hermes and Qwen3 write them, or in XML as Qwen3-Coder and Qwen3.5 do.
 
-    In JSON the arguments may be named as other frameworks name them, and a tag may hold a list of calls. In XML the
-    outer tag may miss, and a function's body may be JSON. Strings may hold the tags.
+    In JSON the arguments may be named as other frameworks name them, and a tag may hold several calls, as a list or one
+    after the other, and in a fence. In XML the outer tag may miss, and a function's body may be JSON. Strings may hold
+    the tags.
 
     >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [Call(name='add', arguments={'a': 1}, as_texts=False)]
@@ -105,15 +107,17 @@ def _read_json(text: str, start: int) -> tuple[list[Call | Malformed], int]:
     stop = text.find(OPEN, start)
     stop = len(text) if stop < 0 else stop
     close = text.find(CLOSE, start, stop)
-    begin = _SPACE.match(text, start).end()  # type: ignore[union-attr]
-    value, end, problem = None, begin, ""
+    begin = end = _OPENING.match(text, start).end()  # type: ignore[union-attr]
+    values, problem = list[Any](), ""
     try:
-        value, end = _DECODER.raw_decode(text, begin)
+        while not values or text.startswith("{", end):  # several calls may share a tag
+            value, end = _DECODER.raw_decode(text, end)
+            values += value if isinstance(value, list) and value else [value]
+            end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
     except (ValueError, RecursionError) as error:
         problem = str(error)[:80]
-    after = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+    after = _CLOSING.match(text, end).end()  # type: ignore[union-attr]
     if not problem and text.startswith(CLOSE, after):
-        values = value if isinstance(value, list) and value else [value]
         return [_read_call(each) for each in values], after + len(CLOSE)
     if not problem and text[after : after + 1] and not text.startswith(OPEN, after):
         problem = f"text after the call: {text[after : after + 20]!r}"
