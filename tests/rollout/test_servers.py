@@ -90,3 +90,22 @@ def test_any_failure_to_give_a_lost_server_its_weights_ends_the_requests():
     stub.answers, stub.load = False, lambda known: {}["no such key"]
     with pytest.raises(FailureError, match=r"engine: KeyError\('no such key'\)"):
         known.ask(0, ASK, threading.Event())
+
+
+def test_a_server_is_not_back_with_weights_that_a_push_has_replaced_meanwhile():
+    stub, installed, begun = Stub(), [], threading.Event()
+
+    def install(server):
+        installed.append(known.present())  # of which a push knows
+        if len(installed) == 1:
+            known.begin_push()  # the push does not see the server, whose weights are old now
+        else:
+            begun.wait(30)
+
+    known = Servers([stub], 5.0, install)
+    known.lose(stub, "gone")
+    wait_until(lambda: len(installed) == 2)
+    assert not known.present(), "it has the older weights"
+    begun.set()
+    wait_until(known.present)
+    assert installed == [[], []]

@@ -96,6 +96,7 @@ class Pusher:
         learner, _ = probe.learner_scores(self._score, params, probes, self.mesh)
         limit = probe.tolerance(self._model, self._settings.tolerance, self._first)
         self.pushed = pushed = Pushed(leaf, written, probes, learner, limit, Weights(None, version, {}))
+        self.servers.begin_push()
         begun = time.monotonic()
         probed = self._install_everywhere()
         seconds = time.monotonic() - begun

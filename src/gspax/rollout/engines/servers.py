@@ -57,12 +57,18 @@ class Servers:
         self._instance = dict[str, str]()  # of the weights, by address
         self._gone = dict[str, str]()  # why, of those that do not answer, by address
         self._problem = ""  # of a server that is back, but is not to be used
+        self._pushes = 0
         self._changed = threading.Condition()
 
     def present(self) -> list[Server]:
         """The servers that are not gone."""
         with self._changed:
             return [server for address, server in self._by_address.items() if address not in self._gone]
+
+    def begin_push(self) -> None:
+        """Note that `install` gives other weights from now on. Servers that have just got the older ones stay gone."""
+        with self._changed:
+            self._pushes += 1
 
     def confirm(self, address: str, instance: str) -> None:
         """Note which load of the weights a server has."""
@@ -172,18 +178,22 @@ class Servers:
             threading.Thread(target=self._look_for, args=(server, install), name="gspax_lost", daemon=True).start()
 
     def _look_for(self, server: Server, install: Callable[[Server], object]) -> None:
+        is_back = False
         try:
-            for reason in bring_back(server, install):
+            while not is_back:
+                pushes = self._pushes
+                for reason in bring_back(server, install):
+                    with self._changed:
+                        self._gone[server.address] = reason
                 with self._changed:
-                    self._gone[server.address] = reason
+                    if is_back := pushes == self._pushes:  # a push that begins later finds it present
+                        del self._gone[server.address]
+                        self._changed.notify_all()
         except Exception as problem:  # nothing else would end the requests that wait for the server
             with self._changed:
                 self._problem = str(problem) if isinstance(problem, FailureError) else f"engine: {problem!r}"
                 self._changed.notify_all()
             return
-        with self._changed:
-            del self._gone[server.address]
-            self._changed.notify_all()
         warn(f"engine: {server.address} is back, with the newest weights")
 
     def close(self) -> None:
