@@ -345,6 +345,18 @@ def test_warnings_go_through_one_function():
     assert found == ["src/gspax/errors.py"]
 
 
+def test_the_random_streams_of_a_run_know_of_each_other():
+    """A number that is folded into a key names its stream (`types.Stream`), so that no two modules draw the same."""
+    folds = [
+        (label(path), node.args[1])
+        for path in FILES.values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fold_in"
+    ]
+    assert folds and not [place for place, number in folds if isinstance(number, ast.Constant)]
+    assert not [place for place, number in folds if isinstance(number, ast.Name) and number.id.isupper()]
+
+
 def test_output_goes_through_one_function():
     """It escapes what others wrote. The exceptions write JSON for programs, or have nothing of others."""
     exceptions = (

@@ -7,6 +7,7 @@ is never masked in, because nothing predicts it.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,18 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their path, such as `runs/0/attention/query`, in the order of the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+@enum.unique
+class Stream(enum.IntEnum):
+    """The streams of random numbers of a run: what is folded into its key first."""
+
+    PARAMETERS = 0  # random ones, at the start
+    SAMPLING = 1
+    EVALUATION = 2
+    BENCHMARKS = 3
+    SELECTION = 4
+    ADAPTERS = 5  # new ones, at the start
 
 
 @jax.tree_util.register_dataclass

@@ -36,10 +36,8 @@ from gspax.rollout.problems import attempt, name_problems, prepare
 from gspax.run import interrupt
 from gspax.run.progress import Bar
 from gspax.sampler.sampler import lengths_to_host, make_options
-from gspax.types import Array
+from gspax.types import Array, Stream
 
-EVALUATION = 2  # folded into the run's key
-BENCHMARKS = 3  # likewise
 # the fields of `Sampling` that a task sets
 OF_TASK = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "max_prompt_tokens")
 _LONGEST_ANSWER = 2000  # characters that are kept: the tests of a program can be megabytes
@@ -212,7 +210,7 @@ def evaluate_heldout(
       UserError: no problem can be used, or every reward has failed (`FailedRewardsError`).
     """
     settings, training, read = policy.experiment.evaluation, policy.experiment.sampling, policy.experiment.data.heldout
-    group, key = settings.samples + 1, jax.random.fold_in(key, EVALUATION)  # the last of a group is greedy
+    group, key = settings.samples + 1, jax.random.fold_in(key, Stream.EVALUATION)  # the last of a group is greedy
     most = training.prompts * training.group // group
     problems = count_heldout(policy.experiment)
     chunks, size = split_problems(problems, most, batch_shards(policy.engine.mesh))
@@ -275,7 +273,7 @@ def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> 
     Raises:
       FailedRewardsError: the task's reward failed for every completion.
     """
-    key = jax.random.fold_in(jax.random.fold_in(key, BENCHMARKS), digest(task.name) % 2**32)
+    key = jax.random.fold_in(jax.random.fold_in(key, Stream.BENCHMARKS), digest(task.name) % 2**32)
     chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.engine.mesh))
     read, name = task.data.heldout, f"task {task.name}"
     completions, left_out = list[Completion](), LeftOut(name)

@@ -32,7 +32,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.run.manifest import MANIFEST, find_damage, has_manifest
-from gspax.types import Adapted, Array, Params, PyTree, TrainState, named_leaves
+from gspax.types import Adapted, Array, Params, PyTree, Stream, TrainState, named_leaves
 
 CHECKPOINTS = "checkpoints"  # in a converted folder, next to config.json and the tokenizer's files
 MODEL, ADAPTERS = 0, 1  # the steps of `start/`
@@ -88,8 +88,11 @@ def init_state(
 ) -> TrainState:
     """Fresh optimizer moments, and parameters from `config.checkpoint` or random ones, sharded over the mesh.
 
-    Random parameters come from `fold_in(key, 0)`. UserError if the checkpoint is broken or of another model.
+    Random parameters come from `Stream.PARAMETERS`. UserError if the checkpoint is broken or of another model.
     """
+
+    def draw(key: Array) -> Params:
+        return transformer.init(config, jax.random.fold_in(key, Stream.PARAMETERS))
 
     def init_rest(params: Params, key: Array) -> TrainState:  # the parameters are not moved
         return replace(new_state(params, optimizer, key), params=None)
@@ -100,7 +103,7 @@ def init_state(
         params = load_model(config, wanted.params)
     else:
         options = {"out_shardings": shardings.params, "compiler_options": unstable.light_compilation(mesh)}
-        params = jax.jit(lambda key: transformer.init(config, jax.random.fold_in(key, 0)), **options)(key)
+        params = jax.jit(draw, **options)(key)
     state = jax.jit(init_rest, out_shardings=replace(shardings, params=None))(params, key)
     return replace(state, params=params)
 
@@ -114,15 +117,18 @@ def add_adapters(
 ) -> TrainState:
     """The state with adapters on its parameters, and moments of those alone.
 
-    The adapters are fresh ones from `fold_in(key, 1)`, or those of `lora.checkpoint`. UserError if that does not fit.
+    The adapters are fresh ones from `Stream.ADAPTERS`, or those of `lora.checkpoint`. UserError if that does not fit.
     """
+
+    def draw(key: Array) -> Params:
+        return adapters.init(config, lora, jax.random.fold_in(key, Stream.ADAPTERS))
+
     wanted = abstract_adapters(config, lora, mesh)
     if lora.checkpoint:
         factors = load_adapters(config, lora, wanted)
     else:
         shardings = _shardings(wanted)
-        init = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
-        factors = init(state.key)
+        factors = jax.jit(draw, out_shardings=shardings)(state.key)
     attached = replace(state, params=adapters.attach_adapters(state.params, factors, lora))
     return with_new_moments(attached, config, lora, optimizer, mesh)
 

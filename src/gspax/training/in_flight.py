@@ -34,9 +34,7 @@ from gspax.run import interrupt, progress
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, make_options
-from gspax.types import Array, Rollout, TrainState
-
-SAMPLING = 1  # folded into the run's key
+from gspax.types import Array, Rollout, Stream, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +195,7 @@ def rewarder(runtime: Runtime, ready: Sequence[Ready | None], started: Started) 
 
 def sampling_key(state: TrainState) -> Array:
     """The key that all samples of a run depend on, on the host."""
-    return jax.random.fold_in(multihost.key_to_host(state.key), SAMPLING)
+    return jax.random.fold_in(multihost.key_to_host(state.key), Stream.SAMPLING)
 
 
 def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:

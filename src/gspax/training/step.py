@@ -51,9 +51,7 @@ from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
 from gspax.training.teaching import teach
-from gspax.types import Batch, Params, Rollout, TrainState
-
-SELECTION = 4  # folded into the run's key
+from gspax.types import Batch, Params, Rollout, Stream, TrainState
 
 
 class StepResult(NamedTuple):
@@ -264,7 +262,7 @@ def select_tokens(
     """The minibatches with the weights of selections, if there are any."""
     if runtime.steps.select is None:
         return batches
-    key = jax.random.fold_in(multihost.key_to_host(state.key), SELECTION)
+    key = jax.random.fold_in(multihost.key_to_host(state.key), Stream.SELECTION)
     key = jax.random.fold_in(key, count_rollouts(runtime, state))
     return minibatches.select_tokens(runtime.steps.select, batches, scores, key)
 
