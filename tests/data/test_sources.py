@@ -16,7 +16,7 @@ from small_experiment import experiment
 from gspax import data
 from gspax.data import Problem
 from gspax.data.problem import is_heldout, read_problem
-from gspax.data.sources import opening_notes, opening_problems
+from gspax.data.sources import opening_notes, opening_problems, reading_problems
 from gspax.data.tasks import sort
 from gspax.errors import UserError
 from gspax.experiment import RESUMABLE, describe, difference, load, override, validate, warnings
@@ -437,3 +437,12 @@ def test_an_experiment_file_loads_before_its_data_exist(tmp_path):
         "experiment = replace(experiment, data=data.jsonl('missing.jsonl'))\n"
     )
     assert validate(load(path)) == ["data.train_rows.paths: missing.jsonl: cannot be read: No such file or directory"]
+
+
+@pytest.mark.parametrize("read", [data.jsonl, data.parquet])
+def test_a_pipe_or_a_device_is_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        (sentence,) = reading_problems("data", read(path, prompt="q", answer="a"))
+        why = "Is a directory" if path == tmp_path else "it is a pipe, a socket or a device"
+        assert sentence == f"data.train_rows.paths: {path}: cannot be read: {why}"

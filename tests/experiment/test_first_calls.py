@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from small_experiment import experiment
 
-from gspax import advantages, data
+from gspax import advantages, data, losses
 from gspax.commands import main
 from gspax.config import Evaluation, Grading, Reference, Task, WarmStart
 from gspax.data import CharChat, CharTokenizer
@@ -477,3 +479,47 @@ def test_warnings_of_a_dry_run_come_last(tmp_path, capfd):
     assert main.main(["train", str(tmp_path / "exp.py"), "--dry-run"]) == 0
     shown = capfd.readouterr()
     assert shown.err.count("warning: reward: experiment_file.share_right: AttributeError") == 1
+
+
+def multiplied(logp, old_logp, advantage, mask):
+    """Wrong: a NaN outside the mask stays one."""
+    return losses.Terms(-(jnp.exp(logp - old_logp) * advantage[:, None] * mask).sum(-1), mask.any(-1) * 1.0, {})
+
+
+def chosen(logp, old_logp, advantage, mask):
+    ratio = jnp.exp(jnp.where(mask, logp - old_logp, 0.0))
+    return losses.Terms(-(ratio * advantage[:, None] * mask).sum(-1), mask.any(-1) * 1.0, {})
+
+
+def constant(logp, old_logp, advantage, mask):
+    return chosen(jax.lax.stop_gradient(logp), old_logp, advantage, mask)
+
+
+def divided(logp, old_logp, advantage, mask):
+    x = jnp.where(mask, logp - old_logp, 0.0)
+    return losses.Terms((x / jnp.abs(x) * advantage[:, None]).sum(-1), mask.any(-1) * 1.0, {})
+
+
+def squared(logp, old_logp, advantage, mask):
+    return losses.Terms((jnp.where(mask, logp, 0.0) ** 2 - jnp.where(mask, logp, 0.0)).sum(-1), mask.any(-1) * 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (chosen, ()),
+        (multiplied, ("not finite where log-probs outside the mask are NaN; choose with jnp.where",)),
+        (constant, ("its gradient is 0 for every token",)),
+        (squared, ("not finite where a token's log-prob is -inf",)),
+    ],
+)
+def test_a_loss_of_ones_own_is_computed_with_a_few_numbers(loss, said):
+    notes = []
+    check_calls(replace(experiment, loss=loss, warm_start=None), notes.append)
+    assert len(notes) == len(said) and all(map(str.__contains__, notes, said))
+
+
+def test_a_loss_that_is_nan_where_a_run_begins_is_refused():
+    wanted = "loss: test_first_calls.divided: wanted a finite value and gradient where the policy has not changed"
+    with pytest.raises(UserError, match=wanted):
+        check_calls(replace(experiment, loss=divided, warm_start=None), pytest.fail)

@@ -1,7 +1,9 @@
 """Every tool that reads a run answers a damaged file with a page, a warning or a sentence, never with a traceback."""
 
 import json
+import os
 import shutil
+from functools import partial
 
 import pytest
 
@@ -9,6 +11,7 @@ from gspax.commands import main
 from gspax.run.directory import RunDir, open_run
 from gspax.run.record import Recorder
 
+PIPE = object()
 SUMMARY = {"problems": 2, "samples": 1, "reward": {"mean": 0.5, "low": None, "high": None}, "truncated": 0.0}
 SUMMARY |= {"pass": {}, "majority": {}, "tokens": {"mean": 3.0}}
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2", "reward": 1.0, "advantage": 0.5, "length": 1}
@@ -51,9 +54,10 @@ def spoil_values(value):
 
 
 def damages(file):
-    """Contents instead of a file's; None for a folder in its place."""
+    """Contents instead of a file's; None for a folder in its place, PIPE for a pipe that nobody writes to."""
     yield from (
         None,
+        PIPE,
         b"",
         b"5",
         b"[]",
@@ -110,7 +114,7 @@ def test_no_damaged_file_gives_a_traceback(whole, tool, tmp_path, capfd, monkeyp
             shutil.copytree(whole, run)
             path = run / file
             path.unlink(missing_ok=True)
-            path.mkdir() if content is None else path.write_bytes(content)
+            {None: path.mkdir, PIPE: partial(os.mkfifo, path)}.get(content, partial(path.write_bytes, content))()
             code = main.main(TOOLS[tool](run))
             said = capfd.readouterr().err
             if code not in (0, 1, 2) or "Traceback" in said:

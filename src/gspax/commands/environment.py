@@ -71,6 +71,13 @@ def skip_absent_tpu() -> None:
     backend.register_backend_factory("tpu", lambda: None, priority=300, fail_quietly=True)  # None: no such backend
 
 
+def use_cpu() -> None:
+    """Compute on the CPU: a dry run takes no accelerator, which another process may be using."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
 def has_tpu() -> bool:
     """Whether the PCI bus, a device file or a variable indicates a TPU."""
     from gspax import unstable

@@ -31,7 +31,7 @@ from gspax.run import lock, manifest
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.buckets import is_bucket, read_bytes, to_path
 from gspax.types import Array, JsonObject, PyTree, named_leaves
 from gspax.unstable import key_impl_name
 
@@ -253,7 +253,7 @@ def read_extra(checkpoints: Checkpoints, step: int) -> JsonObject:
 
     def read() -> JsonObject:
         try:
-            return json.loads(manifest.extra_file(checkpoints.directory, step).read_text())
+            return json.loads(read_bytes(manifest.extra_file(checkpoints.directory, step)))
         except (OSError, ValueError) as error:
             raise _unreadable(checkpoints.directory, step, error) from error
 

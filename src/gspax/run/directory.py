@@ -25,7 +25,7 @@ from gspax.run import lock
 from gspax.run.folders import as_warning, remove_folder, set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact, redact_arguments
-from gspax.storage.buckets import is_bucket, require_usable, to_path
+from gspax.storage.buckets import is_bucket, read_bytes, require_usable, to_path
 from gspax.types import JsonObject
 
 # An evaluation may change these keys too: how many completions are sampled at once, and where
@@ -282,7 +282,7 @@ def describe_environment() -> JsonObject:
 def read_json(path: Path) -> Any:
     """The content of a JSON file. UserError if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 

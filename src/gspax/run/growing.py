@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspax.run import lock
 from gspax.run.folders import write_atomically
-from gspax.storage.buckets import is_bucket
+from gspax.storage.buckets import is_bucket, read_bytes
 
 PART = 2**20  # bytes
 WAIT, WAIT_AFTER_FAILURE = 10.0, 60.0  # seconds
@@ -79,7 +79,7 @@ def open_growing(path: Path) -> File | Parts:
 
 def read_growing(path: Path) -> bytes:
     """The content of a file and its parts. A line that a killed process has left in both is read once."""
-    content = path.read_bytes()
+    content = read_bytes(path)
     if parts := list_parts(path):
         content = b"".join([content, *(part.read_bytes() for part in parts)])
         content = b"\n".join([*dict.fromkeys(content.split(b"\n")[:-1]), b""])

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gspax.errors import FailureError, naming, tell, warn
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket
+from gspax.storage.buckets import is_bucket, read_bytes
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 FRESH = 1.0  # seconds; Cloud Storage accepts one write of an object a second
@@ -275,7 +275,7 @@ def _start_of(pid: object) -> str | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_bytes().decode(errors="replace")
+        return read_bytes(path).decode(errors="replace")
     except FileNotFoundError:
         return None
 

@@ -32,7 +32,7 @@ from gspax.errors import UserError, warn
 from gspax.run import lock
 from gspax.run.folders import remove_folder, set_aside, sync_folder, write_atomically
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket
+from gspax.storage.buckets import is_bucket, open_file, read_bytes
 
 MANIFEST, EXTRA, DAMAGED = "manifest.json", "extra.json", "damaged_manifest.json"
 VERSION = 1  # of the format
@@ -121,7 +121,7 @@ def _render(content: Mapping[str, object]) -> str:
 def _read(folder: Path) -> dict[str, Entry]:
     """The entries of a manifest by file name. UserError if any byte of it was changed, or it has another form."""
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = read_bytes(folder / MANIFEST)
         content = json.loads(text)
         content.pop("sha256")
         if _render(content).encode() != text:
@@ -141,7 +141,7 @@ def _name(folder: Path) -> str:
 
 
 def _digest(path: Path, *, sync: bool = False) -> Entry:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync and not is_bucket(path):
             os.fsync(file.fileno())
@@ -191,7 +191,7 @@ def finished_steps(directory: Path) -> list[int]:
 def lost_step(directory: Path, note: Path) -> int | None:
     """The step that `note` records as the newest one saved, if nothing is left of it, not even a folder set aside."""
     try:
-        newest = json.loads(note.read_text(encoding="utf-8"))["newest"]
+        newest = json.loads(read_bytes(note))["newest"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return None
     if type(newest) is not int or (directory / f"damaged_{newest}").exists():

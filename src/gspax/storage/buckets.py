@@ -11,7 +11,7 @@ import os
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 from gspax.errors import UserError
 from gspax.storage import objects
@@ -47,6 +47,19 @@ def to_path(text: str | os.PathLike[str]) -> Path:
 def is_bucket(path: str | Path) -> bool:
     """Whether a path is of a bucket."""
     return str(path).startswith(SCHEME)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file to read. OSError for a pipe or a device, which could be waited for, or read, for ever."""
+    if not is_bucket(path) and path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device", str(path))
+    return cast(BinaryIO, path.open("rb"))
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. OSError as `open_file`."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def require_usable(path: Path) -> None:

@@ -39,6 +39,7 @@ from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import remove_folder, write_atomically
 from gspax.run.record import Recorder, read_rows
+from gspax.storage.buckets import read_bytes
 from gspax.training.step import StepResult
 from gspax.types import Batch, JsonObject, Params, TrainState, known, named_leaves
 
@@ -298,7 +299,7 @@ def read_minibatch(folder: Path) -> Batch:
     """The minibatch of a dump, on the host. UserError if it cannot be read."""
     path = folder / MINIBATCH
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             damaged = archive.testzip()
         if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet

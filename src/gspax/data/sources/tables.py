@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from gspax.data.files import reading, why_not_on_hub
 from gspax.errors import UserError, brief, describe_error, how_to_install
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.buckets import is_bucket, open_file, to_path
 
 _SHOWN = 5  # different reasons that a message lists
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -192,7 +192,7 @@ class Parquet:
     def _table(self) -> Any:
         arrow, parquet = _import("pyarrow"), _import("pyarrow.parquet")
         with reading(", ".join(self.paths)):
-            tables = [parquet.read_table(_open(path) if is_bucket(path) else path) for path in self.paths]
+            tables = [parquet.read_table(_source(path)) for path in self.paths]
             table = arrow.concat_tables(tables, promote_options="default")
         return table
 
@@ -301,7 +301,16 @@ def _stamp(stream: io.BufferedIOBase) -> tuple[int, int]:
 
 def _open(path: str) -> io.BufferedIOBase:
     """A file, or an object of a bucket, which is read as a whole."""
-    return cast(io.BufferedIOBase, to_path(path).open("rb"))
+    return cast(io.BufferedIOBase, open_file(to_path(path)))
+
+
+def _source(path: str) -> io.BufferedIOBase | str:
+    """What pyarrow reads a path from. It reads a local file faster by itself, but would wait for a pipe."""
+    stream = _open(path)
+    if is_bucket(path):
+        return stream
+    stream.close()
+    return path
 
 
 def _sha256(path: str) -> str:

@@ -78,6 +78,12 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
             yield f"{key}: {breach}"
 
 
+def loss_call(experiment: Experiment) -> _Call:
+    """The call of a valid experiment's loss."""
+    (field,) = (field for field in fields(experiment) if field.key == "loss")
+    return _loss(_Context(experiment), field)
+
+
 def takes_rewards(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> bool:
     """Whether an advantage function accepts rewards of the shape [P, G], or [P, G, R], and a mask [P, G]."""
     try:
