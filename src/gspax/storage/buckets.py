@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 from gspax.errors import UserError
 from gspax.storage import objects
@@ -49,11 +50,11 @@ def is_bucket(path: str | Path) -> bool:
     return str(path).startswith(SCHEME)
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> io.BufferedReader:
     """A file to read. OSError for a pipe or a device, which could be waited for, or read, for ever."""
     if not is_bucket(path) and path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device", str(path))
-    return cast(BinaryIO, path.open("rb"))
+    return cast(io.BufferedReader, path.open("rb"))
 
 
 def read_bytes(path: Path) -> bytes:

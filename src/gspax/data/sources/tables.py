@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from gspax.data.files import reading, why_not_on_hub
 from gspax.errors import UserError, brief, describe_error, how_to_install
@@ -301,7 +301,7 @@ def _stamp(stream: io.BufferedIOBase) -> tuple[int, int]:
 
 def _open(path: str) -> io.BufferedIOBase:
     """A file, or an object of a bucket, which is read as a whole."""
-    return cast(io.BufferedIOBase, open_file(to_path(path)))
+    return open_file(to_path(path))
 
 
 def _source(path: str) -> io.BufferedIOBase | str:

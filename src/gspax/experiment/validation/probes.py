@@ -28,13 +28,13 @@ def probe_loss(experiment: Experiment, warn: Callable[[str], None]) -> Iterator[
     if is_gspax(experiment.loss):
         return
     call = loss_call(experiment)
-    advantage = np.broadcast_to(np.float32([[1.0], [-1.0]]), (2, 3))
+    advantage = np.broadcast_to(np.array([[1], [-1]], np.float32), (2, 3))
     advantage = advantage if len(call.arguments[2].shape) == 2 else advantage[:, 0]
 
     @jax.jit
     def evaluate(logp: jax.Array, old_logp: jax.Array) -> tuple[jax.Array, jax.Array]:
         def total(logp: jax.Array) -> jax.Array:
-            return call.function(logp, old_logp, advantage, MASK, **call.options).value.sum()  # type: ignore[no-any-return]
+            return call.function(logp, old_logp, advantage, MASK, **call.options).value.sum()
 
         return jax.value_and_grad(total)(logp)
 
