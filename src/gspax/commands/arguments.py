@@ -121,7 +121,6 @@ def load_experiment(
       UserError: the file, an override, a field or a combination of options is invalid; one line for each error.
     """
     from gspax import experiment as experiments
-    from gspax.commands.environment import use_cpu
     from gspax.experiment import plan
     from gspax.experiment.overrides import apply, as_recorded, without_effect
     from gspax.experiment.validation.first_calls import check_calls
@@ -152,7 +151,6 @@ def load_experiment(
     notes = [*without_effect(options.overrides), *experiments.warnings(experiment)]
     try:
         if dry_run:
-            use_cpu()
             check_calls(experiment, notes.append)
             keys = [override_key(assignment) for assignment in options.overrides]
             planned = plan.plan(experiment, devices or 1, overridden=keys)

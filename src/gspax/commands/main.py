@@ -126,6 +126,8 @@ def _run(arguments: list[str]) -> int:
     subcommand = importlib.import_module(f"gspax.commands.{name.replace('-', '_')}")
     options = subcommand.make_parser().parse_intermixed_args(arguments[1:])
     environment.skip_absent_tpu()
+    if getattr(options, "dry_run", False):
+        environment.use_cpu()
     if name in COMPUTING:
         environment.prepare()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without PyTorch its import prints a warning

@@ -62,7 +62,7 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
     Functions with an error, and those whose call depends on a field with an error (`fields.without`), are not called.
     """
     by_key = {field.key: field for field in fields(experiment) if field.value is not None}
-    context, wrong = _Context(experiment), False
+    context, wrong = Context(experiment), False
     for key in sorted(by_key, key="loss".__eq__):  # the loss comes last: it takes the weights of the correction
         field = by_key[key]
         make = _CALLS.get(bare(field.hint))
@@ -76,12 +76,6 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
         except _BreachError as breach:
             wrong |= key in ("correction", "rejection", "selection")
             yield f"{key}: {breach}"
-
-
-def loss_call(experiment: Experiment) -> _Call:
-    """The call of a valid experiment's loss."""
-    (field,) = (field for field in fields(experiment) if field.key == "loss")
-    return _loss(_Context(experiment), field)
 
 
 def takes_rewards(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> bool:
@@ -184,10 +178,16 @@ TERMS = f"losses.Terms with value and weight [B], here [{B}], and metrics of Sha
 
 
 @dataclass(frozen=True)
-class _Context:
+class Context:
     """The settings that a call depends on. Each is read when a call needs it."""
 
     of: Experiment
+
+    @property
+    def loss_call(self) -> _Call:
+        """The call of the loss."""
+        (field,) = (field for field in fields(self.of) if field.key == "loss")
+        return _loss(self, field)
 
     @property
     def packed(self) -> bool:
@@ -206,7 +206,7 @@ class _Context:
         return _array(B, T) if self.packed else _array(B)
 
 
-def _loss(context: _Context, field: Field) -> _Call:
+def _loss(context: Context, field: Field) -> _Call:
     options: dict[str, object] = dict(context.segments)
     of, advantage = context.of, context.advantage
     weights = {(): of.correction, (advantage,): of.rejection}
@@ -226,7 +226,7 @@ def _loss(context: _Context, field: Field) -> _Call:
     return _Call(field.value, (LOGP, LOGP, advantage, MASK), TERMS, _is_terms, options, differentiated=True)
 
 
-def _weights(context: _Context, field: Field, *middle: jax.ShapeDtypeStruct) -> _Call:
+def _weights(context: Context, field: Field, *middle: jax.ShapeDtypeStruct) -> _Call:
     """The call of a correction, or of a rejection, which also takes the advantage."""
     wanted, fits = f"weights [B, T] or [B], here [{B}, {T}] or [{B}]", _has_shape((B, T), (B,))
     if context.packed:
@@ -234,30 +234,30 @@ def _weights(context: _Context, field: Field, *middle: jax.ShapeDtypeStruct) -> 
     return _Call(field.value, (LOGP, LOGP, *middle, MASK), wanted, fits, context.segments)
 
 
-def _selection(context: _Context, field: Field) -> _Call:
+def _selection(context: Context, field: Field) -> _Call:
     def select(value: jax.Array, mask: jax.Array) -> object:
         return field.value(Minibatch(value, value, value, value, mask, jax.random.key(0)))
 
     return _Call(select, (LOGP, MASK), f"weights [B, T], here [{B}, {T}]", _has_shape((B, T)))
 
 
-def _kl_loss(context: _Context, field: Field) -> _Call:
+def _kl_loss(context: Context, field: Field) -> _Call:
     aggregate, old_logp = aggregate_of(context.of.loss), np.zeros((B, T), np.float32)
     options = free_keywords(field.value, {"aggregate": aggregate, "old_logp": old_logp, **context.segments})
     return _Call(field.value, (LOGP, LOGP, MASK), TERMS, _is_terms, options, differentiated=True)
 
 
-def _divergence(context: _Context, field: Field) -> _Call:
+def _divergence(context: Context, field: Field) -> _Call:
     logp, wanted = _array(B, T, 2), f"a divergence for each token [B, T], here [{B}, {T}]"
     return _Call(field.value, (logp, logp), wanted, _has_shape((B, T)))
 
 
-def _kl_estimate(context: _Context, field: Field) -> _Call:
+def _kl_estimate(context: Context, field: Field) -> _Call:
     wanted = f"an estimate for each token [B, T], here [{B}, {T}]"
     return _Call(field.value, (LOGP, LOGP, MASK), wanted, _has_shape((B, T)))
 
 
-def _advantage(context: _Context, field: Field) -> _Call:
+def _advantage(context: Context, field: Field) -> _Call:
     sampling, masked = context.of.sampling, context.of.filter_overlong or context.of.turns.credit == "turn"
     shape: tuple[int, ...] = (sampling.prompts, sampling.group)
     if takes_rewards(field.value, (*shape, 2), masked=masked):
@@ -276,13 +276,13 @@ def _advantage_call(advantage: protocols.Advantage, shape: tuple[int, ...], *, m
     return _Call(advantage, arguments, f"{wanted}, here {[*result]}", _has_shape(result), options, on_host=True)
 
 
-def _length_reward(context: _Context, field: Field) -> _Call:
+def _length_reward(context: Context, field: Field) -> _Call:
     rows = context.of.sampling.prompts * context.of.sampling.group
     lengths = _array(rows, dtype=jnp.int32)
     return _Call(field.value, (lengths,), f"rewards [B], here [{rows}]", _has_shape((rows,)), on_host=True)
 
 
-def _learning_rate(context: _Context, field: Field) -> _Call | None:
+def _learning_rate(context: Context, field: Field) -> _Call | None:
     if is_gspax(field.value) and not keywords(field.value):
         return None  # `optimizers.constant`; optax takes longer to import than all checks
 
@@ -298,7 +298,7 @@ def _learning_rate(context: _Context, field: Field) -> _Call | None:
     return _Call(rate, (_array(dtype=jnp.int32),), "a function of the updates to a number", _has_shape(()))
 
 
-def _transform(context: _Context, field: Field) -> _Call | None:
+def _transform(context: Context, field: Field) -> _Call | None:
     if is_gspax(field.value):
         return None
     import optax
@@ -307,7 +307,7 @@ def _transform(context: _Context, field: Field) -> _Call | None:
     return _Call(lambda: field.value(lambda updates: 1e-3), (), wanted, lambda result: isinstance(result, kind))
 
 
-_CALLS: dict[Hint, Callable[[_Context, Field], _Call | None]] = {
+_CALLS: dict[Hint, Callable[[Context, Field], _Call | None]] = {
     protocols.Loss: _loss,
     protocols.Correction: _weights,
     protocols.Rejection: lambda context, field: _weights(context, field, context.advantage),

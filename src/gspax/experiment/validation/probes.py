@@ -10,24 +10,23 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from gspax.config import Experiment
 from gspax.config.functions import is_gspax, title_of
-from gspax.experiment.validation.contracts import loss_call
+from gspax.experiment.validation.contracts import Context
 
 LOGP = np.array([[-1.0, -2.0, -0.5], [-3.0, -1.5, -0.7]], np.float32)
 MASK = np.array([[False, True, True], [False, True, False]])
 
 
-def probe_loss(experiment: Experiment, warn: Callable[[str], None]) -> Iterator[str]:
+def probe_loss(context: Context, warn: Callable[[str], None]) -> Iterator[str]:
     """One sentence if the loss, or its gradient, is not finite for log-probs as they usually are.
 
     Args:
-      experiment: a valid one.
+      context: of a valid experiment.
       warn: gets a sentence if no token has a gradient, or if the loss is not finite for unusual log-probs.
     """
-    if is_gspax(experiment.loss):
+    if is_gspax(loss := context.of.loss):
         return
-    call = loss_call(experiment)
+    call = context.loss_call
     advantage = np.broadcast_to(np.array([[1], [-1]], np.float32), (2, 3))
     advantage = advantage if len(call.arguments[2].shape) == 2 else advantage[:, 0]
 
@@ -42,7 +41,7 @@ def probe_loss(experiment: Experiment, warn: Callable[[str], None]) -> Iterator[
         value, gradient = evaluate(logp, LOGP)
         return bool(np.isfinite(value)) and bool(np.isfinite(gradient)[MASK].all())
 
-    name = f"loss: {title_of(experiment.loss)}"
+    name = f"loss: {title_of(loss)}"
     if not is_finite(LOGP):
         yield f"{name}: wanted a finite value and gradient where the policy has not changed, got others"
         return

@@ -20,7 +20,7 @@ from gspax.rollout.engines import probe, weights
 from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Served, Weights
 from gspax.rollout.engines.server import Ask, Server, pad_sets
-from gspax.rollout.engines.servers import PAUSE, Servers
+from gspax.rollout.engines.servers import PAUSE, Servers, describe_gone
 from gspax.rollout.engines.weights import Writer, Written
 from gspax.run import interrupt
 from gspax.types import Array, Params
@@ -96,7 +96,7 @@ class Pusher:
         learner, _ = probe.learner_scores(self._score, params, probes, self.mesh)
         limit = probe.tolerance(self._model, self._settings.tolerance, self._first)
         self.pushed = pushed = Pushed(leaf, written, probes, learner, limit, Weights(None, version, {}))
-        self.servers.begin_push()
+        self.servers.pushes += 1
         begun = time.monotonic()
         probed = self._install_everywhere()
         seconds = time.monotonic() - begun
@@ -145,7 +145,7 @@ class Pusher:
         self.servers.raise_problem()
         found = [one for future in futures if (one := future.result()) is not None]
         if not found and time.monotonic() > end:
-            raise FailureError(self.servers.describe_gone())
+            raise FailureError(describe_gone(self._settings.timeout, self.servers.state().gone))
         if not found:
             time.sleep(PAUSE)
         return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gspax.errors import FailureError, warn
@@ -57,18 +57,13 @@ class Servers:
         self._instance = dict[str, str]()  # of the weights, by address
         self._gone = dict[str, str]()  # why, of those that do not answer, by address
         self._problem = ""  # of a server that is back, but is not to be used
-        self._pushes = 0
+        self.pushes = 0  # that have begun: servers that are gone then need the weights of the newest
         self._changed = threading.Condition()
 
     def present(self) -> list[Server]:
         """The servers that are not gone."""
         with self._changed:
             return [server for address, server in self._by_address.items() if address not in self._gone]
-
-    def begin_push(self) -> None:
-        """Note that `install` gives other weights from now on. Servers that have just got the older ones stay gone."""
-        with self._changed:
-            self._pushes += 1
 
     def confirm(self, address: str, instance: str) -> None:
         """Note which load of the weights a server has."""
@@ -135,7 +130,7 @@ class Servers:
                 if there or self._install is None:
                     return there
                 if time.monotonic() > end:
-                    raise FailureError(self.describe_gone())
+                    raise FailureError(describe_gone(self._timeout, self._gone))
                 self._changed.wait(PAUSE)
 
     def _take(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str] | None:
@@ -154,14 +149,6 @@ class Servers:
         if self._problem:
             raise FailureError(self._problem)
 
-    def describe_gone(self) -> str:
-        """A sentence about the servers that do not answer."""
-        reasons = "; ".join(self._gone.values())
-        return (
-            f"engine: no server for {self._timeout:g} seconds (engine.timeout): {reasons}. Completed steps are saved: "
-            "start it again and repeat the command"
-        )
-
     def forget_groups(self) -> None:
         """Before other groups are sampled."""
         with self._changed:
@@ -178,17 +165,19 @@ class Servers:
             threading.Thread(target=self._look_for, args=(server, install), name="gspax_lost", daemon=True).start()
 
     def _look_for(self, server: Server, install: Callable[[Server], object]) -> None:
-        is_back = False
+        def give(server: Server) -> None:
+            pushes = self.pushes
+            install(server)
+            with self._changed:
+                if pushes != self.pushes:  # one that begins later finds the server present
+                    raise UnreachableError(f"{server.address}: newer weights were pushed while it loaded older ones")
+                del self._gone[server.address]
+                self._changed.notify_all()
+
         try:
-            while not is_back:
-                pushes = self._pushes
-                for reason in bring_back(server, install):
-                    with self._changed:
-                        self._gone[server.address] = reason
+            for reason in bring_back(server, give):
                 with self._changed:
-                    if is_back := pushes == self._pushes:  # a push that begins later finds it present
-                        del self._gone[server.address]
-                        self._changed.notify_all()
+                    self._gone[server.address] = reason
         except Exception as problem:  # nothing else would end the requests that wait for the server
             with self._changed:
                 self._problem = str(problem) if isinstance(problem, FailureError) else f"engine: {problem!r}"
@@ -200,6 +189,14 @@ class Servers:
         """End all requests."""
         for server in self._by_address.values():
             server.close()
+
+
+def describe_gone(timeout: float, gone: Mapping[str, str]) -> str:
+    """A sentence about servers that have not answered for so many seconds, with the reasons by address."""
+    return (
+        f"engine: no server for {timeout:g} seconds (engine.timeout): {'; '.join(gone.values())}. Completed steps are "
+        "saved: start it again and repeat the command"
+    )
 
 
 def bring_back(server: Server, install: Callable[[Server], object]) -> Iterator[str]:
