@@ -107,7 +107,7 @@ def place(item):
 
 
 def pytest_collection_finish():
-    """Leave what all tests import, some million objects, out of each garbage collection: 3 % of the tests of losses."""
+    """Leave what is there now out of garbage collection: whole collections took 5 of the losses' 234 CPU-seconds."""
     gc.collect()
     gc.freeze()
 
