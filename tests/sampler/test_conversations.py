@@ -37,11 +37,12 @@ LENGTHS = np.array([3, 8, 5], np.int32)
 IDS = np.array([14, 16, 18], np.uint32)  # of the first conversation of each prompt
 
 
+@functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def from_scratch(model, params, rollout, key, sampling):
     """By whole forward passes: the log-prob of every token, the token sampled at each position, and the routing."""
     total_B = rollout.prompt_length_B + rollout.length_B
     T = rollout.tokens_BT.shape[1]
-    segment_BT = jnp.asarray((np.arange(T)[None] < np.asarray(total_B)[:, None]).astype(np.int32))
+    segment_BT = (jnp.arange(T)[None] < total_B[:, None]).astype(jnp.int32)
     outputs = forward(params, tiny.settings(model), Inputs(rollout.tokens_BT, segment_BT))
     hidden_BTD, routing = transformer.apply(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
     logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(params))

@@ -67,7 +67,8 @@ def score_norms(params, variant, rollout):
     total_B = np.asarray(rollout.prompt_length_B) + np.asarray(rollout.length_B)
     segment_BT = (np.arange(T) < total_B[:, None]).astype(np.int32)
     params = jax.tree.map(jnp.asarray, jax.device_get(params))
-    hidden, _ = transformer.apply(params, variant.model, tokens_BT, segment_BT, mesh=single_device_mesh())
+    apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
+    hidden, _ = apply(params, variant.model, tokens_BT, segment_BT, mesh=single_device_mesh())
     logits = np.asarray(hidden @ transformer.head(params), np.float64)[:, :-1] / variant.sampling.temperature
     prob = np.exp(logits - logits.max(-1, keepdims=True))
     if rollout.kept_BTK is not None:
