@@ -192,6 +192,7 @@ CASES = [
     ("setup.sh",),
     ("run.sh", EXPERIMENT, "loss.clip_high=1e-3", 'name="it\'s $HOME"'),
     ("watch.sh",),
+    ("doctor.sh",),
     ("resume.sh", "--spot", "--node-count=2", EXPERIMENT, "a.b=c"),
     ("delete.sh",),
     ("gke/create.sh", "--spot", "--node-count", "2"),
@@ -307,6 +308,17 @@ def test_setup_and_run_reach_every_host_of_every_slice(cloud):
     (ssh,) = cloud.calls("run.sh", EXPERIMENT)
     command = f"--command=bash gspax/tpu/host/run.sh gs://buck/sort {EXPERIMENT}"
     assert ssh == queued("ssh", "pod", *everywhere, command)
+
+
+def test_doctor_checks_every_host_unless_a_run_is_active(cloud):
+    (ssh,) = cloud.calls("doctor.sh")
+    command = ssh[-3].removeprefix("--command=")
+    assert ssh[:-3] == queued("ssh", "pod", "--node=all", "--worker=all")[:-2]
+    assert ".venv/bin/gspax doctor --workdir gs://buck/doctor --secret-file ~/gspax.secret" in command
+    done = subprocess.run(
+        ["bash", "-c", f"systemctl() {{ echo active; }}; {command}"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, "gspax: a run is active here\n")
 
 
 @pytest.mark.parametrize(("state", "expected"), [("ACTIVE", ["ssh", "delete"]), ("SUSPENDED", ["delete"])])
@@ -530,6 +542,7 @@ def wrong(cloud, *words, **more):
         (("run.sh", EXPERIMENT), "BUCKET"),
         (("run.sh", EXPERIMENT), "RUN"),
         (("watch.sh",), "NAME"),
+        (("doctor.sh",), "BUCKET"),
         (("resume.sh", EXPERIMENT), "ACCELERATOR"),
         (("delete.sh",), "NAME"),
         (("gke/create.sh",), "MACHINE"),
