@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import re
+import runpy
 import shlex
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -457,6 +458,11 @@ def test_the_range_over_seeds_is_that_of_the_table():
     row = next(line for line in table.splitlines() if re.match(r"\| `sort_gspo.py` \| 0\.\d+ \|", line))
     values = [float(cell) for cell in re.findall(r"\b0\.\d{3}\b", row)]
     assert len(values) == 20 and f"from {min(values):.3f} to {max(values):.3f}" in " ".join(page.split())
+
+
+def test_the_table_of_devices_is_what_its_script_writes():
+    sizes = runpy.run_path(str(ROOT / "experiments" / "benchmarks" / "sizes.py"))
+    assert f"{sizes['BEGIN']}\n{sizes['table']()}\n{sizes['END']}" in sizes["PAGE"].read_text(encoding="utf-8")
 
 
 def test_there_are_commands():
