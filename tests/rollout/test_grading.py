@@ -10,11 +10,13 @@ from small_experiment import experiment
 
 from gspax import advantages
 from gspax.config import Grading
+from gspax.data import CharTokenizer
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Batched
 from gspax.rewards.scores import Score, reward_calls
 from gspax.rollout.completion import Completion, Texts
+from gspax.rollout.episodes import begin
 from gspax.rollout.grading import (
     FailedRewardsError,
     check_batch,
@@ -247,3 +249,21 @@ def test_metrics_of_rewards_near_the_largest_float32_are_finite():
     samples = [Completion(length=1, finished=True, rewards=(each,)) for each in (3e38, 3e38, -3e38, 3e38)]
     metrics = reward_metrics(samples, 2)
     assert metrics["reward/mean"] == pytest.approx(1.5e38) and metrics["reward/std"] == pytest.approx(3**0.5 * 1.5e38)
+
+
+def test_a_completion_has_the_thinking_that_its_prompt_opened(calls):
+    """Whether its reward starts after the rollout or while others are sampled."""
+    tokenizer, problem = CharTokenizer("<think>/\n1234567890?"), Problem(prompt="1?<think>\n", answer="12")
+    prompt, drawn = tokenizer.encode(problem.prompt), tokenizer.encode("12")
+    one = Rollout(
+        tokens_BT=np.array([prompt + drawn], np.int32),
+        mask_BT=None,
+        logp_BT=None,
+        prompt_length_B=np.array([len(prompt)], np.int32),
+        length_B=np.array([len(drawn)], np.int32),
+        finished_B=np.array([False]),
+    )
+    given = calls(lambda problem, completion: 1.0)
+    (sample,) = reward_completions([problem], one, tokenizer=tokenizer, calls=given)
+    assert sample.texts.completion == "<think>\n12"
+    assert begin(problem, tokenizer, None).opening == "<think>\n"
