@@ -173,6 +173,16 @@ def test_a_dry_run_tells_what_is_not_in_a_conversation(folders, name, environmen
     assert re.search(sentence, " ".join(chat_warnings(tokenizer, environment)))
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_dry_run_tells_that_thinking_has_no_effect(folders, name):
+    """Where the prompt is the same without it, and does not open thinking by itself."""
+    tokenizer, without = (hf_chat(folders[name], thinking=on, date="2026-01-31") for on in (True, False))
+    told = [one for one in chat_warnings(tokenizer, None) if one.startswith("tokenizer.thinking=True: without effect")]
+    assert len(told) == (tokenizer.encode("1") == without.encode("1") and not tokenizer.template.opening)
+    assert bool(told) or name not in ("SmolLM2", "Gemma 3", "Qwen2.5", "Llama 3")
+    assert not told or not name.startswith(("Qwen3", "DeepSeek-R1", "GLM")) or name == "Qwen3-Instruct-2507"
+
+
 def test_the_table_of_the_page_is_what_the_templates_write(folders):
     assert chat_table.written()[1] == chat_table.table(folders)
 

@@ -281,6 +281,7 @@ def write_chat_tokenizer(folder):
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.content }}<end>{% endfor %}"
+    template += "{% if not enable_thinking %}<think></think>{% endif %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 

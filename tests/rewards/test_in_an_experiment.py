@@ -1,5 +1,7 @@
 """The built-in rewards in an experiment."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gspax import experiment as experiments
+from gspax import rewards
 from gspax.config import Evaluation, Grading, Task
 from gspax.data import reward_answer
 from gspax.experiment.description import describe
@@ -70,3 +73,11 @@ def test_threads_are_bounded(concurrency):
     experiment = experiments.load(ROOT / "experiments" / "sort_gspo.py")
     (found,) = experiments.validate(replace(experiment, grading=Grading(concurrency=concurrency)))
     assert found.startswith("grading.concurrency: wanted at ") and found.endswith(f", got {concurrency}")
+
+
+def test_modules_are_attributes_of_the_package():
+    """In a process in which no other module has imported them."""
+    code = "from gspax import rewards; print(rewards.format.__name__, hasattr(rewards, 'maths'))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "gspax.rewards.format False\n"
+    assert all(getattr(rewards, name).__name__ == f"gspax.rewards.{name}" for name in rewards._MODULES)

@@ -6,6 +6,7 @@ Each message is one sentence. `data.chat_template` finds out what a template wri
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gspax.config import Turns
@@ -64,6 +65,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
     """What a template does not write of a conversation, or writes otherwise than it is kept; without one, its end."""
     if not isinstance(tokenizer, ChatTokenizer):
         return
+    yield from _unused_thinking(tokenizer)
     if environment is None:
         yield from _missing_stops(tokenizer, stop_ids)
         return
@@ -84,6 +86,17 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
         yield (
             f"tokenizer: a conversation keeps what was sampled, so from its second turn on it is not what the chat "
             f"template in {tokenizer.path} would write: {kept[place:][:_SHOWN]!r}, not {written[place:][:_SHOWN]!r}"
+        )
+
+
+def _unused_thinking(tokenizer: ChatTokenizer) -> Iterator[str]:
+    """`thinking` changes the prompt, unless the template opens thinking whatever it is."""
+    template, chat = tokenizer.template, [_message("user")]
+    has_switch = not template.thinking or template.render(chat) != replace(template, thinking=False).render(chat)
+    if not has_switch and not template.opening:
+        yield (
+            f"tokenizer.thinking=True: without effect, because the chat template in {tokenizer.path} writes the same "
+            "prompt with False: ask for thinking in the prompt"
         )
 
 
