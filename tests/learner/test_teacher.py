@@ -11,14 +11,14 @@ import pytest
 import tiny
 from test_packing import ALONE, MESHES, SAMPLING, SCHEDULE, SHARED, N, assert_close, moved, rollout
 
-from gspax import losses
+from gspax import config, losses
 from gspax.config import Schedule, Teacher, row_shape
-from gspax.learner import minibatches, train_step
+from gspax.learner import minibatches, teacher, train_step
 from gspax.learner.distillation import make_compare
 from gspax.learner.forward import StepSettings
 from gspax.learner.objective import make_objective
 from gspax.learner.state import abstract_params, new_state
-from gspax.learner.teacher import fill_teacher, fingerprint, make_teach
+from gspax.learner.teacher import fill_teacher, fingerprint, load_teacher, make_teach
 from gspax.losses import distill
 from gspax.model import transformer
 from gspax.parallel import sharding
@@ -209,3 +209,22 @@ def test_tokens_are_selected_by_the_advantages_that_the_loss_has():
     assert_close(selected(Teacher(as_advantage=True, coefficient=0.3)), np.asarray(mixed))
     for none_of_its in (None, Teacher(coefficient=0.3)):
         assert_close(selected(none_of_its), np.full((1, 4), 0.5, np.float32))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}])
+def test_a_teacher_keeps_the_tokens_of_the_policy_alone(axes, tied, monkeypatch):
+    """Published models of one family are padded to different sizes: the rows beyond the policy's are of no token."""
+    mesh = sharding.make_mesh(config.Mesh(fsdp=1, **axes), jax.devices()[: axes.get("tensor", 1)])
+    padded = replace(TEACHER, vocab_size=MODEL.vocab_size + 8, tie_word_embeddings=tied)
+    whole, hidden = tiny.params(padded), jnp.ones((1, 24))
+    monkeypatch.setattr(teacher, "locate", lambda name: name)
+    monkeypatch.setattr(teacher, "has_other_ids", lambda tokenizer, folder: False)
+    monkeypatch.setattr(teacher, "load_model", lambda model, wanted: placed(whole, padded, mesh))
+    params = load_teacher(padded, MODEL, mesh, None)
+    wanted = abstract_params(replace(padded, vocab_size=MODEL.vocab_size), mesh)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), params) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.sharding), wanted
+    )
+    ours, all_ids = (transformer.logits(jax.device_get(one), hidden) for one in (params, whole))
+    np.testing.assert_array_equal(ours, all_ids[:, : MODEL.vocab_size])

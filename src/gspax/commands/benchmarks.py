@@ -142,7 +142,8 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         reference = None
         if experiment.reference is not None:
             reference = jax.tree.map(jnp.copy, partition(state.params)[0])
-        teachers, _ = load_teachers(experiment.teacher, runtime.teacher_mesh, runtime.mesh, experiment.tokenizer)
+        meshes = runtime.teacher_mesh, runtime.mesh
+        teachers, _ = load_teachers(experiment.teacher, experiment.model, *meshes, experiment.tokenizer)
         if earlier_policy(experiment.teacher) is not None:
             policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
             state = start_teacher(state, abstract_teacher(policy, experiment.teacher))

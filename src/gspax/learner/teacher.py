@@ -45,12 +45,16 @@ class Teachers(NamedTuple):
 
 
 def load_teachers(
-    teacher: Teacher | None, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, tokenizer: Tokenizer
+    teacher: Teacher | None,
+    policy: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    learner: jax.sharding.Mesh,
+    tokenizer: Tokenizer,
 ) -> tuple[Teachers | None, str]:
     """The teachers, and a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
     params, heads, prints = [], [], []
-    for model in teacher_models(teacher):
-        own = load_teacher(model, mesh, tokenizer)
+    for published in teacher_models(teacher):
+        own, model = load_teacher(published, policy, mesh, tokenizer), with_tokens_of(policy, published)
         prints.append(fingerprint(own))
         if make_compare(teacher) is not None:
             heads.append(_move_head(head_params(own), model, learner))
@@ -79,15 +83,29 @@ def _to_device(params: Params) -> Params:
     return jax.device_put(params, jax.memory.Space.Device)
 
 
-def load_teacher(model: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
-    """The parameters of the teacher's checkpoint, sharded as the policy's are.
+def with_tokens_of(policy: ModelConfig, teacher: ModelConfig) -> ModelConfig:
+    """A teacher's model with the policy's vocabulary: what it has beyond that is padding, which no tokenizer names."""
+    return replace(teacher, vocab_size=policy.vocab_size)
+
+
+def load_teacher(model: ModelConfig, policy: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
+    """The parameters of the teacher's checkpoint for the policy's vocabulary, sharded as the policy's are.
 
     UserError as for `load_model`, and if the checkpoint has another tokenizer than the experiment.
     """
     folder = locate(model.checkpoint)
     if has_other_ids(tokenizer, folder):
         raise UserError(f"teacher.model: wanted a model with the experiment's tokenizer, got another one in {folder}")
-    return load_model(model, abstract_params(model, mesh))
+    wanted = abstract_params(with_tokens_of(policy, model), mesh)
+    return jax.tree.map(_cut, load_model(model, abstract_params(model, mesh)), wanted)
+
+
+def _cut(leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
+    """The first rows, or columns, of a parameter that has more than wanted."""
+    if leaf.shape == wanted.shape:
+        return leaf
+    size = wanted.shape
+    return jax.jit(lambda x: x[tuple(map(slice, size))], out_shardings=wanted.sharding)(leaf)
 
 
 def own_teacher(state: TrainState) -> Params:
@@ -138,7 +156,8 @@ def make_passes(
     shape = teacher_row_shape(teacher, sampling, schedule, common_shards(settings.mesh, mesh))
     if shape is not None:
         settings = replace(settings, mesh=mesh, microbatch_rows=shape.microbatch, packed=True)
-    return tuple(make_teach(model, settings) for model in teacher_models(teacher) or (policy,))
+    models = [with_tokens_of(policy, model) for model in teacher_models(teacher)] or [policy]
+    return tuple(make_teach(model, settings) for model in models)
 
 
 def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:

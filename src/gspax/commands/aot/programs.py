@@ -50,7 +50,7 @@ from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import selections
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.teacher import Teach, own_teacher
+from gspax.learner.teacher import Teach, own_teacher, with_tokens_of
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
@@ -106,7 +106,7 @@ def make_programs(
     batch = abstract_batch(experiment, mesh)
     steps = make_steps(experiment, optimizer, mesh, teacher_mesh=teacher_mesh, worst_case=True)
     params = device_bytes(state.params)
-    teachers, heads, held = _abstract_teachers(teacher, mesh, teacher_mesh)
+    teachers, heads, held = _abstract_teachers(teacher, model, mesh, teacher_mesh)
     held += 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
     learner_bytes = device_bytes(state) + held  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
@@ -145,10 +145,10 @@ def make_programs(
 
 
 def _abstract_teachers(
-    teacher: Teacher | None, mesh: jax.sharding.Mesh, own_mesh: jax.sharding.Mesh
+    teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh, own_mesh: jax.sharding.Mesh
 ) -> tuple[tuple[Params, ...], tuple[Params, ...], int]:
     """The teachers' parameters, the heads that updates read, and the bytes of them that the learner's devices keep."""
-    models = teacher_models(teacher)
+    models = [with_tokens_of(policy, model) for model in teacher_models(teacher)]
     params = tuple(abstract_params(model, own_mesh) for model in models)
     if make_compare(teacher) is None:
         heads: tuple[Params, ...] = ()
