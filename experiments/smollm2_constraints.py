@@ -66,6 +66,6 @@ experiment = Experiment(
     old_logp="sampler",
     sampling=Sampling(prompts=8, group=8, max_prompt_tokens=52, max_tokens=24),
     optimizer=Optimizer(learning_rate=2e-5),
-    schedule=Schedule(steps=25, minibatches=1, microbatch_tokens=400, share_prompts=True, eval_every=0),
+    schedule=Schedule(steps=16, minibatches=1, microbatch_tokens=400, share_prompts=True, eval_every=0),
     evaluation=Evaluation(problems=48),
 )

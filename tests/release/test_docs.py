@@ -310,10 +310,10 @@ def tutorial_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tutorials")
     (folder / "experiments").symlink_to(ROOT / "experiments")
     write_gsm8k(folder / "gsm8k")
-    for checkpoint in ("qwen25_3b", "qwen3_06b"):
-        (folder / "checkpoints" / checkpoint).mkdir(parents=True)
-        write_chat_tokenizer(folder / "checkpoints" / checkpoint)
-        (folder / "checkpoints" / checkpoint / "config.json").write_text(json.dumps(to_json(presets.qwen3_0_6b)))
+    for checkpoint in ("checkpoints/qwen25_3b", "checkpoints/qwen3_06b", ".cache/smollm2"):
+        (folder / checkpoint).mkdir(parents=True)
+        write_chat_tokenizer(folder / checkpoint)
+        (folder / checkpoint / "config.json").write_text(json.dumps(to_json(presets.qwen3_0_6b)))
     for title, code in FILES.items():
         (folder / title).write_text(code, encoding="utf-8")
     with contextlib.chdir(folder):

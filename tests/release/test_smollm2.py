@@ -83,4 +83,4 @@ def test_the_published_model_answers_and_trains(tmp_path):
     assert "held-out prompt: Write one sentence about " in shown
     steps = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in row]
     assert len(steps) == 2
-    assert all(row["policy/logp_diff_max"] < 1e-3 for row in steps)  # sampler and learner agree
+    assert all(row["mismatch/abs_diff_largest_max"] < 1e-3 for row in steps)  # sampler and learner agree
