@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from small_experiment import Countdown, experiment
@@ -59,8 +60,11 @@ def once_each():
         yield pytest.param(filters, id="-".join(names), marks=() if is_new else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("filters", once_each())
-def test_every_ratio_on_policy_is_1(tmp_path, filters):
+@pytest.mark.parametrize("filters", [*once_each()])
+def test_every_ratio_on_policy_is_1(tmp_path, filters, monkeypatch):
+    """On one device; `test_sets_stay_with_their_tokens` has a sharded vocabulary."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
     rows = train(tmp_path, replace(BASE, sampling=replace(BASE.sampling, **filters)))
     assert len(rows) == 2
     for row in rows:
