@@ -3,20 +3,22 @@
 import contextlib
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from small_experiment import experiment
 
 from gspax import advantages
-from gspax.config import Grading
-from gspax.data import CharTokenizer
+from gspax.config import Grading, Turns
+from gspax.data import CharChat, CharTokenizer
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Batched
+from gspax.rewards.environments import Step
 from gspax.rewards.scores import Score, reward_calls
 from gspax.rollout.completion import Completion, Texts
-from gspax.rollout.episodes import begin
+from gspax.rollout.episodes import Episode, _take_step, begin
 from gspax.rollout.grading import (
     FailedRewardsError,
     check_batch,
@@ -267,3 +269,19 @@ def test_a_completion_has_the_thinking_that_its_prompt_opened(calls):
     (sample,) = reward_completions([problem], one, tokenizer=tokenizer, calls=given)
     assert sample.texts.completion == "<think>\n12"
     assert begin(problem, tokenizer, None).opening == "<think>\n"
+
+
+class OpensThinking(CharChat):
+    """A template that opens thinking after every reply."""
+
+    def encode_reply(self, messages):
+        return [*super().encode_reply(messages), *self.encode_completion("<think>\n")]
+
+
+def test_a_turn_has_the_thinking_that_the_reply_before_it_opened():
+    tokenizer, problem = OpensThinking("<think>/\n1234567890?"), Problem(prompt="1?", answer="12")
+    interaction = SimpleNamespace(tokenizer=tokenizer, turns=Turns(limit=2))
+    episode = Episode(problem, None, spans=[(0, 1)])
+    step = Step(None, [{"role": "user", "content": "2?"}])
+    reply, error = _take_step(interaction, episode, step, tokenizer.turn_end, tokenizer.vocab_size)
+    assert reply and not error and episode.opening == "<think>\n"
