@@ -81,10 +81,8 @@ unit: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 unit: $(TESTS)
 	$(PYTEST) --loadscope-reorder -m "not slow and not release" $(UNIT)
 
-# What the pages, the package, the studies, and the launch scripts promise, and the tests of over half a CPU-second. Without
-# SmolLM2, which is a download of 93 MB, the tests with it are skipped.
+# What the pages, the package, the studies, and the launch scripts promise, and the tests of over half a CPU-second.
 release: $(TESTS) $(TORCH) $(TPU)
-	@$(MAKE) --silent $(SMOLLM2) || echo "The tests with SmolLM2 are skipped."
 	$(PYTEST) -m "release and not slow"
 
 # The list of those tests, tests/costly.txt, measured again.

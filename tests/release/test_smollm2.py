@@ -1,4 +1,4 @@
-"""The experiment on a published model: its task without the model, and a greedy answer and two steps with it."""
+"""The experiment on a published model: its task without the model, and two steps with it."""
 
 import json
 import os
@@ -66,18 +66,16 @@ def test_without_the_model_a_dry_run_names_its_folder(tmp_path, monkeypatch, cap
     assert ".cache/smollm2: wanted the folder of a checkpoint" in capsys.readouterr().err
 
 
-def gspax(*arguments, **options):
+def gspax(*arguments):
     command = [sys.executable, "-m", "gspax", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600, **options)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.real
 @pytest.mark.skipif(not MODEL.is_dir(), reason="there is no .cache/smollm2 (make real)")
-def test_the_published_model_answers_and_trains(tmp_path):
-    question = "What is the capital of France?\n"
-    assert "Paris" in gspax("chat", MODEL, "--temperature", "0", "--max-tokens", "12", input=question)
+def test_the_published_model_trains(tmp_path):
     small = ("sampling.prompts=2", "sampling.group=2", "sampling.max_tokens=8", "evaluation.problems=1")
     shown = gspax("train", FILE, "--workdir", tmp_path / "run", "--report-to", "none", "schedule.steps=2", *small)
     assert "held-out prompt: Write one sentence about " in shown
