@@ -95,6 +95,29 @@ def test_a_rollout_is_what_the_server_answered(fake):
         assert rollout.finished_B[row] or count == 4
 
 
+@both
+def test_a_sample_of_a_server_ends_at_the_token_that_completes_a_stop_string(fake):
+    """The server knows tokens alone: it goes on where several tokens make a string."""
+    kept, stop = {}, ("13", "30", "42", "7", "9=", "85")
+    for stops in ((), stop):
+        runtime = make_runtime(served(fake, sampling=replace(experiment.sampling, stop=stops)))
+        state = fresh(runtime)
+        batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight()))
+        kept[stops] = jax.device_get(batch.sampled)
+    ends = set()
+    for row in range(32):
+        texts = {}
+        for stops, rollout in kept.items():
+            start = rollout.prompt_length_B[row]
+            texts[stops] = rollout.tokens_BT[row, start : start + rollout.length_B[row]].tolist()
+        decoded = [experiment.tokenizer.decode(texts[()][:count]) for count in range(len(texts[()]) + 1)]
+        count = next((n for n, text in enumerate(decoded) if text.endswith(stop)), None)
+        assert texts[stop] == texts[()][:count]
+        assert kept[stop].finished_B[row] == (count is not None or kept[()].finished_B[row])
+        ends.add(None if count is None else next(len(each) for each in stop if decoded[count].endswith(each)))
+    assert ends == ({None, 1, 2} if fake.program == "vllm" else {None, 1})  # what the fakes sample
+
+
 FILTERED = replace(experiment.sampling, temperature=0.8, top_k=5, top_p=0.9, min_p=0.05, mask_replay=8)
 
 

@@ -10,11 +10,12 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.config import Sampling
+from gspax.config import Mesh, Sampling
 from gspax.data import CharTokenizer, hf_tokenizer
 from gspax.data.token_bytes import read_token_bytes
 from gspax.errors import UserError
 from gspax.experiment import validate
+from gspax.parallel.sharding import make_mesh
 from gspax.rollout.engines.server import Answer, Ask, check_answer
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_inference_weights
@@ -97,12 +98,13 @@ def test_the_bytes_of_tokens_follow_from_the_decoder():
 
 
 @functools.cache
-def generate(stop=(), own=(), turns=False, **settings):
+def generate(stop=(), own=(), turns=False, devices=1, **settings):
     config = replace(tiny.TOGETHER["dense"], vocab_size=24)
     sampling = replace(SAMPLING, stop=stop, stop_token_ids=own, **settings)
-    weights, key = make_inference_weights(tiny.params(config), config, tiny.one_device()), jax.random.key(0)
+    mesh = make_mesh(Mesh(), jax.devices()[:devices])
+    weights, key = make_inference_weights(tiny.params(config), config, mesh), jax.random.key(0)
     matcher = make_matcher(LETTERS, sampling, config.vocab_size)
-    options = tiny.options(config, sampling, stop_ids(LETTERS, sampling), matcher=matcher, turns=turns)
+    options = tiny.options(config, sampling, stop_ids(LETTERS, sampling), mesh, matcher=matcher, turns=turns)
     return jax.device_get(sampler.sample(weights, PROMPTS, range(4), key, options))
 
 
@@ -118,7 +120,11 @@ def chosen_strings():
     return long[0][3:5], long[1][5:8], long[2][:1], long[3][1:3]
 
 
-@pytest.mark.parametrize("settings", [{}, {"slots": 5}, {"drafts": 3}, {"drafts": 2, "slots": 5, "chunk": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"slots": 5}, {"drafts": 3}, {"drafts": 2, "slots": 5, "chunk": 2}, {"devices": 4, "slots": 8, "chunk": 2}],
+    ids=str,
+)
 def test_samples_end_at_the_token_that_completes_a_stop_string(settings):
     stop, plain = chosen_strings(), generate()
     own = completions(plain)[4][5]  # a stop token of the experiment

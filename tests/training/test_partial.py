@@ -69,7 +69,7 @@ DELTA = replace(  # a gated delta net and a layer of attention; slots wait, are 
         delta_layers=(0,),
     ),
 )
-DRAFTED = replace(PARTIAL, sampling=replace(PARTIAL.sampling, drafts=3))
+DRAFTED = replace(PARTIAL, sampling=replace(PARTIAL.sampling, drafts=3, stop=("11", "1=", "24", "0", "935")))
 FORMS = {"completions": PARTIAL, "conversations": TALKING, "delta": DELTA, "drafts": DRAFTED}
 SPOILED = Spoiled(Numbered(), raising=(7, 34), too_long=(32, 43))  # 32 ends a checkpoint's batch, 34 begins the next
 CLOCKS = ("time/", "cpu/", "perf/")
@@ -143,6 +143,18 @@ def test_batches_have_the_samples_of_whole_ones_and_nothing_crosses_a_checkpoint
     batches, in_flight, states = draw_batches(runtime, renew=False)
     check_problems(batches, in_flight)
     check_completions(batches, drawn_at_once(runtime, states[0], P * STEPS))
+    check_stops(runtime.experiment, batches)
+
+
+def check_stops(experiment, batches):
+    """With stop strings, samples end where the first one does, and many do."""
+    stop, found = experiment.sampling.stop, []
+    for tokens, _, _ in itertools.chain(*(completions(batch.rollout) for batch in batches)) if stop else ():
+        text = experiment.tokenizer.decode(tokens.tolist())
+        ends = [count for count in range(1, len(text) + 1) if text[:count].endswith(stop)]
+        assert ends in ([], [len(text)]), text
+        found.append(len(ends))
+    assert not stop or len(found) / 4 < sum(found) < len(found)
 
 
 def check_completions(batches, wanted):
