@@ -1,5 +1,5 @@
-# `make train` learns to sort digits in a few minutes on a CPU; `make real` trains a published language model in a quarter of
-# an hour; `make test` runs the checks, `make unit` those of a minute, and
+# `make train` learns to sort digits in a few minutes on a CPU; `make real` trains a published language model;
+# `make test` runs the checks, `make unit` those of a minute, and
 # `make release` the documents, the package, and the scripts, `make check` all of them; `make docs` builds the site;
 # `make study NAME=clipping` runs a study, `make study-page` plots its results again;
 # `make extras NAMES=trackers,rewards` installs extras of setup.cfg; `make test-floors` tests its lowest versions;
