@@ -250,6 +250,19 @@ def test_a_warning_does_not_stop_the_run(called, capsys):
     assert len(called) == 1
 
 
+def test_a_process_that_gloo_waited_for_in_vain_is_one_sentence(monkeypatch, capsys):
+    """What jax 0.10 raises when another process is too slow to connect in 30 seconds."""
+    raised = type("JaxRuntimeError", (RuntimeError,), {})
+    problem = raised("INTERNAL: Gloo context initialization failed: Connect timeout\n[127.0.0.1]:1")
+    assert failing(monkeypatch, problem) == 1
+    assert capsys.readouterr().err == (
+        "gspax: processes: another process did not take part in an operation of all: "
+        "INTERNAL: Gloo context initialization failed: Connect timeout\n"
+    )
+    assert failing(monkeypatch, raised("INTERNAL: out of memory")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_a_failure_while_running_exits_1_with_its_traceback(monkeypatch, capsys):
     assert failing(monkeypatch, ZeroDivisionError("oh")) == 1
     assert "Traceback" in capsys.readouterr().err

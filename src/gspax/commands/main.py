@@ -104,9 +104,17 @@ def _run_and_report(arguments: list[str]) -> int:
             return 1
         where = "" if problem.filename is None else f"{shorten(str(problem.filename))}: "
         return _fail(problem, [f"{where}{problem.strerror}"], 1 if problem.errno in FULL_DISK else 2)
-    except Exception:
+    except Exception as problem:
+        if _is_lost_connection(problem):
+            reason = " ".join(str(problem).split("\n", 1)[0].split())[:300]
+            return _fail(problem, [f"processes: another process did not take part in an operation of all: {reason}"], 1)
         traceback.print_exc()
         return 1
+
+
+def _is_lost_connection(problem: Exception) -> bool:
+    """Whether gloo, which exchanges arrays between processes on CPUs, waited in vain: 30 s when they first connect."""
+    return type(problem).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "Gloo" in str(problem)
 
 
 def _fail(problem: BaseException, lines: Sequence[str], code: int) -> int:
