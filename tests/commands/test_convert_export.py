@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -602,6 +603,53 @@ def test_a_missing_checkpoint_is_rejected(tmp_path):
     (tmp_path / "run" / "experiment.json").write_text('{"model": {"vocab_size": 3}}')
     with pytest.raises(UserError, match=r"experiment.json: wanted a model of this version of gspax"):
         export.run(tmp_path / "run", tmp_path / "new")
+
+
+# Damage
+
+
+def replace_by_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "noise": lambda path: path.write_bytes(np.random.default_rng(0).bytes(path.stat().st_size)),
+    "number": lambda path: path.write_bytes(b"5"),
+    "folder": replace_by_folder,
+    "pipe": replace_by_pipe,
+}
+
+
+def test_a_damaged_run_is_exported_rightly_or_refused_in_a_sentence(tmp_path, capsys):
+    """Every damage of every file: what is exported equals the whole run's, and what is refused leaves no folder."""
+    whole = a_run(tmp_path / "whole", small_experiment.experiment, steps=(1,))
+    target, failures, refused = tmp_path / "out", [], 0
+    assert main.main(["export", "--from", str(whole), "--to", str(target)]) == 0
+    wanted = load(target)
+    capsys.readouterr()
+    for file in [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]:
+        for name, damage in DAMAGES.items():
+            shutil.rmtree(target, ignore_errors=True)
+            run = Path(shutil.copytree(whole, tmp_path / "run"))
+            damage(run / file)
+            code = main.main(["export", "--from", str(run), "--to", str(target)])
+            said = capsys.readouterr().err
+            fine = code == 0 and same_bytes(load(target), wanted)
+            fine = fine or (code in (1, 2) and said.startswith("gspax: ") and not target.exists())
+            if not fine or "Traceback" in said:
+                failures.append((str(file), name, code, said[-500:]))
+            refused += code != 0
+            shutil.rmtree(run)
+    assert refused and not failures, "\n".join(map(str, failures))
 
 
 # The command line
