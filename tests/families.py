@@ -366,7 +366,6 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
 CONSTANT = ("inv_freq", "embed_scale")  # buffers that follow from the configuration
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
-BATCH = 4, 14  # of the passes forward that are compared
 
 
 def make_model(model_type, dtype="float32", **changes):
@@ -497,7 +496,7 @@ def lora_difference(params, config, folder):
         adapters.init(config, lora, jax.random.key(1)),
     )
     adapted = adapters.attach_adapters(params, factors, lora)
-    tokens_BT = random_tokens(config, *BATCH)
+    tokens_BT = random_tokens(config, 4, 11)
     merged = transformers.AutoModelForCausalLM.from_pretrained(
         write(folder, config, dense(adapted)), attn_implementation="eager"
     )
@@ -508,16 +507,16 @@ def lora_difference(params, config, folder):
 def packed_difference(params, config):
     """The relative difference of logits between two sequences in one row and each in a row of its own.
 
-    One batch has them all, of the shape of `lora_difference`, which runs the same program.
+    One batch has them all, so one program runs.
     """
-    tokens_BT = random_tokens(config, *BATCH)
+    tokens_BT = random_tokens(config, 3, 14)
     segment_BT = np.ones_like(tokens_BT)
     segment_BT[0, 6:] = 2
     for row, part in ((1, slice(6)), (2, slice(6, 14))):
         alone = tokens_BT[0, part]
         tokens_BT[row, : len(alone)], segment_BT[row, len(alone) :] = alone, 0
     hidden_BTD, _ = apply(params, config, tokens_BT, segment_BT, mesh=tiny.one_device())
-    packed, first, second, _ = np.asarray(transformer.logits(params, hidden_BTD))
+    packed, first, second = np.asarray(transformer.logits(params, hidden_BTD))
     return relative(packed, np.concatenate([first[:6], second[:8]]))
 
 
