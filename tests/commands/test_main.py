@@ -342,19 +342,28 @@ def test_help_imports_no_jax():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_dry_run_touches_no_device_and_writes_nothing(tmp_path):
-    """It is quick, initializes the CPU at most (to compute a loss once), and imports no package of the model."""
+@pytest.mark.parametrize(
+    ("overrides", "initialized"),
+    [(["loss=gspax.losses.gspo"], set()), ([], {"cpu"})],
+    ids=["a loss of gspax", "an own loss"],
+)
+def test_the_dry_run_touches_no_device_and_writes_nothing(overrides, initialized, tmp_path):
+    """It is quick, initializes no backend, and imports neither the model's nor the optimizer's packages.
+
+    A loss of one's own is computed once, on the CPU.
+    """
     code = (
         "import sys; from gspax.commands import main; code = main.main(sys.argv[1:]); "
         "import jax._src.xla_bridge as bridge; "
-        "assert set(bridge._backends) <= {'cpu'}; assert not {'flax', 'optax', 'orbax'} & set(sys.modules); "
+        f"assert set(bridge._backends) == {initialized}; "
+        "assert not {'flax', 'optax', 'orbax'} & set(sys.modules); "
         "sys.exit(code)"
     )
     workdir = tmp_path / "run"
     start = time.monotonic()
     done = run(
         code, "train", STUB, "model=gspax.model.presets.qwen3_235b_a22b", "--dry-run", "--devices", "16",
-        "--workdir", str(workdir),
+        "--workdir", str(workdir), *overrides,
     )  # fmt: skip
     wall = time.monotonic() - start
     assert done.returncode == 0, done.stderr
