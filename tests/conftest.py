@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import gcs
 import jax
 import pytest
-from jax._src.interpreters import mlir
 
 jax.config.update("jax_platforms", "cpu")  # an installed libtpu without a TPU may wait for one
 jax.config.update("jax_num_cpu_devices", 8)  # every sharding test runs on any machine
@@ -41,6 +40,8 @@ if jax.__version_info__[:2] == (0, 10):  # XLA aborts on a flag that it does not
     else:
         os.environ["XLA_FLAGS"] = given
     # A context of MLIR takes 5 ms, a fifth of the time that a small program compiles in: the next 300 share one.
+    from jax._src.interpreters import mlir
+
     fresh, shared = mlir.make_ir_context, itertools.count()
     contexts = {}
 
