@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gspax.config.functions import name_of, parse
-from gspax.config.protocols import ConversationTokenizer, Message, Tokenizer
-from gspax.data.problem import encode_prompt
+from gspax.config.protocols import ConversationTokenizer, Tokenizer
+from gspax.data.problem import chat_of, encode_prompt
 from gspax.data.sources.mixture import Mixture
 from gspax.data.sources.row_source import RowSource
 from gspax.data.sources.schema import Schema
@@ -35,8 +35,7 @@ class Form:
         problem, _ = self.schema.read({"prompt": text})
         if not self.tools:
             return encode_prompt(tokenizer, problem)
-        messages: list[Message] = [*problem.context, {"role": "user", "content": problem.prompt}]
-        return cast(ConversationTokenizer, tokenizer).encode_chat(messages, self.tools)
+        return cast(ConversationTokenizer, tokenizer).encode_chat(chat_of(problem), self.tools)
 
     def __str__(self) -> str:
         schema, parts = self.schema, list[str]()

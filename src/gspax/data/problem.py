@@ -122,6 +122,11 @@ def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
     return problem
 
 
+def chat_of(problem: Problem) -> list[Message]:
+    """The messages of a problem: the chat before its prompt, and the prompt as the user's."""
+    return [*problem.context, {"role": "user", "content": problem.prompt}]
+
+
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> Sequence[int]:
     """The token ids of a problem's prompt, and of the chat before it, which needs a chat tokenizer (`data.hf_chat`)."""
     encode: Callable[..., Sequence[int]] = tokenizer.encode

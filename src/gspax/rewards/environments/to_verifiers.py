@@ -21,6 +21,7 @@ import verifiers.v1 as vf
 
 from gspax.config.protocols import DataSource, Environment, Message, Problem, Reward
 from gspax.data.chat_template import OPEN
+from gspax.data.problem import chat_of
 from gspax.rewards.calls import Batched, Failure
 from gspax.rewards.scores import Result, read_step, to_result
 
@@ -57,7 +58,7 @@ def offer(
     def reset(index: int) -> tuple[Any, Sequence[Message]]:
         problem = data.train(index)
         if environment is None:
-            return None, [*problem.context, {"role": "user", "content": problem.prompt}]
+            return None, chat_of(problem)
         return environment.reset(problem)
 
     class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):

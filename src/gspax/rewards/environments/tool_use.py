@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from gspax.config.protocols import Message, Problem, Step
 from gspax.config.ranges import NOT_EMPTY, PositiveInt
 from gspax.data.chat import split_thinking
+from gspax.data.problem import chat_of
 from gspax.errors import UserError
 from gspax.rewards.calls import concurrent
 
@@ -310,7 +311,7 @@ class ToolUse:
 
     def reset(self, problem: Problem) -> tuple[None, list[Message]]:
         """The problem as a chat; there is no state."""
-        return None, [*problem.context, {"role": "user", "content": problem.prompt}]
+        return None, chat_of(problem)
 
     @concurrent(8)
     def step(self, state: None, message: str) -> Step:
