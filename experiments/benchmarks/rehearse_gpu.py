@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspax.commands.doctor.hardware import PEAKS
+from gspax.commands.doctor.hardware import peaks
 from gspax.experiment import load, override
 from gspax.experiment.plan import Plan, plan
 
@@ -126,7 +126,7 @@ def bench(part: str, folder: Path, overrides: Sequence[str]) -> str:
     found, costs = json.loads(file.read_text(encoding="utf-8")), planned(overrides)
     phases, device = {each["name"]: each for each in found["figures"]}, found["devices"].partition(" x ")[2]
     train, rollout = phases["train"], phases["rollout"]
-    peak = next((PEAKS[kind] for kind in sorted(PEAKS, reverse=True) if device.startswith(kind)), None)
+    peak = peaks(device)
     shares = [f"{train['of_matmul']:.0%} of the measured product"]
     if peak is not None:
         shares.append(f"MFU {train['flops_per_s'] / peak[0]:.0%} of {peak[0] / 1e12:.0f} TFLOP/s")

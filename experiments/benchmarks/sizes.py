@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gspax.commands.aot.chips import CHIPS
+from gspax.commands.doctor.hardware import PEAKS
 from gspax.config import Experiment
 from gspax.errors import UserError
 from gspax.experiment import load
@@ -28,7 +29,7 @@ MODELS = {
     "Qwen3-30B-A3B": presets.qwen3_30b_a3b,
     "Qwen3-235B-A22B": presets.qwen3_235b_a22b,
 }
-DEVICES = {"H100": (74.5, 989e12)} | {  # GiB, FLOP/s of bfloat16
+DEVICES = {"H100": (74.5, PEAKS["NVIDIA H100 80GB HBM3"][0])} | {  # GiB, FLOP/s of bfloat16
     f"{name} chip": (CHIPS[name].memory_gib, CHIPS[name].flops) for name in ("v5e", "v6e", "v5p")
 }
 TOKENS = 1024  # of a response, and as many of its prompt at most

@@ -44,9 +44,8 @@ def describe() -> dict[str, object]:
     }
 
 
-def peaks() -> tuple[float, float] | None:
-    """The published peaks of the device, FLOP/s and bytes/s; None for a CPU and for kinds that are not in the table."""
-    kind = jax.local_devices()[0].device_kind
+def peaks(kind: str) -> tuple[float, float] | None:
+    """The published peaks of a device's kind, FLOP/s and bytes/s; None for a CPU and for kinds not in the table."""
     return next((PEAKS[name] for name in sorted(PEAKS, reverse=True) if kind.startswith(name)), None)
 
 
@@ -59,7 +58,7 @@ def limits(dtype: str) -> Limits:
 
 def device() -> Iterator[Result]:
     """The rates of a matrix product and of a copy, compared with the published ones, and of the link to the host."""
-    best = peaks()
+    best = peaks(jax.local_devices()[0].device_kind)
     on_cpu = jax.default_backend() == "cpu"
     for dtype in ("float32", "bfloat16"):
         bound = SHARE * best[0] / 1e9 if best and dtype == "bfloat16" else None
