@@ -6,13 +6,16 @@ A completion has no stop token, so every step samples and trains the same number
 Run: gspax bench experiments/benchmarks/gpu_workload.py model=gpu_workload.qwen3_moe model.num_hidden_layers=4
 """
 
-from collections.abc import Iterable
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from gspax import advantages, losses
-from gspax.config import Experiment, ModelConfig, Optimizer, Sampling, Schedule
+from gspax.config import ModelConfig, Optimizer, Sampling
 from gspax.data import Problem
 from gspax.model.presets import qwen3_30b_a3b
+
+sys.path.append(str(Path(__file__).parents[1]))
+import bench_small_moe
 
 smollm2_135m = ModelConfig(  # huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, config.json
     vocab_size=49152,
@@ -32,20 +35,6 @@ qwen3_moe = replace(qwen3_30b_a3b, num_hidden_layers=4, param_dtype="bfloat16")
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """One id per byte, the vocabulary of a model, and no stop id."""
-
-    vocab_size: int
-    stop_ids: tuple[int, ...] = ()
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(chr(i % 256) for i in ids)
-
-
-@dataclass(frozen=True)
 class Lines:
     """Numbered prompts of one length."""
 
@@ -57,19 +46,12 @@ class Lines:
     heldout = train
 
 
-def share_of_digits(problem: Problem, completion: str) -> float:
-    return sum(character.isdigit() for character in completion) / max(len(completion), 1)
-
-
-experiment = Experiment(
+experiment = replace(
+    bench_small_moe.experiment,
     name="gpu_workload",
     model=qwen3_moe,
     data=Lines(),
-    tokenizer=Bytes(qwen3_moe.vocab_size),
-    reward=share_of_digits,
-    advantage=advantages.standardize,
-    loss=losses.gspo,
+    tokenizer=bench_small_moe.Bytes(qwen3_moe.vocab_size),
     sampling=Sampling(prompts=16, group=8, max_prompt_tokens=128, max_tokens=256),
     optimizer=Optimizer(learning_rate=1e-6),
-    schedule=Schedule(minibatches=1),
 )
