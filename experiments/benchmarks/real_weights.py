@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/real_weights.py DIR
 
-It needs what `make real` fetches, torch (requirements-torch.txt), 6 GB of memory, and about twelve CPU-minutes.
+It needs what `make real` fetches, torch (requirements-torch.txt), 6 GB of memory, and about ten CPU-minutes.
 transformers reads the GGUF file by itself, so that both readers are compared too. DIR keeps the figures of each part,
 so that a run which was stopped continues. The table is written into real_weights.md.
 
@@ -20,24 +20,23 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gspax import losses
 from gspax.commands.environment import prepare, skip_absent_tpu
 from gspax.config import ModelConfig, Sampling
 from gspax.config.protocols import Tokenizer
 from gspax.hf import hf
+from gspax.learner.forward import StepSettings
 from gspax.learner.state import abstract_params, load_model
-from gspax.model import transformer
+from gspax.learner.train_step import make_score
 from gspax.parallel.sharding import single_device_mesh
+from gspax.rollout.engines.probe import learner_scores
 from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import lengths_to_host, make_options, sample
-from gspax.types import Array, Params, Rollout
+from gspax.types import Params, Rollout
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
@@ -45,7 +44,6 @@ import smollm2_constraints as task  # noqa: E402
 
 PAGE = HERE / "real_weights.md"
 PROMPTS, GREEDY_TOKENS, SAMPLED_TOKENS = 20, 64, 48
-ROWS = 4  # whose logits are in memory at a time
 KINDS = {  # the sampler and the model of each row of the third part
     "float32": {},
     "float32, top-p 0.9": {"top_p": 0.9},
@@ -72,22 +70,14 @@ class Policy:
         return jax.device_get(lengths_to_host(rollout))
 
     def score(self, rollout: Rollout) -> np.ndarray:
-        """The learner's log-probs of the tokens."""
-        position_1T = np.arange(rollout.tokens_BT.shape[1])[None]
-        segment_BT = (position_1T < (rollout.prompt_length_B + rollout.length_B)[:, None]).astype(np.int32)
-        score = jax.jit(partial(score_rows, config=self.config, mesh=self.mesh))
-        parts = [slice(start, start + ROWS) for start in range(0, len(segment_BT), ROWS)]
-        return np.concatenate(
-            [jax.device_get(score(self.params, rollout.tokens_BT[part], segment_BT[part])) for part in parts]
-        )
-
-
-def score_rows(
-    params: Params, tokens_BT: Array, segment_BT: Array, *, config: ModelConfig, mesh: jax.sharding.Mesh
-) -> Array:
-    """The log-probs of rows of tokens."""
-    hidden_BTD, _ = transformer.apply(params, config, tokens_BT, segment_BT, mesh=mesh)
-    return losses.token_logp(transformer.logits(params, hidden_BTD).astype(jnp.float32), tokens_BT)
+        """The learner's log-probs of the tokens, 0 in the first column and on padding."""
+        lengths = (rollout.prompt_length_B + rollout.length_B).tolist()
+        rows = [tokens[:length].tolist() for tokens, length in zip(rollout.tokens_BT, lengths, strict=True)]
+        score = make_score(StepSettings(config=self.config, mesh=self.mesh))
+        logp_BT = np.zeros(rollout.tokens_BT.shape, np.float32)
+        for row, logps in enumerate(learner_scores(score, self.params, rows, self.mesh)[0]):
+            logp_BT[row, 1 : lengths[row]] = logps
+        return logp_BT
 
 
 def load_policy() -> Policy:
