@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import io
 import json
-import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ import numpy as np
 import reference
 
 from gspax.config import ModelConfig
-from gspax.hf import tensors
 from gspax.hf.parameters import read_params
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
@@ -101,12 +99,10 @@ class Fake:
         try:
             manifest = worker.read_manifest(Path(folder))
             if self.faults.flips_byte:
-                flip_byte(next(file for file in Path(folder).iterdir() if file.suffix != ".json"))
+                flip_byte(Path(folder) / "model.safetensors")
             if problem := worker.find_damage(Path(folder)):
                 return {"error": problem}
-            with tempfile.TemporaryDirectory() as whole:
-                assemble(Path(folder), Path(whole))
-                self.read(whole)
+            self.read(folder)
         except Exception as problem:
             return {"error": f"{folder}: {type(problem).__name__}: {problem}"}
         self.loaded = {"version": manifest["version"], "digest": manifest["digest"], "instance": instance}
@@ -185,20 +181,10 @@ def top_logprobs(law, token, count):
     return {f"token_id:{other}": max(float(law[other]), -9999.0) for other in best}
 
 
-def assemble(folder, whole):
-    """Write the tensors that our worker extension reads from a version as one file."""
-    found = list(worker.read_tensors(folder))
-    dtypes = {each.name: tensors.DTYPES[each.kind] for each in found}
-    shapes = {each.name: tuple(each.shape) for each in found}
-    stored = tensors.create(whole / tensors.SINGLE, shapes, np.dtype(np.float32), dtypes)
-    for each in found:
-        tensors.write(stored[each.name], each.bits.view(dtypes[each.name]))
-
-
 def flip_byte(file):
-    """Change one bit of a tensor: of the exponent of the last number, or in the middle of a file of changes."""
+    """Change one bit of a tensor: of the exponent of the last number."""
     content = bytearray(file.read_bytes())
-    content[-1 if file.suffix == ".safetensors" else len(content) // 2] ^= 1
+    content[-1] ^= 1
     file.write_bytes(content)
 
 

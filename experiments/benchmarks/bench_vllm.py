@@ -5,8 +5,7 @@
 VLLM is the environment of vLLM's CPU build, FOLDER is for weights. The parts are the small mixture of experts in each
 dtype, and a dense model of 0.6B parameters. Both samplers get the same prompts, one after the other on the same cores.
 The models are random. CPU-seconds are of all threads of this process, and with vLLM of the server's processes too; on a
-busy machine they say more than seconds. For the figures of pushes nothing is trained: between two of them the
-parameters move by a normal number times the learning rate, which is about what Adam does.
+busy machine they say more than seconds.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from gspax.config import Engine, Experiment, Sampling
 from gspax.hf import parameters
@@ -36,7 +33,6 @@ from gspax.model import presets, transformer
 from gspax.rollout.engines import vllm
 from gspax.rollout.engines.contract import Request
 from gspax.rollout.engines.remote import context_length
-from gspax.rollout.engines.weights import Writer
 from gspax.rollout.runtime import make_runtime
 from gspax.training.in_flight import InFlight, read_prompts, sample_options
 from gspax.training.step import run_step
@@ -45,7 +41,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from sort_gspo import experiment
 
 ROUNDS = 2
-RATES = 1e-6, 1e-5
 MISMATCH = ("engine/probe_abs_diff", "mismatch/abs_diff", "mismatch/abs_diff_largest_max", "mismatch/extreme_tokens")
 SMALL = replace(experiment, warm_start=None, model=replace(experiment.model, head_dim=32))
 LARGE = replace(
@@ -104,22 +99,6 @@ def time_rollouts(settings: Experiment, params: Any, group: int | None) -> dict[
     return {"s": seconds, "cpu": cpu, "rate": places * settings.sampling.group / seconds, **weights.metrics}
 
 
-def push_steps(settings: Experiment, params: Any, step: Callable[[Any, int], Any]) -> list[dict[str, float]]:
-    """The metrics of the pushes of versions 0 to 3."""
-    engine, metrics = make_runtime(settings).engine, []
-    for version in range(4):
-        metrics.append(engine.push(params, version).metrics)
-        params = step(params, version)
-    return metrics
-
-
-def move(params: Any, number: int, rate: float) -> Any:
-    """The parameters, each moved by a normal number times the rate."""
-    rng = np.random.default_rng(number)
-    add = lambda leaf: np.asarray(leaf) + np.float32(rate) * rng.standard_normal(leaf.shape, np.float32)  # noqa: E731
-    return jax.tree.map(add, params)
-
-
 def train_steps(settings: Experiment, count: int) -> list[dict[str, float]]:
     """The metrics of the first steps of a run."""
     runtime, found = make_runtime(settings), []
@@ -140,27 +119,12 @@ def measure_small(environment: Path, folder: Path, dtype: str) -> None:
             found = train_steps(replace(served, routing_replay=replay), 4)
             figures = [f"{max(step[name] for step in found):.1e}" for name in MISMATCH]
             print_row(f"| {dtype} | {replay} | {' | '.join(figures)} |")
-        print_pushes(name, served, params)
 
 
 def measure_large(environment: Path, folder: Path) -> None:
     name, params = "0.6B parameters, dense, bfloat16", transformer.init(LARGE.model, jax.random.key(0))
     with serve(environment, folder / "large", LARGE) as (served, group):
         print_samples(name, LARGE, served, params, group)
-        print_pushes(name, served, params)
-
-
-def measure_writes(folder: Path) -> None:
-    """The bytes that pushes of the large model write, without a server."""
-    rng, wanted = np.random.default_rng(0), transformer.abstract_params(LARGE.model)
-    params = jax.tree.map(lambda leaf: np.float32(0.02) * rng.standard_normal(leaf.shape, np.float32), wanted)
-    writer = Writer(folder / "writes", LARGE.model, changes=True)
-    for version in range(3):
-        cpu = cpu_seconds(None)
-        written = writer.write(version, params)
-        figures = written.bytes / 1e6, written.seconds, cpu_seconds(None) - cpu
-        print_row(f"| 0.6B parameters, bfloat16, 1e-06 | {version} | {' | '.join(f'{one:.3g}' for one in figures)} |")
-        params = move(params, version, 1e-6)
 
 
 def print_samples(name: str, alone: Experiment, served: Experiment, params: Any, group: int) -> None:
@@ -171,16 +135,6 @@ def print_samples(name: str, alone: Experiment, served: Experiment, params: Any,
     print_row(f"| {name} | {what} | {' | '.join(figures)} |")
 
 
-def print_pushes(name: str, served: Experiment, params: Any) -> None:
-    """The first push, in full, and the fourth."""
-    for rate in RATES:
-        found = push_steps(served, params, partial(move, rate=rate))
-        for number in (0, 3):
-            one = found[number]
-            figures = [one["engine/push_bytes"] / 1e6, one["engine/write_seconds"], one["engine/load_seconds"]]
-            print_row(f"| {name}, {rate:g} | {number + 1} | {' | '.join(f'{figure:.3g}' for figure in figures)} |")
-
-
 def print_row(row: str) -> None:
     print(row, f"<!-- load {os.getloadavg()[0]:.0f} -->", flush=True)
 
@@ -189,8 +143,6 @@ def main(environment: Path, folder: Path, parts: list[str]) -> None:
     for part in parts:
         if part == "large":
             measure_large(environment, folder)
-        elif part == "writes":
-            measure_writes(folder)
         else:
             measure_small(environment, folder, part)
 

@@ -1,4 +1,4 @@
-"""Versions in a folder, in full or as changes: what vLLM's workers read is what was written."""
+"""Versions in a folder: what vLLM's workers read is what was written."""
 
 from dataclasses import replace
 
@@ -43,98 +43,44 @@ def assert_equal(path, params, model, folder):
         np.testing.assert_array_equal(got[name], tensors.read(stored).reshape(-1).view(got[name].dtype), name)
 
 
-def versions(folder, model, count, share=0.02):
-    """A writer of changes, what it has written, and the newest parameters."""
-    writer, params, written = Writer(folder, model, changes=True), random_params(model), []
-    for version in range(count):
-        params = params if version == 0 else train(params, version, share)
-        written.append(writer.write(version, params))
-    return writer, written, params
-
-
 @pytest.mark.parametrize("model", [BFLOAT16, JOINED], ids=["experts", "joined tensors"])
-def test_changes_give_the_weights_that_were_written_in_full(model, tmp_path):
-    writer, written, params = versions(tmp_path / "changes", model, 4)
-    files = [sorted(path.name for path in each.path.iterdir() if path.suffix != ".json") for each in written]
-    assert files == [["model.safetensors"], *[["changes-00000.npz"]] * 3]
-    assert all(each.bytes < 0.1 * written[0].bytes for each in written[1:])
-    assert_equal(written[-1].path, params, model, tmp_path / "export")
-    alone = Writer(tmp_path / "full", model, changes=False).write(3, params)
-    assert (alone.digest, alone.bytes) == (written[-1].digest, written[0].bytes), "the digest is of the weights alone"
-    weights.remove_others(tmp_path / "changes", writer.kept)
-    assert len(list((tmp_path / "changes").iterdir())) == 4, "all are needed to read the newest"
+def test_a_version_is_an_export_of_the_parameters(model, tmp_path):
+    """Also one that is written again, as by a run that has returned to an earlier step."""
+    writer, params = Writer(tmp_path / "versions", model), random_params(model)
+    first = writer.write(0, params)
+    assert first.bytes == sum(bits.nbytes for bits in read(first.path).values())
+    changed = train(params, 1)
+    written = [writer.write(version, changed) for version in (1, 0)]
+    assert [one.path.name for one in written] == ["weights_v000001", "weights_v000000"]
+    assert written[0].digest == written[1].digest != first.digest, "the digest is of the weights alone"
+    for one in written:
+        assert_equal(one.path, changed, model, tmp_path / f"export {one.version}")
+    weights.remove_others(written[0].path)
+    assert [path.name for path in (tmp_path / "versions").iterdir()] == ["weights_v000001"]
 
 
-def test_a_version_is_written_in_full_when_its_changes_would_be_no_smaller(tmp_path):
-    """Also every so many versions, so that not many are read for one."""
-    writer, written, params = versions(tmp_path, BFLOAT16, 3, share=0.2)
-    assert written[2].bytes == written[0].bytes > written[1].bytes, "0.6 and 0.6 of the bytes are more than all"
-    assert writer.kept == [written[2].path]
-    everything = writer.write(3, train(params, 9, share=1.0))
-    assert everything.bytes == written[0].bytes
-    back = writer.write(3, params)  # a run that has returned to an earlier step writes a version again
-    assert back.bytes == written[0].bytes and back.digest == written[2].digest
-    assert_equal(back.path, params, BFLOAT16, tmp_path / "export")
-    assert writer.write(3, train(params, 10)).bytes == written[0].bytes, "no version is its own base"
+def test_a_damaged_version_is_refused(tmp_path):
+    written = Writer(tmp_path, BFLOAT16).write(0, random_params(BFLOAT16))
+    file = written.path / "model.safetensors"
+    whole = file.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    for at in range(begin, len(whole), len(whole) // 20):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert "wanted the checksum" in worker.find_damage(written.path)
+    file.write_bytes(whole)
+    assert worker.find_damage(written.path) == ""
 
 
-def test_equal_weights_have_no_changes(tmp_path):
-    writer, (first,), params = versions(tmp_path, BFLOAT16, 1)
-    again = writer.write(1, params)
-    assert (again.bytes, again.digest) == (0, first.digest) and read(again.path).keys() == read(first.path).keys()
+def test_a_write_that_is_interrupted_leaves_no_version(tmp_path, monkeypatch):
+    writer, params = Writer(tmp_path, BFLOAT16), random_params(BFLOAT16)
+    writer.write(0, params)
 
-
-def is_refused(path):
-    try:
-        return worker.find_damage(path) != ""
-    except Exception:  # of the zip file
-        return True
-
-
-def flip(file, at):
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
-
-
-def test_changes_of_another_version_and_damaged_ones_are_refused(tmp_path):
-    _, written, params = versions(tmp_path / "a", BFLOAT16, 3)
-    newest = written[2].path
-    changes = newest / "changes-00000.npz"
-    whole, right, refused = changes.read_bytes(), read(newest), 0
-    for at in range(0, len(whole), len(whole) // 40):
-        flip(changes, at)
-        if not is_refused(newest):  # a time in the zip file
-            jax.tree.map(np.testing.assert_array_equal, read(newest), right)
-        else:
-            refused += 1
-        changes.write_bytes(whole)
-    assert refused > 20
-    base = written[0].path / "model.safetensors"
-    flip(base, -1)
-    assert "wanted the checksum" in worker.find_damage(newest)
-    flip(base, -1)
-    assert worker.find_damage(newest) == ""
-    other = Writer(tmp_path / "b", BFLOAT16, changes=True).write(1, train(params, 7))
-    written[1].path.rename(tmp_path / "moved")
-    other.path.rename(written[1].path)
-    with pytest.raises(
-        ValueError, match=r"wanted the version \S+ to apply the changes of weights_v000002 to, weights_v000001 is"
-    ):
-        worker.find_damage(newest)
-
-
-def test_a_writer_that_was_interrupted_writes_in_full_next(tmp_path, monkeypatch):
-    writer, (first,), params = versions(tmp_path, BFLOAT16, 1)
-
-    def killed(*arguments, **changes):
+    def killed(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(np, "savez", killed)
+        patch.setattr(tensors, "write", killed)
         writer.write(1, train(params, 1))
     assert [path.name for path in tmp_path.iterdir()] == ["weights_v000000"]
     changed = train(params, 2)
-    written = writer.write(1, changed)
-    assert written.bytes == first.bytes
-    assert_equal(written.path, changed, BFLOAT16, tmp_path / "export")
+    assert_equal(writer.write(1, changed).path, changed, BFLOAT16, tmp_path / "export")

@@ -74,7 +74,7 @@ class Pusher:
         self.mesh, self.servers = mesh, Servers(servers, settings.timeout, install)
         self.pool = ThreadPoolExecutor(settings.requests * len(servers), thread_name_prefix="gspax_engine")
         self.pushed: Pushed | None = None
-        self._writer = Writer(Path(settings.folder), model, changes=all(server.reads_changes for server in servers))
+        self._writer = Writer(Path(settings.folder), model)
         self._settings, self._model, self._sampling = settings, model, sampling
         self._length, self._keep_experts = length, keep_experts
         self._mask_size = sampling_mask_size(sampling, model.vocab_size)
@@ -104,7 +104,7 @@ class Pusher:
         sampled = float(np.max([self._sampled_difference(params, probes, answers) for _, answers in probed]))
         require_equal(sampled, limit, "tokens that it sampled")
         self._first = max(scored, sampled) if self._first is None else self._first
-        weights.remove_others(folder, self._writer.kept)
+        weights.remove_others(written.path)
         metrics = {
             "engine/push_bytes": float(written.bytes),
             "engine/write_seconds": written.seconds,

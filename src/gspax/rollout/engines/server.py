@@ -62,8 +62,6 @@ class Answer(NamedTuple):
 class Server(Protocol):
     """One server. All methods raise `UnreachableError` or `RefusedError`, with its address."""
 
-    reads_changes: bool  # whether `load` reads a version that holds the changes of another one
-
     @property
     def address(self) -> str:
         """http://HOST:PORT."""
@@ -92,8 +90,6 @@ class Server(Protocol):
 
 class Endpoint:
     """The common part of all servers: an address that is called, and the model that the server must have."""
-
-    reads_changes = False
 
     def __init__(self, address: str, model: ModelConfig, timeout: float) -> None:
         self._client, self._model = Client(address, timeout), model

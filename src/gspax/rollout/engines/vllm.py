@@ -44,8 +44,6 @@ WORKER = Path(__file__).parent / "vllm_worker"
 class VLLM(Endpoint):
     """A server that was started with `command`, or one that serves a model of another `name`; None: whichever it is."""
 
-    reads_changes = True
-
     def __init__(self, address: str, model: ModelConfig, timeout: float, name: str | None = NAME) -> None:
         super().__init__(address, model, timeout)
         self._name = name

@@ -1,17 +1,11 @@
-"""Versions of the policy in a folder: `weights_v000123/`, in Hugging Face's layout or as changes of the one before.
+"""Versions of the policy in a folder, in Hugging Face's layout: `weights_v000123/`.
 
 A version is written under a temporary name, synchronized with the disk, and renamed, so a folder of this name is
 complete. Every process writes a share of its tensors; the first one writes the manifest last. It has a SHA-256 of each
 tensor: whoever loads the version sees a byte that a disk or a network file system has changed since. The digest of all
-of them says which weights an engine has.
+of them says which weights a server has.
 
     {"format": 1, "version": 123, "dtype": "bfloat16", "digest": "…", "tensors": {NAME: SHA-256, …}}
-
-A training step changes about a percent of the numbers of bfloat16 weights. So a version may hold changes instead of
-tensors: files `changes-00000.npz`, which have for a tensor its changed numbers, each with its place and its bits, or
-all of its bits. Its manifest has the version that they are applied to, and checksums of the tensors that result:
-
-    {…, "base": {"folder": "weights_v000122", "digest": "…"}}
 """
 
 from __future__ import annotations
@@ -53,132 +47,82 @@ class Written:
     path: Path  # absolute
     version: int
     digest: str
-    bytes: int  # of the tensors, or of the changes
+    bytes: int  # of the tensors
     seconds: float
 
 
 class Writer:
     """Writes the versions of a model, adapters merged, in its dtype.
 
-    It holds this process's share of the newest version's tensors in memory, as bits.
-
     Args:
       folder: on a file system that all processes and servers share.
-      changes: whether the servers can read versions that hold changes.
+      model: that is written.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig, *, changes: bool) -> None:
-        self._folder, self._model, self._changes = folder.absolute(), model, changes
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self._folder, self._model = folder.absolute(), model
         self._dtype = np.dtype(jax.numpy.dtype(model.dtype))
         self._table, shapes, self._own = parameters.published_tensors(model)
-        self._dtypes = {name: self._own.get(name, self._dtype) for name in shapes}
-        self._bytes = sum(math.prod(shape) * self._dtypes[name].itemsize for name, shape in shapes.items())
+        dtypes = {name: self._own.get(name, self._dtype) for name in shapes}
+        self._bytes = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
         share = min(parameters.SHARD_SIZE, -(-self._bytes // jax.process_count()))
         self._files = tensors.divide(shapes, self._dtype, share, self._own)
         self._mine = dict(list(self._files.items())[jax.process_index() :: jax.process_count()])
-        self._bits = {
-            name: np.zeros(math.prod(shape), f"u{self._dtypes[name].itemsize}")
-            for shard in self._mine.values()
-            for name, shape in shard.items()
-        }
-        self._chain: list[Written] = []  # the newest version in full, and those of its changes up to the newest
-
-    @property
-    def kept(self) -> list[Path]:
-        """The folders that the newest version is read from."""
-        return [written.path for written in self._chain]
 
     def write(self, version: int, params: Params) -> Written:
-        """Write a version: its changes, or all of it, if the changes since the last one that was written so have more
-        bytes than it. Collective. A folder of this version that exists is replaced.
+        """Write a version. Collective. A folder of this version that exists is replaced.
 
         Raises:
           UserError: the folder cannot be written.
         """
         begun, path = time.monotonic(), self._folder / f"{PREFIX}{version:06d}"
-        chain, self._chain = self._chain, []  # until the version is there, nothing is known to be
-        if not self._changes or path in [written.path for written in chain]:
-            chain = []
-        changed = self._take(params, compare=bool(chain))
-        size = sum(multihost.gather(sum(change.nbytes for change in changed.values())))
-        if sum(written.bytes for written in chain[1:]) + size >= self._bytes:
-            chain, size = [], self._bytes
+        numbers = self._collect(params)
         with _shared_folder(path) as temporary:
-            work = (lambda: self._write_changes(temporary, changed)) if chain else (lambda: self._write_all(temporary))
             checksums = dict[str, str]()
-            for part in multihost.gather(multihost.all_or_raise(work)):
+            for part in multihost.gather(multihost.all_or_raise(lambda: self._write_share(temporary, numbers))):
                 checksums |= part
             digest = digest_of(checksums)
-            manifest = {"format": FORMAT, "version": version, "dtype": self._model.dtype, "digest": digest}
-            if chain:
-                manifest["base"] = {"folder": chain[-1].path.name, "digest": chain[-1].digest}
             if jax.process_index() == 0:
+                manifest = {"format": FORMAT, "version": version, "dtype": self._model.dtype, "digest": digest}
                 manifest["tensors"] = dict(sorted(checksums.items()))
                 write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        written = Written(path, version, digest, size, time.monotonic() - begun)
-        self._chain = [*chain, written]
-        return written
+        return Written(path, version, digest, self._bytes, time.monotonic() - begun)
 
-    def _take(self, params: Params, *, compare: bool) -> dict[str, np.ndarray]:
-        """Take over the weights. Collective.
-
-        Returns:
-          The changes of each tensor of this process that has some: places and bits, or all bits if that is less.
-        """
+    def _collect(self, params: Params) -> dict[str, np.ndarray]:
+        """Collect this process's share of the tensors, each in one axis. Collective."""
         leaves = named_leaves(_merge(params))
-        changed, whole = dict[str, list[np.ndarray]](), set[str]()
+        shapes = {name: shape for shard in self._mine.values() for name, shape in shard.items()}
+        dtypes = {name: self._own.get(name, self._dtype) for name in shapes}
+        collected = {name: np.empty(math.prod(shape), dtypes[name]) for name, shape in shapes.items()}
 
-        def update(name: str, numbers: np.ndarray, part: Part | None) -> None:
-            bits = self._bits[name]
-            part = part or Part(1, 0, bits.size, bits.size)
-            held = bits.reshape(part.outer, part.total, -1)[:, part.start : part.start + part.length]
-            new = numbers.reshape(-1).view(bits.dtype).reshape(held.shape)
-            if compare:
-                differs = held != new
-                if 2 * np.count_nonzero(differs) >= differs.size or bits.size > 2**32:
-                    whole.add(name)  # its places would have more bytes
-                else:
-                    outer, place = np.divmod(np.flatnonzero(differs), step := held[0].size)
-                    record = np.empty(place.size, [("place", "<u4"), ("bits", bits.dtype)])
-                    record["place"] = outer * (bits.size // part.outer) + part.start * (step // part.length) + place
-                    record["bits"] = new.reshape(-1)[outer * step + place]
-                    changed.setdefault(name, []).append(record)
-            held[...] = new
+        def copy(name: str, numbers: np.ndarray, part: Part | None) -> None:
+            tensor = collected[name]
+            outer, start, length, total = part or Part(1, 0, tensor.size, tensor.size)
+            place = tensor.reshape(outer, total, -1)[:, start : start + length]
+            place[...] = numbers.reshape(place.shape)
 
         several = jax.process_count() > 1
         parameters.publish(
             self._table,
             lambda name: _Layers(leaves[name]) if several else multihost.to_host(leaves[name]),
-            {name: self._dtypes[name] for name in self._bits},
-            update,
+            dtypes,
+            copy,
         )
-        if not compare:
-            return self._bits
-        found = {name: np.concatenate(records) for name, records in changed.items()}
-        return {name: found[name] for name in found if found[name].size} | {name: self._bits[name] for name in whole}
+        return collected
 
-    def _write_changes(self, folder: Path, changed: dict[str, np.ndarray]) -> dict[str, str]:
-        """Write this process's changes; the checksums of all its tensors."""
-        np.savez(folder / f"changes-{jax.process_index():05}.npz", **changed)  # type: ignore[arg-type]
-        return self._finish(folder)
-
-    def _write_all(self, folder: Path) -> dict[str, str]:
-        """Write this process's files; the checksums of all its tensors."""
+    def _write_share(self, folder: Path, numbers: dict[str, np.ndarray]) -> dict[str, str]:
+        """Write this process's files to the disk, and return the checksums of their tensors."""
         for file, shard in self._mine.items():
             for name, stored in tensors.create(folder / file, shard, self._dtype, self._own).items():
-                tensors.write(stored, self._bits[name].view(stored.dtype))
+                tensors.write(stored, numbers[name])
         if jax.process_index() == 0:
             parameters.write_config(folder, self._model, self._model.dtype)
             tensors.write_index(folder, self._files, self._dtype, self._own)
-        return self._finish(folder)
-
-    def _finish(self, folder: Path) -> dict[str, str]:
-        """Synchronize the files with the disk; the checksums of this process's tensors."""
-        for file in folder.iterdir():
-            with file.open("rb") as opened:
+        for path in folder.iterdir():
+            with path.open("rb") as opened:
                 os.fsync(opened.fileno())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return dict(zip(self._bits, pool.map(_checksum, self._bits.values()), strict=True))
+            return dict(zip(numbers, pool.map(_checksum, numbers.values()), strict=True))
 
 
 _merge = jax.jit(dense)  # of parameters without adapters it copies nothing
@@ -200,8 +144,8 @@ def _select(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
     return leaf[index]
 
 
-def _checksum(bits: np.ndarray) -> str:
-    return hashlib.sha256(bits.data).hexdigest()
+def _checksum(numbers: np.ndarray) -> str:
+    return hashlib.sha256(numbers.view("u1").data).hexdigest()
 
 
 @contextlib.contextmanager
@@ -232,12 +176,12 @@ def digest_of(checksums: dict[str, str]) -> str:
     return hashlib.sha256("".join(f"{name} {checksums[name]}\n" for name in sorted(checksums)).encode()).hexdigest()
 
 
-def remove_others(folder: Path, kept: list[Path]) -> None:
-    """Delete every version but these, and what killed pushes have left, on process 0."""
+def remove_others(kept: Path) -> None:
+    """Delete every version beside this one, and what killed pushes have left, on process 0."""
     if jax.process_index() != 0:
         return
-    for path in folder.absolute().glob(f"{PREFIX}*"):
-        if path not in kept:
+    for path in kept.parent.glob(f"{PREFIX}*"):
+        if path != kept:
             with contextlib.suppress(OSError):
                 shutil.rmtree(path)
 

@@ -7,7 +7,6 @@ called over HTTP by `/collective_rpc`, which exists with VLLM_SERVER_DEV_MODE=1.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import struct
@@ -91,30 +90,9 @@ def find_damage(folder: Path) -> str:
 
 
 def read_tensors(folder: Path) -> Iterator[Tensor]:
-    """The tensors of a version, one at a time: those of the version in full that it begins with, and all changes since.
-
-    Raises:
-      ValueError: a version that changes are applied to is another one.
-    """
-    changes, manifest = [folder], read_manifest(folder)
-    while base := manifest.get("base"):
-        folder = folder.parent / base["folder"]
-        manifest = read_manifest(folder)
-        if manifest["digest"] != base["digest"]:
-            raise ValueError(
-                f"wanted the version {base['digest'][:16]} to apply the changes of {changes[-1].name} to, "
-                f"{folder.name} is {manifest['digest'][:16]}"
-            )
-        changes.append(folder)
-    with contextlib.ExitStack() as stack:
-        files = [file for each in reversed(changes) for file in sorted(each.glob("changes-*.npz"))]
-        opened = [stack.enter_context(np.load(file)) for file in files]
-        for file in sorted(folder.glob("*.safetensors")):
-            for tensor in read_file(file):
-                for changed in opened:
-                    if tensor.name in changed:
-                        apply(changed[tensor.name], tensor.bits)
-                yield tensor
+    """Read the tensors of a version, one at a time."""
+    for file in sorted(folder.glob("*.safetensors")):
+        yield from read_file(file)
 
 
 def read_file(file: Path) -> Iterator[Tensor]:
@@ -128,14 +106,6 @@ def read_file(file: Path) -> Iterator[Tensor]:
         kind = BITS[entry["dtype"]]
         bits = np.fromfile(file, kind, (end - begin) // kind.itemsize, offset=8 + length + begin)
         yield Tensor(name, entry["dtype"], entry["shape"], bits)
-
-
-def apply(change: np.ndarray, bits: np.ndarray) -> None:
-    """Apply the change of a tensor: its new bits, or some of them with their places."""
-    if change.dtype.names is None:
-        bits[...] = change
-    else:
-        bits[change["place"]] = change["bits"]
 
 
 def to_torch(tensor: Tensor) -> tuple[str, Any]:
