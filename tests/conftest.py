@@ -66,8 +66,9 @@ os.environ.setdefault("MALLOC_ARENA_MAX", "8")
 TESTS = Path(__file__).parent
 sys.path.append(str(TESTS.parent / "experiments"))  # its tasks, as `gspax train` finds them beside an experiment file
 PROCESSES = "connections joining processes pushes saves security transfer watchdog"
+FORMATS = "config data experiment hf losses report run"
 TIERS = {  # the folders and files of a tier; all others are of tier "device": they compile models and run them
-    "unit": ("config/", "data/", "experiment/", "hf/", "losses/", "report/", "run/"),
+    "unit": (*(f"{name}/" for name in FORMATS.split()), "tools/test_comparison", "tools/test_diagnosis"),
     "process": ("faults/", *(f"parallel/test_{name}" for name in PROCESSES.split())),
     "release": ("release/",),
 }

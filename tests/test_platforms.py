@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
-from gspax.commands import benchmarks, environment
+from gspax.commands import environment
 from gspax.errors import FailureError, UserError
 from gspax.rewards import code
 from gspax.rewards.workers import worker
 from gspax.run import lock
+from gspax.tools import benchmarks
 
 
 @pytest.fixture

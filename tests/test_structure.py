@@ -216,8 +216,8 @@ def layer(module):
 
 def test_the_table_of_layers_is_parsed():
     layers = read_layers()
-    assert set(range(10)) == set(layers.values())
-    assert layers["types.py"] == 0 and layers["losses/"] == 1 and layers["commands/"] == 9
+    assert set(range(11)) == set(layers.values())
+    assert layers["types.py"] == 0 and layers["losses/"] == 1 and layers["tools/"] == 10
     assert (layer("gspax.config"), layer("gspax.model.moe"), layer("gspax.losses")) == (0, 2, 1)
 
 
@@ -239,6 +239,18 @@ def test_nothing_imports_a_higher_layer():
         if None not in (layer(module), layer(other)) and layer(other) > layer(module)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_the_tools():
+    """The program finds a tool by its name, when it is called."""
+    inside = {module for module in FILES if (module + ".").startswith("gspax.tools.")}
+    assert inside
+    wrong = {module: sorted(own(module) & inside) for module in FILES.keys() - inside if own(module) & inside}
+    assert not wrong, wrong
+    assert {label(path) for module, path in FILES.items() if "gspax.tools" in path.read_text(encoding="utf-8")} <= {
+        "src/gspax/commands/main.py",
+        *(label(FILES[module]) for module in inside),
+    }
 
 
 # Arguments
@@ -362,8 +374,8 @@ def test_output_goes_through_one_function():
     exceptions = (
         "rewards/workers/worker.py",
         "data/template_child.py",
-        "commands/samples.py",
-        "commands/doctor/__init__.py",
+        "tools/samples.py",
+        "tools/doctor/__init__.py",
     )
     raw = {
         label(path)

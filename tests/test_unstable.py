@@ -82,7 +82,7 @@ def test_get_topology_desc():
     with advice(unstable.get_topology_desc):
         from jax.experimental import topologies
 
-        # It needs libtpu; tests/commands/test_compile.py calls it if libtpu is installed.
+        # It needs libtpu; tests/tools/test_compile.py calls it if libtpu is installed.
         arguments = {"platform": "tpu", "topology_name": "v5e:2x2", "num_slices": 1}
         inspect.signature(topologies.get_topology_desc).bind(**arguments)
 

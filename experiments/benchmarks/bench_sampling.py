@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 
-from gspax.commands.benchmarks import measure_limits, time_calls
 from gspax.config import Experiment, ModelConfig, Sampling
 from gspax.experiment import load
 from gspax.learner.state import abstract_params
@@ -31,6 +30,7 @@ from gspax.rollout.runtime import make_runtime
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import sample
+from gspax.tools.benchmarks import measure_limits, time_calls
 
 REPEATS = 3
 RAGGED_SLOTS = 4  # ragged samples for each slot

@@ -17,9 +17,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from gspax import config
-from gspax.commands.aot import chips, hlo, programs
 from gspax.experiment import loading
 from gspax.parallel.sharding import make_mesh
+from gspax.tools.aot import chips, hlo, programs
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ["v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8"]

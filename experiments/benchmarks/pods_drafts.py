@@ -18,11 +18,11 @@ from pathlib import Path
 import jax
 from pods import HERE, PODS, read_columns
 
-from gspax.commands.aot.chips import Topology, make_targets, parse_topology
-from gspax.commands.aot.compile_report import DECODE, PREFILL, Work, estimate
-from gspax.commands.aot.programs import ROLLOUT, Program, compile_few, few_layers, make_programs
 from gspax.config import Experiment
 from gspax.experiment import load
+from gspax.tools.aot.chips import Topology, make_targets, parse_topology
+from gspax.tools.aot.compile_report import DECODE, PREFILL, Work, estimate
+from gspax.tools.aot.programs import ROLLOUT, Program, compile_few, few_layers, make_programs
 
 EXPERIMENTS = "v5p_64", "v5e_64", "v6e_64", "235B, v5p_512"
 DRAFTS = 0, 1, 3, 7

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspax.commands.doctor.hardware import peaks
 from gspax.experiment import load, override
 from gspax.experiment.plan import Plan, plan
+from gspax.tools.doctor.hardware import peaks
 
 HERE = Path(__file__).parent
 WORKLOAD = HERE / "gpu_workload.py"

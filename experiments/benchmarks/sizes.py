@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from gspax.commands.aot.chips import CHIPS
-from gspax.commands.doctor.hardware import PEAKS
 from gspax.config import Experiment
 from gspax.errors import UserError
 from gspax.experiment import load
@@ -20,6 +18,8 @@ from gspax.experiment.plan import Plan, memory_problems, plan
 from gspax.model import presets
 from gspax.model.sizes import forward_flops
 from gspax.run.folders import write_atomically
+from gspax.tools.aot.chips import CHIPS
+from gspax.tools.doctor.hardware import PEAKS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "pod.md"

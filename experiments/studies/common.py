@@ -26,11 +26,11 @@ import numpy as np
 
 from gspax.errors import UserError
 from gspax.experiment import check, load, override
-from gspax.report.comparison import COLORS, WINDOW, Entry, Run, common_tokens, contrast, draw_metric, read_variant
-from gspax.report.comparison import Variant as VariantRuns
 from gspax.report.curves import Draw, style_axes
 from gspax.report.statistics import Estimate, estimate_mean
 from gspax.run.folders import write_atomically
+from gspax.tools.comparison import COLORS, WINDOW, Entry, Run, common_tokens, contrast, draw_metric, read_variant
+from gspax.tools.comparison import Variant as VariantRuns
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

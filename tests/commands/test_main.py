@@ -44,7 +44,7 @@ def called(monkeypatch):
     }
     for module, function in functions.items():
         stand_in(module, function)
-    monkeypatch.setattr("gspax.commands.bench.run", lambda experiment, *_: calls.append(("bench", experiment)))
+    monkeypatch.setattr("gspax.tools.bench.run", lambda experiment, *_: calls.append(("bench", experiment)))
     return calls
 
 

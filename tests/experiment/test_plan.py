@@ -13,7 +13,6 @@ import stub_experiment
 from tiny import CONFIGS, DELTA, OTHERS, one_device
 
 from gspax import config
-from gspax.commands.aot.programs import device_bytes
 from gspax.config import layers_of
 from gspax.data.tasks import sort
 from gspax.experiment import load, override
@@ -36,6 +35,7 @@ from gspax.model.sizes import (
 from gspax.parallel import sharding
 from gspax.parallel.sharding import make_mesh
 from gspax.sampler.inference_weights import abstract_inference_weights, convert
+from gspax.tools.aot.programs import device_bytes
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}

@@ -14,12 +14,12 @@ import pytest
 import tiny
 
 from gspax import config, losses
-from gspax.commands.aot import hlo
 from gspax.config import Mesh
 from gspax.learner import objective, train_step
 from gspax.learner.forward import Scoring, Target, TeacherRows, head_logp
 from gspax.learner.state import abstract_state
 from gspax.parallel import sharding
+from gspax.tools.aot import hlo
 from gspax.types import Batch
 
 V, D, B, T, CHUNK = 1000, 16, 16, 12, 3

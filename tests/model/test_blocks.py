@@ -11,13 +11,13 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.commands.aot import chips, programs
-from gspax.commands.doctor import references
 from gspax.config import NO_WINDOW, Mesh, Sampling
 from gspax.model import decoding
 from gspax.model.decoding import LayerCache, Slots
 from gspax.model.kernels import decode_attention, segments
 from gspax.parallel.sharding import make_mesh
+from gspax.tools.aot import chips, programs
+from gspax.tools.doctor import references
 
 P, G, N, K, M, H, S, C = 2, 4, 4, 2, 3, 8, 10, 9
 PROMPT_LENGTH = np.repeat([10, 3], G)

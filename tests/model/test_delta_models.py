@@ -12,7 +12,6 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.commands.aot import chips, programs
 from gspax.config import Engine, GatedDelta, Lora, Mesh, Sampling, Schedule, Turns, layer_groups, layers_of
 from gspax.experiment import validate
 from gspax.model import decoding
@@ -23,6 +22,7 @@ from gspax.model.sizes import sampler_sizes
 from gspax.parallel import sharding
 from gspax.rewards.environments import ToolUse
 from gspax.sampler.inference_weights import make_inference_weights
+from gspax.tools.aot import chips, programs
 
 DELTA = tiny.DELTA
 

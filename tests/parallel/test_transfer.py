@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspax.commands.aot import chips, programs
 from gspax.parallel import transfer
+from gspax.tools.aot import chips, programs
 
 DEVICES = jax.devices()
 VALUES = np.arange(2 * 24 * 12, dtype=np.float32).reshape(2, 24, 12)

@@ -9,8 +9,8 @@ from pathlib import Path
 import tiny
 from small_experiment import experiment
 
-from gspax.commands.benchmarks import Limits
 from gspax.parallel.sharding import single_device_mesh
+from gspax.tools.benchmarks import Limits
 
 FILE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "bench_sampling.py"
 spec = importlib.util.spec_from_file_location("bench_sampling", FILE)

@@ -11,7 +11,7 @@ import small_experiment
 from gspax import losses
 from gspax.commands import main
 from gspax.config import Optimizer
-from gspax.report.diagnosis import find_causes, read_record
+from gspax.tools.diagnosis import find_causes, read_record
 from gspax.training.loop import train
 
 SORT = Path(__file__).parents[2] / "experiments" / "sort_gspo.py"

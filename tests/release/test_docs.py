@@ -394,7 +394,7 @@ def test_commands_parse(page, line, tutorial_files, capsys, monkeypatch):
         assert name in program.SUBCOMMANDS
         return
     options = (
-        importlib.import_module(f"gspax.commands.{name.replace('-', '_')}")
+        importlib.import_module(f"gspax.{program.SUBCOMMANDS[name][0]}.{name.replace('-', '_')}")
         .make_parser()
         .parse_intermixed_args(arguments)
     )

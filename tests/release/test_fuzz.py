@@ -104,7 +104,7 @@ def test_paths_and_values_of_every_command(name, capsys, tmp_path, monkeypatch):
     for function in (
         "gspax.training.loop.train",
         "gspax.training.warm_start.run",
-        "gspax.commands.bench.run",
+        "gspax.tools.bench.run",
         "gspax.hf.source._download",
     ):
         monkeypatch.setattr(function, reached, raising=False)

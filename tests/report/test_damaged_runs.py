@@ -106,7 +106,7 @@ READ |= {"worst": READ["samples"][1:2], "problem": READ["samples"][1:2]}
 def test_no_damaged_file_gives_a_traceback(whole, tool, tmp_path, capfd, monkeypatch):
     if tool in ("report", "compare"):  # drawing takes most of the time, and is tried below
         monkeypatch.setattr("gspax.report.run_page.render_figures", lambda panels: "")
-        monkeypatch.setattr("gspax.report.comparison.render_figures", lambda panels: "")
+        monkeypatch.setattr("gspax.tools.comparison.render_figures", lambda panels: "")
     failures = []
     for file in [file for file in FILES if file.startswith(READ[tool])]:
         for content in damages(file):

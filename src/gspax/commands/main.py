@@ -5,8 +5,8 @@ error on stderr; 3 the run diverged; 128 + the signal's number for a run that a 
 closed terminal or pipe, 130 for Ctrl-C, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
 messages that come without one. GSPAX_COMPILATION_CACHE is the folder of compiled programs, 0 for none.
 
-Each subcommand is a module of this package with `make_parser()` and `execute(options)`, which gives the exit code. It
-imports what needs jax in `execute`, so that `--help` answers at once.
+Each subcommand is a module of this package or of `gspax.tools`, with `make_parser()` and `execute(options)`, which
+gives the exit code. It imports what needs jax in `execute`, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -26,25 +26,29 @@ from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
 from gspax.errors import Interrupted, UserError, did_you_mean, how_to_install, shorten, tell
 
-SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
-    "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
-    "sft": ("FILE --workdir DIR", "run only its supervised warm start"),
-    "eval": ("FILE --workdir DIR", "measure a checkpoint on held-out problems"),
-    "bench": ("FILE", "measure speed on this machine"),
-    "doctor": ("", "check that gspax computes correctly and fast on these devices"),
-    "compile": ("FILE --topology T", "compile without TPU hardware: does it fit, how fast could it be"),
-    "chat": ("SOURCE", "talk to the policy of a run, or to a published model"),
-    "check": ("DIR", "verify the checkpoints of a run, or a converted one"),
-    "launch": ("SUBCOMMAND ...", "run a subcommand in several processes here, and again after a failure"),
-    "report": ("DIR", "write report.html of a run"),
-    "diagnose": ("DIR", "say why a run's reward is flat"),
-    "samples": ("DIR", "show completions of a run as a table, or one problem over its steps"),
-    "compare": ("DIR…", "compare runs over seeds, at equal tokens"),
-    "replay": ("FILE DUMP", "compute the update that a diverged run dumped again, and name what is not finite"),
-    "convert": ("--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),
-    "serve-command": ("FILE", "print the command that starts a vLLM server for an experiment"),
-    "export": ("--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
-    "parity": ("HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
+SUBCOMMANDS = {  # name -> its package, and what the overview shows: its arguments, what it does
+    "train": ("commands", "FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
+    "sft": ("commands", "FILE --workdir DIR", "run only its supervised warm start"),
+    "eval": ("commands", "FILE --workdir DIR", "measure a checkpoint on held-out problems"),
+    "bench": ("tools", "FILE", "measure speed on this machine"),
+    "doctor": ("tools", "", "check that gspax computes correctly and fast on these devices"),
+    "compile": ("tools", "FILE --topology T", "compile without TPU hardware: does it fit, how fast could it be"),
+    "chat": ("tools", "SOURCE", "talk to the policy of a run, or to a published model"),
+    "check": ("commands", "DIR", "verify the checkpoints of a run, or a converted one"),
+    "launch": ("tools", "SUBCOMMAND ...", "run a subcommand in several processes here, and again after a failure"),
+    "report": ("commands", "DIR", "write report.html of a run"),
+    "diagnose": ("tools", "DIR", "say why a run's reward is flat"),
+    "samples": ("tools", "DIR", "show completions of a run as a table, or one problem over its steps"),
+    "compare": ("tools", "DIR…", "compare runs over seeds, at equal tokens"),
+    "replay": (
+        "tools",
+        "FILE DUMP",
+        "compute the update that a diverged run dumped again, and name what is not finite",
+    ),
+    "convert": ("commands", "--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),
+    "serve-command": ("commands", "FILE", "print the command that starts a vLLM server for an experiment"),
+    "export": ("commands", "--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
+    "parity": ("tools", "HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
 COMPUTING = ("train", "sft", "eval", "bench", "doctor", "chat")  # subcommands that use this machine's devices
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # with space the same command may succeed
@@ -131,7 +135,7 @@ def _run(arguments: list[str]) -> int:
         _overview().parse_args([name])
         hint = did_you_mean(name, SUBCOMMANDS) or f"wanted one of {', '.join(SUBCOMMANDS)}"
         raise UserError(f"there is no subcommand {name!r}; {hint}")
-    subcommand = importlib.import_module(f"gspax.commands.{name.replace('-', '_')}")
+    subcommand = importlib.import_module(f"gspax.{SUBCOMMANDS[name][0]}.{name.replace('-', '_')}")
     options = subcommand.make_parser().parse_intermixed_args(arguments[1:])
     environment.skip_absent_tpu()
     if getattr(options, "dry_run", False):
@@ -147,7 +151,7 @@ def _run(arguments: list[str]) -> int:
 
 def _overview() -> Parser:
     """The parser of `gspax --help` and `gspax --version`."""
-    lines = [f"  {f'{name} {usage}':27}{what}" for name, (usage, what) in SUBCOMMANDS.items()]
+    lines = [f"  {f'{name} {usage}':27}{what}" for name, (_, usage, what) in SUBCOMMANDS.items()]
     parser = Parser(
         prog="gspax",
         description="GSPO and GRPO post-training of language models, dense or mixtures of experts, in JAX.",

@@ -12,7 +12,6 @@ import tiny
 from jax.sharding import Mesh
 from tiny import equations
 
-from gspax.commands.doctor import references
 from gspax.model.kernels import attention
 from gspax.model.kernels.attention import (
     Rows,
@@ -25,6 +24,7 @@ from gspax.model.kernels.attention import (
     splash_attention,
     xla_kernel,
 )
+from gspax.tools.doctor import references
 
 
 def by_rows(attention, q, k, v, segment_BT, layer, *, sharding=None, sinks_N=None, **how):

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gspax.commands.doctor import references
 from gspax.model.kernels import expert_ffn as module
 from gspax.model.kernels.expert_ffn import BLOCK, BLOCKED, RAGGED, Experts, sort_by_expert
 from gspax.model.kernels.quantization import quantize
+from gspax.tools.doctor import references
 
 
 def by_matrix(ffn):

@@ -124,7 +124,7 @@ def _call_kernel(
         context_BKRH = vary_alike(jnp.zeros_like(q_BKRH, jnp.float32), q_BKRH, values[0], bounds[2])[0]
         return context_BKRH, context_BKRH[..., :1]
 
-    # The operands with four axes (see `commands.aot.hlo`) are queries and the numbers of keys and values.
+    # The operands with four axes (see `tools.aot.hlo`) are queries and the numbers of keys and values.
     cached = [x for x in (k_XKTH, v_XKTH) if x is not None]
     scales = [x.scale for x in cached if isinstance(x, Quantized)]
     values = [x.values if isinstance(x, Quantized) else x for x in cached]

@@ -1,0 +1,501 @@
+"""The programs of a run, compiled for any devices from shapes alone, and the memory that each needs on a device.
+
+They are the run's own functions; only their arguments are `ShapeDtypeStruct`s: no array is made. A test compares the
+abstract minibatch with one that a rollout is split into.
+
+The sampler's layers are unrolled (`model.decoding`), so compiling all of a large model takes up to an hour. Where a
+pattern of layers repeats, each repetition adds the same instructions, so that bytes moved, bytes sent and memory are
+linear in their number: two small programs, of fewer repetitions, are compiled and extrapolated. What the compiler does
+across layers, such as prefetching, differs a little from layer to layer. One layer would not do: the compiler keeps
+most of its weights on chip from token to token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from gspax.config import (
+    Experiment,
+    ModelConfig,
+    RowShape,
+    Sampling,
+    Teacher,
+    expert_id_dtype,
+    layers_of,
+    row_shape,
+    sampling_mask_size,
+    sparse_layers,
+    teacher_models,
+    teacher_row_shape,
+    token_id_dtype,
+    trained_dtype,
+    updates_per_step,
+)
+from gspax.config.functions import takes_score_norms
+from gspax.learner.distillation import make_compare
+from gspax.learner.minibatches import selections
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import abstract_params, abstract_state
+from gspax.learner.teacher import Teach, own_teacher, with_tokens_of
+from gspax.learner.updates import make_steps
+from gspax.model.decoding import LayerCache, heads_axis
+from gspax.model.low_rank import partition
+from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
+from gspax.model.transformer import head_params
+from gspax.parallel.sharding import batch_shards, common_shards, named_sharding, token_spec
+from gspax.sampler import engine, sampler
+from gspax.sampler.engine import Prompts, SampleOptions
+from gspax.sampler.inference_weights import abstract_inference_weights, copier
+from gspax.tools.aot import hlo
+from gspax.tools.aot.chips import Topology
+from gspax.types import Array, Batch, Params, Rollout, TrainState
+
+TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "inference weights", "rollout"
+TEACHER = "teacher"
+PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of multi-turn rollouts, instead of the rollout
+SAMPLER = (COPY, ROLLOUT, PROMPTS, TURNS, REPLIES)  # run on the sampler's mesh
+
+GB = 1e9
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program to compile, and the memory that is in use while it runs."""
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    resident: int  # bytes that the run keeps on each device and does not pass to the program
+    runs: int = 1  # in a step
+    model: ModelConfig | None = None  # of a teacher's; None: the policy's
+
+
+def make_programs(
+    experiment: Experiment,
+    mesh: jax.sharding.Mesh,
+    sampler_mesh: jax.sharding.Mesh,
+    teacher_mesh: jax.sharding.Mesh | None = None,
+) -> list[Program]:
+    """The train step, the log-probs of a minibatch (old ones; the reference's too), the inference weights of a
+    colocated sampler, and the sampler: with an environment, the three programs of multi-turn rollouts.
+
+    Prompts have their maximum length, replies `reply_tokens`. The devices of the meshes need not exist.
+
+    Args:
+      experiment: its parameters, and all that shapes its programs.
+      mesh: the learner's.
+      sampler_mesh: the sampler's.
+      teacher_mesh: the teacher's; None: the learner's.
+    """
+    teacher_mesh = teacher_mesh or mesh
+    model, teacher, weights_dtype = experiment.model, experiment.teacher, experiment.sampling.weights_dtype
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
+    state = abstract_state(model, optimizer, mesh, experiment.lora, experiment.teacher)
+    batch = abstract_batch(experiment, mesh)
+    steps = make_steps(experiment, optimizer, mesh, teacher_mesh=teacher_mesh, worst_case=True)
+    params = device_bytes(state.params)
+    teachers, heads, held = _abstract_teachers(teacher, model, mesh, teacher_mesh)
+    held += 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
+    learner_bytes = device_bytes(state) + held  # throughout the run
+    other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
+    scoring = learner_bytes - params + other_batches
+    if experiment.placement is not None and experiment.placement.staleness > 0:
+        # Log-probs do not wait for the parameters that are on their way to the sampler.
+        scoring += device_bytes(abstract_inference_weights(model, mesh, weights_dtype))
+    replayed = batch.expert_BLTA if experiment.routing_replay == "sampler" else None
+    scored = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
+    score = _lower(steps.score, state.params, *scored, kept_BTK=batch.kept_BTK)
+    scores = len(steps.scored) + (experiment.reference is not None) * experiment.schedule.minibatches
+    copy = Program(
+        name=COPY,
+        lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
+        resident=learner_bytes - params,
+    )
+    teaching: Iterable[Program] = ()
+    if teacher is not None and teacher.score is None:
+        models, params_of = teacher_models(teacher) or (model,), teachers or (own_teacher(state),)
+        passes = list(zip(models, steps.teach, params_of, strict=True))
+        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, common_shards(mesh, teacher_mesh))
+        held_then, runs = learner_bytes + other_batches, experiment.schedule.minibatches
+        teaching = _make_teaching(teacher, passes, batch, shape, held_then, mesh=teacher_mesh, runs=runs)
+    return [
+        Program(
+            name=TRAIN,
+            lower=_lower(steps.update, state, batch, False, *([heads] if heads else [])),
+            resident=held - device_bytes(heads) + other_batches,
+            runs=updates_per_step(experiment.schedule),
+        ),
+        Program(name=SCORE, lower=score, resident=scoring, runs=scores),
+        *teaching,
+        *([] if experiment.placement is not None else [copy]),
+        *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
+    ]
+
+
+def _abstract_teachers(
+    teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh, own_mesh: jax.sharding.Mesh
+) -> tuple[tuple[Params, ...], tuple[Params, ...], int]:
+    """The teachers' parameters, the heads that updates read, and the bytes of them that the learner's devices keep."""
+    models = [with_tokens_of(policy, model) for model in teacher_models(teacher)]
+    params = tuple(abstract_params(model, own_mesh) for model in models)
+    if make_compare(teacher) is None:
+        heads: tuple[Params, ...] = ()
+    else:
+        heads = tuple(head_params(abstract_params(model, mesh)) for model in models)
+    is_away = teacher is not None and (teacher.offload or teacher.placement is not None)
+    return params, heads, device_bytes(heads if is_away else params)
+
+
+def _make_teaching(
+    teacher: Teacher,
+    passes: Sequence[tuple[ModelConfig, Teach, Params]],
+    batch: Batch,
+    shape: RowShape | None,
+    held: int,
+    *,
+    mesh: jax.sharding.Mesh,
+    runs: int,
+) -> Iterator[Program]:
+    """Each teacher's pass over a minibatch.
+
+    Args:
+      passes: its model, its pass, and its parameters.
+      shape: of rows of its own; None: those of the minibatch.
+      held: bytes that the learner's devices hold, the teachers' parameters included unless they are in host memory.
+    """
+    if teacher.placement is not None:
+        held = sum(device_bytes(params) for *_, params in passes)
+    elif teacher.offload:
+        held += max(device_bytes(params) for *_, params in passes)
+    read: list[Array | None] = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
+    if shape is not None:
+        rows = partial(abstract_rows, mesh, (shape.rows, shape.length))
+        read = [rows(jnp.int32), rows(jnp.int32), rows(jnp.bool_), None]
+    for number, (model, teach, params) in enumerate(passes, 1):
+        yield Program(
+            name=TEACHER if len(passes) == 1 else f"{TEACHER} {number}",
+            lower=_lower(teach, params, *read),
+            resident=held - device_bytes(params),
+            runs=runs,
+            model=model,
+        )
+
+
+def _lower(function: Callable[..., object], *arguments: object, **settings: object) -> Callable[[], jax.stages.Lowered]:
+    """A function that lowers a jitted one for these arguments."""
+    return partial(cast(jax.stages.Wrapped, function).lower, *arguments, **settings)
+
+
+def _make_sampler(
+    experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, learner_bytes: int
+) -> list[Program]:
+    """The sampler, on devices that hold `learner_bytes` throughout the run if they are the learner's.
+
+    Each rollout that is sampled ahead adds inference weights and a rollout to the devices of a disaggregated sampler.
+    """
+    model, placement = experiment.model, experiment.placement
+    params = abstract_inference_weights(model, mesh, experiment.sampling.weights_dtype)
+    key = cast(Array, jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh)))
+    resident = learner_bytes
+    if placement is not None:
+        rollouts = placement.staleness if placement.partial is None else 1
+        rollout_bytes = device_bytes(abstract_rollout(model, experiment.sampling, mesh))
+        resident = rollouts * (device_bytes(params) + rollout_bytes)
+    sampling = replace(experiment.sampling, draft_cost=0.0)  # else two kinds of passes would be counted as one
+    sampling = sampler.split_groups(with_carried(sampling, placement), mesh)
+    P, rows = sampling.prompts, partial(abstract_rows, mesh)
+    prompts = Prompts(rows((P, sampling.max_prompt_tokens), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.uint32))
+    if sampling.drafts:
+        prompts = prompts._replace(earlier_PGC=rows((P, sampling.group, sampling.max_tokens), jnp.int32))
+    admits = placement is not None and placement.partial is not None
+    options = replace(
+        sampler.make_options(model, experiment.tokenizer, sampling, mesh),
+        keep_versions=admits,
+        mask_size=sampling_mask_size(sampling, model.vocab_size),
+        admits=admits,
+        turns=experiment.environment is not None,
+    )
+    if options.turns:
+        return _make_conversations(params, prompts, key, options, experiment.turns.limit - 1, resident)
+    rollout = _lower(sampler._generate, params, prompts, key, options=options)
+    return [Program(name=ROLLOUT, lower=rollout, resident=resident)]
+
+
+def reply_tokens(max_tokens: int) -> int:
+    """The assumed length of an environment's reply, with the stop token before it: 128, or less if that is too long.
+
+    >>> reply_tokens(2048), reply_tokens(100)
+    (128, 64)
+    """
+    return 1 << (min(128, max_tokens).bit_length() - 1)
+
+
+def _make_conversations(
+    params: Params, prompts: Prompts, key: Array, options: SampleOptions, replies: int, resident: int
+) -> list[Program]:
+    """The prefill of the prompts, a token of every slot, and the prefill of a reply to each of them.
+
+    Prefills sample a token too; where there are fewer slots than conversations, slots have several, one after another.
+    """
+    sampling, rows = options.sampling, partial(abstract_rows, options.mesh)
+    version = jax.ShapeDtypeStruct((), jnp.int32)
+    B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
+    state = _abstract_engine(params, prompts, key, options)
+    reply_rows = engine.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
+    turns = math.ceil(B / sampler_sizes(options.model, sampling, dict(options.mesh.shape)).slots)
+    sampled = max(0, sampling.max_tokens - 1 - replies * reply)
+    start = _lower(sampler.start, params, prompts, key, options=options)
+    advance = _lower(sampler.advance_chunk, params, state, key, version, options=options)
+    resume = _lower(sampler.resume, params, state, reply_rows, key, version, options=options)
+    return [
+        Program(name=PROMPTS, lower=start, resident=resident),
+        Program(name=TURNS, lower=advance, resident=resident, runs=turns * sampled),
+        Program(name=REPLIES, lower=resume, resident=resident, runs=turns * replies),
+    ]
+
+
+def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> engine.State:
+    """`ShapeDtypeStruct`s, with shardings, of the engine's state between two tokens."""
+    mesh = options.mesh
+    state = jax.eval_shape(partial(engine.start, options=options), params, prompts, key)
+    axis = engine.row_axis(mesh, len(state.rows.length_B), len(state.rows.active_W))
+
+    def place(tree: Tree, *axes: str) -> Tree:
+        sharding = named_sharding(mesh, *axes)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+    def place_layer(layer: LayerCache) -> LayerCache:
+        heads = heads_axis(jax.tree.leaves(layer.prompt)[0].shape[1])
+        return LayerCache(place(layer.prompt, "batch", heads), place(layer.completion, axis, heads))
+
+    cache = tuple(map(place_layer, state.cache))
+    return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
+
+
+def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
+    """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
+    config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
+    B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
+    experts = B, sparse_layers(config), T, config.num_experts_per_tok
+    has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
+    rows = partial(abstract_rows, mesh)
+    of_tokens = packed or experiment.turns.credit == "turn" or takes_score_norms(experiment.advantage)
+    return Batch(
+        tokens_BT=rows((B, T), jnp.int32),
+        segment_BT=rows((B, T), jnp.int32),
+        mask_BT=rows((B, T), jnp.bool_),
+        old_logp_BT=rows((B, T), jnp.float32),
+        advantage=rows((B, T) if of_tokens else (B,), jnp.float32),
+        prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
+        sampler_logp_BT=rows((B, T), jnp.float32),
+        ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
+        version_BT=rows((B, T), jnp.int32) if experiment.old_logp == "interpolated" else None,
+        **dict.fromkeys(selections(experiment.selection, experiment.regularizers), rows((B, T), jnp.float32)),
+        **_teacher_arrays(experiment.teacher, config, mesh, B, T),
+        expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
+        router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
+        kept_BTK=abstract_sets(config, experiment.sampling, mesh, (B, T)),
+    )
+
+
+def _teacher_arrays(
+    teacher: Teacher | None, config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int
+) -> dict[str, Array | None]:
+    """`ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
+    if teacher is None:
+        return {}
+    if make_compare(teacher) is None:
+        return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
+    models = teacher_models(teacher) or (config,)
+    shape = rows, length + -length % mesh.shape["context"], max(model.hidden_size for model in models)
+    sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *shape[:2]))
+    hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(models[0].dtype), sharding=sharding)
+    number_BT = abstract_rows(mesh, (rows, length), jnp.float32) if len(models) > 1 else None
+    return {"teacher_hidden_BTE": cast(Array, hidden), "teacher_BT": number_BT}
+
+
+def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
+    """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
+    B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
+    rows = partial(abstract_rows, mesh)
+    return Rollout(
+        tokens_BT=rows((B, T), jnp.int32),
+        mask_BT=rows((B, T), jnp.bool_),
+        logp_BT=rows((B, T), jnp.float32),
+        prompt_length_B=rows((B,), jnp.int32),
+        length_B=rows((B,), jnp.int32),
+        finished_B=rows((B,), jnp.bool_),
+        kept_BTK=abstract_sets(model, sampling, mesh, (B, T)),
+        cut_BT=rows((B, T), jnp.bool_) if sampling.mask_replay else None,
+    )
+
+
+def abstract_sets(
+    model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, shape: tuple[int, int]
+) -> Array | None:
+    """The `ShapeDtypeStruct` of the sampling masks of tokens [B, T]; None without `Sampling.mask_replay`."""
+    K = sampling_mask_size(sampling, model.vocab_size)
+    return abstract_rows(mesh, (*shape, K), token_id_dtype(model)) if K else None
+
+
+def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """The `ShapeDtypeStruct` of an array whose rows are sharded as a batch."""
+    return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch")))
+
+
+def device_bytes(tree: Params | TrainState | Batch | Rollout) -> int:
+    """Bytes of device memory that one device holds of a tree of `ShapeDtypeStruct`s with shardings.
+
+    The padding of layouts is not included, and neither are arrays in the host's memory.
+    """
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != "pinned_host"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device while a program runs."""
+
+    arguments: int
+    results: int  # without those that reuse the memory of arguments
+    temporaries: int
+    code: int
+    peak: int  # the compiler's peak of the first three, without host memory
+    resident: int  # what the run keeps on the device and does not pass to the program
+
+    @property
+    def total(self) -> int:
+        return self.peak + self.code + self.resident
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """The outcome of compiling a program: its memory and its text, or the compiler's error."""
+
+    program: Program
+    seconds: float
+    memory: Memory | None = None
+    error: str = ""
+    text: str = field(default="", repr=False)
+    few: Few | None = None  # what the program was extrapolated from, and the two programs
+    small: tuple[Compiled, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @functools.cached_property
+    def module(self) -> hlo.Module:
+        return hlo.parse(self.text)
+
+
+def compile_program(program: Program) -> Compiled:
+    """Lower and compile. An error of the compiler, usually lack of memory, is part of the result."""
+    began = time.perf_counter()
+    try:
+        with _no_persistent_cache():
+            compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as problem:
+        return Compiled(program=program, seconds=time.perf_counter() - began, error=summarize_error(str(problem)))
+    stats, text = compiled.memory_analysis(), compiled.as_text()
+    assert stats is not None and text is not None  # on TPU and CPU there are both
+    # The compiler counts host memory in its peak, where temporaries of both may not be at the same time.
+    host = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+    arguments, results = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
+    memory = Memory(
+        arguments=arguments,
+        results=results,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        peak=min(stats.peak_memory_in_bytes - host, arguments + results + stats.temp_size_in_bytes),
+        resident=program.resident,
+    )
+    return Compiled(program=program, seconds=time.perf_counter() - began, memory=memory, text=text)
+
+
+@contextlib.contextmanager
+def _no_persistent_cache() -> Iterator[None]:
+    """Write nothing to jax's persistent cache, which cannot read back programs for absent devices."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def summarize_error(message: str) -> str:
+    """The line of the compiler's message that has the numbers, at most 300 characters and without a full stop."""
+    lines = message.strip().splitlines()
+    line = next((line for line in lines if re.search(r"\d.*\bhbm\b", line, re.IGNORECASE)), lines[0])
+    return line.strip()[:300].rstrip(".")
+
+
+class Few(NamedTuple):
+    """Two models of fewer layers, from whose programs those of a whole model are extrapolated."""
+
+    less: int  # layers of one model
+    more: int  # of the other one, whose pattern is repeated once more
+    layers: int  # of the whole model
+
+    def extrapolate(self, less: float, more: float) -> float:
+        """A quantity that is linear in the number of repetitions, and not negative."""
+        return max(0.0, less + (self.layers - self.less) * (more - less) / (self.more - self.less))
+
+
+def few_layers(model: ModelConfig) -> Few | None:
+    """Leading layers, and at least four of those that repeat a pattern; None if they are not fewer than all together.
+
+    A pattern has two layers or more. Of two and three equal layers, the chips of v5e and v6e hold most of the weights
+    from token to token, which moved their figures by up to 18 %.
+    """
+    layers = layers_of(model)
+    for period in range(2, len(layers) // 2 + 1):
+        pairs = zip(layers, layers[period:], strict=False)
+        first = 1 + max((number for number, (a, b) in enumerate(pairs) if a != b), default=-1)
+        less = first + (len(layers) - first) % period + period * -(-4 // period)  # whole patterns follow
+        if less + less + period < len(layers):
+            return Few(less, less + period, len(layers))
+    return None
+
+
+def compile_few(program: Program, make: Callable[[int], Program], few: Few) -> Compiled:
+    """The program, from those that `make` makes of fewer layers; an error of either is its error."""
+    small = compile_program(make(few.less)), compile_program(make(few.more))
+    seconds = sum(compiled.seconds for compiled in small)
+    less, more = (compiled.memory for compiled in small)
+    if less is None or more is None:
+        return Compiled(program=program, seconds=seconds, error=small[0].error or small[1].error)
+    sizes = {name: round(few.extrapolate(size, getattr(more, name))) for name, size in vars(less).items()}
+    memory = Memory(**sizes | {"resident": program.resident})
+    return Compiled(program=program, seconds=seconds, memory=memory, text=small[1].text, few=few, small=small)
+
+
+def describe_misfits(compiled: Sequence[Compiled], topology: Topology) -> list[str]:
+    """One sentence for each program that does not compile or does not fit the chip's memory."""
+    lines = []
+    for program in compiled:
+        if program.error:
+            lines.append(f"Does not compile for {topology}: the {program.name}: {program.error}")
+        elif program.memory is not None and program.memory.total > topology.chip.memory:
+            lines.append(
+                f"Does not fit {topology}: the {program.name} needs {program.memory.total / GB:.2f} GB on each device, "
+                f"a program may use {topology.chip.memory / GB:.2f}"
+            )
+    return lines

@@ -1,0 +1,50 @@
+"""The list of checks, in the order in which they run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from gspax.parallel import sharding
+from gspax.tools.doctor import hardware, kernels, training
+from gspax.tools.doctor.results import Check, Result
+
+
+def make_checks(directory: Path | None) -> dict[str, Check]:
+    """The checks of these devices by name. All processes of a pod run the same ones.
+
+    Args:
+      directory: where a checkpoint is written; None: a temporary folder.
+    """
+    devices, dtypes = jax.devices(), ("float32", "bfloat16")
+    mesh, alone = training.make_mesh(devices), sharding.make_mesh(sharding.ONES, jax.local_devices()[:1])
+    trainer = functools.cache(partial(training.make_trainer, devices))
+
+    def with_trainer(check: Callable[[training.Trainer], Iterator[Result]], dtype: str) -> Check:
+        return partial(in_full_precision, dtype, lambda: check(trainer(dtype)))
+
+    checks: dict[str, Check] = {"device": hardware.device, "collectives": partial(hardware.collectives, mesh)}
+    attention = kernels.attention, kernels.decode_attention, kernels.latent_attention, kernels.delta_net
+    local = *attention, kernels.experts, kernels.int8
+    for dtype in dtypes:
+        for kernel, where in (*zip(local, (alone,) * len(local), strict=True), (kernels.expert_exchange, mesh)):
+            name = f"{kernel.__name__.replace('_', ' ')}, {dtype}"
+            checks[name] = partial(in_full_precision, dtype, partial(kernel, where, dtype))
+    trained = dtypes[:1] if sharding.platform(mesh) == "cpu" else dtypes  # the dtypes that runs compute in
+    for dtype in trained:
+        checks[f"sampler and learner, {dtype}"] = with_trainer(training.sampler_and_learner, dtype)
+        checks[f"same seed twice, {dtype}"] = with_trainer(training.same_seed, dtype)
+    checks["update on the mesh and on one device"] = with_trainer(training.mesh_and_one_device, "float32")
+    checks["checkpoint"] = with_trainer(partial(training.checkpoint, directory=directory), "float32")
+    checks["speed"] = partial(training.speed, jax.local_devices()[0])
+    return checks
+
+
+def in_full_precision(dtype: str, check: Check) -> Iterator[Result]:
+    """The check, with products in float32 as exact as on a CPU: accelerators round their operands by default."""
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        yield from check()
