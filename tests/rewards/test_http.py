@@ -112,13 +112,7 @@ def break_off(handler, body):
     drop(handler, body)
 
 
-TRANSIENT = {
-    "broken off": break_off,
-    "503": (503, b"busy"),
-    "429": (429, b"slow down"),
-    "500": (500, b""),
-    "dropped": drop,
-}
+TRANSIENT = {"broken off": break_off, "429": (429, b"slow down"), "500": (500, b""), "dropped": drop}
 
 
 @pytest.mark.parametrize("first", TRANSIENT.values(), ids=TRANSIENT)
@@ -139,12 +133,11 @@ def test_retries_back_off_and_honor_retry_after(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "sentence", "requests"),
     [
-        ((404, b"no such\nmodel"), r"/score: HTTP 404 Not Found: 'no such model'$", 1),
-        ((401, b""), r"HTTP 401 Unauthorized: ''$", 1),
-        ((200, b"<html>"), r"wanted JSON, got '<html>'$", 1),
+        ((404, b"no such\nmodel"), r"/score: HTTP 404: no such model$", 1),
+        ((302, b"", ("Location", "http://127.0.0.1:9/")), r"HTTP 302: , a redirect to http://127.0.0.1:9/$", 1),
+        ((200, b"<html>"), r"wanted JSON, at most 64 levels deep, got <html>$", 1),
         ((200, b'{"score": 1}'), r"wanted a JSON object with the number reward or the list rewards", 1),
-        ((503, b"busy"), r"no answer in 3 attempts; the last one: HTTP 503 Service Unavailable: 'busy'$", 3),
-        ((200, b"[" * 10**5), r"wanted JSON, got '\[\[\[", 1),
+        ((503, b"busy"), r"no answer in 3 attempts; the last one: \S+/score: HTTP 503: busy$", 3),
         ((200, b"x" * (2**20 + 1)), "at most 1048576 bytes, got more", 1),
     ],
 )
@@ -154,31 +147,24 @@ def test_permanent_errors_are_one_line(answer, sentence, requests):
     assert len(seen) == requests
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_redirects_are_refused(status, monkeypatch):
-    """Another server would get the token, and a GET without the completion: what it answers is no reward."""
-    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
-    with (
-        serve(GOOD) as (other, seen),
-        serve((status, b"moved", ("Location", other))) as (url, asked),
-        pytest.raises(RuntimeError, match=rf"/score: HTTP {status} .*: 'moved', a redirect to '{other}'$"),
-    ):
-        ask(url, token_variable="JUDGE_TOKEN")
-    assert len(asked) == 1 and not seen
-
-
 def test_a_server_that_hangs_or_does_not_exist():
     with serve(lambda handler, body: time.sleep(2) or GOOD) as (url, seen):
-        with pytest.raises(RuntimeError, match="no answer in 2 attempts; the last one: TimeoutError"):
+        with pytest.raises(
+            RuntimeError, match=r"no answer in 2 attempts; the last one: \S+ gave no answer within 0.1 seconds"
+        ):
             ask(url, timeout=0.1, attempts=2)
         assert len(seen) == 2
-    with pytest.raises(RuntimeError, match="the last one: ConnectionRefusedError"):
+    with pytest.raises(RuntimeError, match=r"the last one: http://127.0.0.1:\d+ is not reachable: Connection refused"):
         ask(url, attempts=2)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        (
+            {"url": "http://127.0.0.1:port/"},
+            r"reward\.url: wanted a URL of http or https, got 'http://127.0.0.1:port/'",
+        ),
         ({"url": "file:///etc/passwd"}, r"reward\.url: wanted a URL of http or https, got 'file:///etc/passwd'"),
         ({"token_variable": "NOT_SET_ANYWHERE"}, "wanted the environment variable NOT_SET_ANYWHERE, it is not set"),
         ({"attempts": 0}, r"reward\.attempts: wanted at least 1, got 0"),
@@ -212,4 +198,4 @@ def test_concurrent_requests_are_limited_and_a_failure_affects_one_completion(co
             found = [future.result(timeout=30) for future in futures]
     assert seen[0] == most
     assert [each.rewards for each in found] == [() if each == 7 else (0.5,) for each in range(32)]
-    assert found[7].error == f"RuntimeError: {url}: HTTP 400 Bad Request: 'too long'"
+    assert found[7].error == f"RuntimeError: {url}: HTTP 400: too long"

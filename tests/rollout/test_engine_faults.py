@@ -19,9 +19,9 @@ from gspax.config import Engine, Turns
 from gspax.data import CharChat
 from gspax.errors import FailureError, UserError
 from gspax.hf import tensors
+from gspax.http_client import UnreachableError
 from gspax.learner.state import abstract_state, init_state
 from gspax.rollout.engines import weights
-from gspax.rollout.engines.client import UnreachableError
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints

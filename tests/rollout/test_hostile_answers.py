@@ -3,20 +3,17 @@
 import base64
 import io
 import json
-import threading
-import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-import local_server
 import numpy as np
 import pytest
 from small_experiment import experiment
 
+from gspax import http_client
 from gspax.config import Sampling
-from gspax.rollout.engines import client, sglang, vllm
-from gspax.rollout.engines.client import RefusedError, UnreachableError
+from gspax.http_client import RefusedError, UnreachableError
+from gspax.rollout.engines import sglang, vllm
 from gspax.rollout.engines.server import Ask, longest_answer
 from gspax.rollout.engines.weights import Written
 
@@ -100,7 +97,9 @@ def answers(monkeypatch):
     """Adapters whose server answers each path, by a list of pairs, with the value at it."""
 
     def adapter(kind, by_path):
-        monkeypatch.setattr(client.Client, "_exchange", lambda self, _, call, end: by_path[call.path.partition("?")[0]])
+        monkeypatch.setattr(
+            http_client.Client, "_exchange", lambda self, _, call, end: by_path[call.path.partition("?")[0]]
+        )
         return kind(ADDRESS, MODEL, 5.0)
 
     return adapter
@@ -248,62 +247,6 @@ def test_a_version_of_a_million_digits_is_none_of_ours(answers):
     assert one.state(1.0).version is None
 
 
-class Raw(BaseHTTPRequestHandler):
-    """Answers with the bytes of `server.parts`, one after the other; a number is a pause."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        for part in self.server.parts:
-            if self.server.ended.wait(part if isinstance(part, float) else 0):
-                return
-            self.wfile.write(b"" if isinstance(part, float) else part)
-
-    def log_message(self, *arguments):
-        pass
-
-
-def whole(body, length=None):
-    return [f"HTTP/1.1 200 OK\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode(), body]
-
-
-DEEP = [b"[" * 10**5 + b"]" * 10**5, b'{"a":' * 10**4 + b"1" + b"}" * 10**4, b"[" * 500 + b"]" * 500, b"[" * 10**6]
-HOSTILE = {
-    **{f"deep {number}": (whole(body), "wanted JSON, at most 64 levels deep") for number, body in enumerate(DEEP)},
-    "giant": (whole(b" ", 2**40), "wanted an answer of at most"),
-    "giant chunks": (
-        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", *[b"100000\r\n" + b" " * 2**20 + b"\r\n"] * 9],
-        "wanted an answer of at most",
-    ),
-    "broken off": (whole(b'{"choices": [', 100), "is not reachable"),
-    "slow headers": ([b"HTTP/1.1 200 OK\r\n", *[b"A: b\r\n", 0.1] * 60], "gave no answer within 1 seconds"),
-    "continue": ([b"HTTP/1.1 100 Continue\r\n\r\n", 0.01] * 600, "gave no answer within 1 seconds"),
-    "a long number": (whole(b'{"choices": ' + b"9" * 10**4 + b"}"), "wanted JSON"),
-    "no http": ([b"\x00\xff\r\n\r\n"], "is not reachable"),
-    "a deep refusal": (
-        [b"HTTP/1.1 400 Bad\r\nContent-Length: 200000\r\n\r\n", DEEP[0]],
-        "HTTP 400: [[[",
-    ),
-    "escapes": (
-        [b"HTTP/1.1 400 Bad\r\nContent-Length: 9\r\n\r\n", b"\x1b[31mred\x07"],
-        r"HTTP 400: \x1b[31mred",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_bytes_on_the_wire(name):
-    parts, words = HOSTILE[name]
-    began, ended = time.monotonic(), threading.Event()
-    with local_server.serve(Raw, parts=parts, ended=ended) as server:
-        one = vllm.VLLM(f"http://127.0.0.1:{server.server_port}", MODEL, 1.0)
-        with pytest.raises((RefusedError, UnreachableError)) as problem:
-            one.sample(ASK)
-        ended.set()
-    sentence = str(problem.value)
-    assert words in sentence and sentence.isprintable() and len(sentence) < 700, sentence
-    assert time.monotonic() - began < 20
-
-
 def test_an_answer_may_be_as_long_as_what_was_asked_for():
     """A generous answer: experts of 64 bits, and 20 most probable tokens of each."""
     ask = ASK._replace(tokens=[1] * 2000, most=2000, stop_ids=(), mask_size=20)
@@ -316,4 +259,4 @@ def test_an_answer_may_be_as_long_as_what_was_asked_for():
         "routed_experts": npy(np.zeros((4000, 2, 2)), "i4"),
     }
     size = len(json.dumps(answer))
-    assert size < longest_answer(MODEL, 2000, 2000, 20) - client.SMALL < 4 * size
+    assert size < longest_answer(MODEL, 2000, 2000, 20) - http_client.SMALL < 4 * size

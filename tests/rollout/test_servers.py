@@ -7,8 +7,8 @@ import pytest
 
 from gspax.config import Sampling
 from gspax.errors import FailureError
+from gspax.http_client import UnreachableError
 from gspax.rollout.engines import servers
-from gspax.rollout.engines.client import UnreachableError
 from gspax.rollout.engines.server import Answer, Ask
 from gspax.rollout.engines.servers import Servers
 

@@ -8,8 +8,9 @@ import fake_vllm
 import numpy as np
 from small_experiment import experiment
 
+from gspax import http_client
 from gspax.config import Sampling
-from gspax.rollout.engines import client, vllm
+from gspax.rollout.engines import vllm
 from gspax.rollout.engines.server import Answer, Ask
 from gspax.rollout.engines.weights import Written
 
@@ -40,7 +41,7 @@ def test_our_requests_and_what_we_read_are_those_of_the_recorded_conversation(mo
         assert (call.path, sent) == (recorded["path"], wanted)
         return recorded["answer"]
 
-    monkeypatch.setattr(client.Client, "_exchange", exchange)
+    monkeypatch.setattr(http_client.Client, "_exchange", exchange)
     before, after, scores, stopped, whole, filtered = talk(vllm.VLLM("http://127.0.0.1:1", MODEL, 5.0))
     assert next(left, None) is None
     assert before.version == after.version == 2 and after.digest == DIGEST and before.instance != after.instance

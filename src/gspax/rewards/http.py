@@ -8,23 +8,19 @@ repeated; then the completion counts as failed (`gspax.rewards.calls`).
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import random
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
-from gspax.data.files import parse_json
 from gspax.data.problem import Problem
 from gspax.errors import UserError
+from gspax.http_client import Client, RefusedError, UnreachableError
 from gspax.rewards.calls import concurrent, needs
 
-REPEATED = (408, 425, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
 _PAUSE = 0.5  # seconds before the second attempt, give or take a half
 _LONGEST_PAUSE = 30.0  # seconds, whatever Retry-After says
 _LARGEST = 2**20  # bytes of a response
@@ -56,8 +52,8 @@ def find_mistake(settings: Mapping[str, Any]) -> str:
     url, variable, attempts = (settings[name] for name in ("url", "token_variable", "attempts"))
     try:
         parts = urlsplit(url)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except (ValueError, TypeError, AttributeError):  # no text, or a broken address
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, TypeError, AttributeError):  # no text, or a broken address or port
         is_usable = False
     if not is_usable:
         return f"url: wanted a URL of http or https, got {url!r}"
@@ -90,9 +86,10 @@ def reward(
       request: makes the body of the request, anything that JSON can hold.
       response: takes the reward, or several, from the parsed body of the response.
       token_variable: an environment variable whose value is sent as `Authorization: Bearer`.
-      timeout: seconds for the connection, and for each wait for data.
-      attempts: the number of attempts if there is no connection, no complete answer, or a status of `REPEATED`. The
-        pause after the first is about half a second and doubles each time; a server may ask for more by `Retry-After`.
+      timeout: seconds for one attempt.
+      attempts: the number of attempts if there is no connection, no complete answer, or a status of 500 and above or of
+        `http_client.BUSY`. The pause after the first is about half a second and doubles each time; a server may ask for
+        more by `Retry-After`.
 
     Raises:
       UserError: the URL is of another kind, or the environment variable is not set.
@@ -101,65 +98,31 @@ def reward(
     """
     if mistake := find_mistake({"url": url, "token_variable": token_variable, "attempts": attempts}):
         raise UserError(f"reward.{mistake}")
-    post = _make_request(url, request(problem, completion), token_variable)
-    reason, asked = "", 0.0
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(min(_LONGEST_PAUSE, max(_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5), asked)))
-        try:
-            with _open(post, timeout=timeout) as answer:
-                text = answer.read(_LARGEST + 1)
-                if len(text) <= _LARGEST and answer.length:  # of what was announced and did not come
-                    raise http.client.IncompleteRead(text, answer.length)
-        except urllib.error.HTTPError as error:
-            reason = _describe_refusal(error)
-            if error.code not in REPEATED:
-                raise RuntimeError(f"{url}: {reason}") from None
-            seconds = error.headers.get("Retry-After", "")
-            asked = float(seconds) if seconds.isdecimal() else 0.0
-        except (OSError, http.client.HTTPException) as error:  # no connection, time-out, an incomplete answer
-            cause = error.reason if isinstance(error, urllib.error.URLError) else error
-            reason, asked = f"{type(cause).__name__}: {cause}", 0.0
-        else:
-            return response(_parse(url, text))
-    raise RuntimeError(f"{url}: no answer in {attempts} attempts; the last one: {reason}")
-
-
-def _make_request(url: str, body: object, token_variable: str | None) -> urllib.request.Request:
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if token_variable is not None:
-        headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
-    return urllib.request.Request(url, json.dumps(body).encode(), headers)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Another server would get the token, and a GET without the completion."""
-
-    def redirect_request(self, *arguments: object) -> None:
-        return None
-
-
-_open = urllib.request.build_opener(_NoRedirects).open
-
-
-def _parse(url: str, text: bytes) -> object:
-    if len(text) > _LARGEST:
-        raise RuntimeError(f"{url}: wanted an answer of at most {_LARGEST} bytes, got more")
+    target, sent = urlsplit(url), request(problem, completion)
+    headers = {} if token_variable is None else {"Authorization": f"Bearer {os.environ[token_variable]}"}
+    client = Client(f"{target.scheme}://{target.netloc}", timeout, headers=headers, proxy=_find_proxy(url))
+    path, failure = urlunsplit(("", "", target.path or "/", target.query, "")), UnreachableError()
     try:
-        return parse_json(text)
-    except ValueError:
-        raise RuntimeError(f"{url}: wanted JSON, got {_start(text)}") from None
+        for attempt in range(attempts):
+            if attempt:
+                pause = _PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                time.sleep(min(_LONGEST_PAUSE, max(pause, failure.pause)))
+            try:
+                answer = client.post(path, sent, most=_LARGEST)
+            except UnreachableError as unreachable:
+                failure = unreachable
+            except RefusedError as refusal:
+                raise RuntimeError(str(refusal)) from None
+            else:
+                return response(answer)
+        raise RuntimeError(f"{url}: no answer in {attempts} attempts; the last one: {failure}")
+    finally:
+        client.release()
 
 
-def _describe_refusal(error: urllib.error.HTTPError) -> str:
-    try:
-        text = error.read(_LARGEST)
-    except (OSError, http.client.HTTPException):
-        text = b""
-    location = error.headers.get("Location")
-    redirect = f", a redirect to {location[:200]!r}" if location else ""
-    return f"HTTP {error.code} {error.reason}: {_start(text)}{redirect}"
-
-
-def _start(text: bytes) -> str:
-    return repr(" ".join(text[:1000].decode(errors="replace").split())[:200])
+def _find_proxy(url: str) -> str:
+    """Return the proxy of the environment (`https_proxy`, `no_proxy`) for a URL; empty if there is none."""
+    target = urlsplit(url)
+    if urllib.request.proxy_bypass(target.hostname or ""):
+        return ""
+    return urllib.request.getproxies().get(target.scheme, "")

@@ -13,11 +13,11 @@ import numpy as np
 
 from gspax.config import Engine, ModelConfig, Sampling, has_experts, sampling_mask_size
 from gspax.errors import FailureError
+from gspax.http_client import RefusedError, UnreachableError
 from gspax.learner.forward import StepSettings
 from gspax.learner.train_step import make_score
 from gspax.parallel import multihost
 from gspax.rollout.engines import probe, weights
-from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Served, Weights
 from gspax.rollout.engines.server import Ask, Server, pad_sets
 from gspax.rollout.engines.servers import PAUSE, Servers, describe_gone

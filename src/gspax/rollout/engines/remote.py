@@ -19,9 +19,9 @@ import numpy as np
 
 from gspax.config import Engine, Evaluation, ModelConfig, Sampling
 from gspax.errors import FailureError
+from gspax.http_client import RefusedError, UnreachableError
 from gspax.parallel import multihost
 from gspax.rollout.engines import server_rows as rows
-from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Held, Request, Served, Weights
 from gspax.rollout.engines.push import LOOK, Pushed, Pusher, on_primary, wait
 from gspax.rollout.engines.server import Ask, Server

@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 
 from gspax.errors import FailureError, warn
+from gspax.http_client import RefusedError, UnreachableError
 from gspax.model.presets import tiny_moe
 from gspax.parallel import watchdog
-from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.server import Server
 from gspax.rollout.engines.servers import PAUSE
 from gspax.rollout.engines.sglang import SGLang

@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from gspax.config import ModelConfig, Sampling, sparse_numbers
-from gspax.errors import shorten
-from gspax.rollout.engines.client import SMALL, Client, RefusedError, UnreachableError
+from gspax.errors import UserError, shorten
+from gspax.experiment.validation.engines import is_address
+from gspax.http_client import SMALL, Client, RefusedError, UnreachableError
 from gspax.rollout.engines.contract import Served
 from gspax.rollout.engines.weights import Written
 from gspax.sampler.stops import Matcher, always_stopping, find_stop
@@ -92,6 +93,8 @@ class Endpoint:
     """The common part of all servers: an address that is called, and the model that the server must have."""
 
     def __init__(self, address: str, model: ModelConfig, timeout: float) -> None:
+        if not is_address(address):
+            raise UserError(f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}")
         self._client, self._model = Client(address, timeout), model
 
     @property

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gspax.errors import FailureError, warn
+from gspax.http_client import RefusedError, UnreachableError
 from gspax.parallel import watchdog
-from gspax.rollout.engines.client import RefusedError, UnreachableError
 from gspax.rollout.engines.server import Answer, Ask, Server
 
 PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two looks at a server that is gone

@@ -20,7 +20,7 @@ import numpy as np
 
 from gspax.config import ModelConfig
 from gspax.errors import shorten
-from gspax.rollout.engines.client import RefusedError
+from gspax.http_client import RefusedError
 from gspax.rollout.engines.contract import Served
 from gspax.rollout.engines.server import (
     Answer,

@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from gspax.data.files import DEEPEST, parse_json
-from gspax.errors import UserError, shorten
-from gspax.experiment.validation.engines import is_address
+from gspax.errors import shorten
 
 SMALL = 2**22  # bytes of an answer that holds no tokens
 PIECE = 2**16
+BUSY = (408, 425, 429)  # statuses below 500 after which another attempt may succeed
 
 
 class UnreachableError(Exception):
     """No answer, or not a whole one: the server is gone, restarts, is overloaded, or is too slow."""
+
+    pause: float = 0.0  # seconds that the server asks to wait before the next attempt
 
 
 class BrokenError(UnreachableError):
@@ -34,7 +36,7 @@ class BrokenError(UnreachableError):
 
 
 class RefusedError(Exception):
-    """An answer with another status than 200 and those of 500 and above, or one that is not what was asked for."""
+    """An answer with another status, a redirect included, or one that is not what was asked for."""
 
 
 class Call(NamedTuple):
@@ -47,21 +49,29 @@ class Call(NamedTuple):
 
 
 class Client:
-    """The connections to one server, one for each thread that calls it."""
+    """The connections to one server, one for each thread that calls it.
 
-    def __init__(self, address: str, timeout: float) -> None:
-        if not is_address(address):
-            raise UserError(f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}")
-        parts = urlsplit(address)
+    No redirect is followed: another server would get what this one was sent.
+
+    Args:
+      address: http://HOST:PORT or https://HOST:PORT; the port may be left out.
+      timeout: seconds for one request, from the connection to the last byte of the answer.
+      headers: of every request.
+      proxy: http://HOST:PORT of a proxy that is asked in the server's place; empty: none.
+    """
+
+    def __init__(
+        self, address: str, timeout: float, *, headers: Mapping[str, str] | None = None, proxy: str = ""
+    ) -> None:
         self.address, self.timeout = address.rstrip("/"), timeout
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname or "", parts.port
+        self._parts, self._proxy = urlsplit(self.address), urlsplit(proxy)
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
         self._own = threading.local()
         self._all: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 
     def get(self, path: str, *, timeout: float | None = None) -> Any:
-        """The parsed answer."""
+        """Request a path and return the parsed answer."""
         return self._call(Call("GET", path, None, SMALL), timeout)
 
     def post(
@@ -73,7 +83,7 @@ class Client:
         timeout: float | None = None,
         most: int = SMALL,
     ) -> Any:
-        """The parsed answer, of at most `most` bytes; None for an empty one.
+        """Send a body and return the parsed answer, of at most `most` bytes; None for an empty one.
 
         Raises:
           UnreachableError, RefusedError: as above; the message names the address.
@@ -89,13 +99,13 @@ class Client:
             try:
                 return self._exchange(connection, call, end)
             except (RefusedError, UnreachableError):
-                self._drop()
+                self.release()
                 raise
             except TimeoutError:
-                self._drop()
+                self.release()
                 raise UnreachableError(f"{self.address} gave no answer within {limit:g} seconds") from None
             except (OSError, http.client.HTTPException) as problem:
-                self._drop()
+                self.release()
                 if not kept:
                     cause = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
                     raise UnreachableError(
@@ -110,8 +120,8 @@ class Client:
             connection.sock.settimeout(connection.timeout)
         connection.response_class = _until(end)
         data = None if call.body is None else json.dumps(call.body).encode()
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        connection.request(call.method, call.path, data, headers)
+        is_forwarded = self._proxy.hostname is not None and self._parts.scheme == "http"
+        connection.request(call.method, where if is_forwarded else call.path, data, self._headers)
         answer, pieces, size = connection.getresponse(), [], 0
         while piece := answer.read1(PIECE):
             pieces.append(piece)
@@ -122,11 +132,8 @@ class Client:
         if answer.length:  # of what was announced and did not come
             raise http.client.IncompleteRead(text, answer.length)
         answer.close()  # else the connection cannot be used again
-        if answer.status >= 500:
-            kind = BrokenError if answer.status == 500 else UnreachableError
-            raise kind(f"{where}: HTTP {answer.status}: {_start(text)}")
         if answer.status != 200:
-            raise RefusedError(f"{where}: HTTP {answer.status}: {_start(text)}")
+            raise _refusal(where, answer, text)
         try:
             return parse_json(text) if text.strip() else None
         except ValueError:
@@ -135,24 +142,48 @@ class Client:
     def _connection(self, fresh: bool) -> http.client.HTTPConnection:
         connection = None if fresh else getattr(self._own, "connection", None)
         if connection is None:
-            connection = self._own.connection = self._kind(self._host, self._port, timeout=self.timeout)
+            connection = self._own.connection = self._connect()
             with self._lock:
                 self._all.add(connection)
         return connection
 
-    def _drop(self) -> None:
-        connection, self._own.connection = self._own.connection, None
-        connection.close()
-        with self._lock:
-            self._all.discard(connection)
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        through = self._proxy if self._proxy.hostname else self._parts
+        connection = kind(through.hostname or "", through.port, timeout=self.timeout)
+        if through is self._proxy and self._parts.scheme == "https":
+            connection.set_tunnel(self._parts.hostname or "", self._parts.port)
+        return connection
+
+    def release(self) -> None:
+        """Close the connection of this thread."""
+        connection, self._own.connection = getattr(self._own, "connection", None), None
+        if connection is not None:
+            connection.close()
+            with self._lock:
+                self._all.discard(connection)
 
     def close(self) -> None:
         """Close all connections, also those on which other threads wait: they get an UnreachableError."""
         with self._lock:
-            connections, self._all = self._all, set()
+            connections = list(self._all)  # they stay: one that has just been made may not be connected yet
         for connection in connections:
             with contextlib.suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _refusal(where: str, answer: http.client.HTTPResponse, text: bytes) -> UnreachableError | RefusedError:
+    """The error of an answer with another status than 200."""
+    location = answer.headers.get("Location")
+    redirect = f", a redirect to {shorten(location)}" if location else ""
+    sentence = f"{where}: HTTP {answer.status}: {_start(text)}{redirect}"
+    if answer.status < 500 and answer.status not in BUSY:
+        return RefusedError(sentence)
+    problem = BrokenError(sentence) if answer.status == 500 else UnreachableError(sentence)
+    seconds = answer.headers.get("Retry-After", "")
+    if seconds.isdecimal() and len(seconds) < 10:
+        problem.pause = float(seconds)
+    return problem
 
 
 class _Timed(io.RawIOBase):
