@@ -1,7 +1,7 @@
 """Texts that a model, a tool, a judge or a server may write: whatever they are, reading them takes linear time.
 
-Python's regular expressions hold the interpreter's lock, so a quadratic one stops the whole trainer. At 100,000
-characters a linear reader takes milliseconds and a quadratic one minutes; 10,000 come first, so that a test fails soon.
+Python's regular expressions hold the interpreter's lock, so a quadratic one stops the whole trainer. At 30,000
+characters a linear reader takes milliseconds and a quadratic one many seconds.
 The formulas of a report have such a test in tests/report/test_mathml.py.
 """
 
@@ -75,9 +75,8 @@ def read_seconds(read, text):
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_hostile_text_is_read_in_linear_time(name):
-    for size, seconds in ((10_000, 0.25), (100_000, 1.0)):
-        for text in hostile_texts(size):
-            took = read_seconds(READERS[name], text)
-            if took >= seconds:  # as a collection of garbage in between makes it
-                took = min(took, read_seconds(READERS[name], text), read_seconds(READERS[name], text))
-            assert took < seconds, f"{took:.2f} s for {len(text)} characters like {text[:20]!r}…{text[-20:]!r}"
+    for text in hostile_texts(30_000):
+        took = read_seconds(READERS[name], text)
+        if took >= 0.4:  # as a collection of garbage in between makes it
+            took = min(took, read_seconds(READERS[name], text), read_seconds(READERS[name], text))
+        assert took < 0.4, f"{took:.2f} s for {len(text)} characters like {text[:20]!r}…{text[-20:]!r}"

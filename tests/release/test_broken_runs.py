@@ -55,7 +55,7 @@ def test_a_run_that_is_broken_on_purpose(cause, tmp_path, monkeypatch):
 
 
 def test_the_first_run_of_the_readme_shows_no_cause(tmp_path, capsys):
-    overrides = ["schedule.steps=30", "evaluation.problems=64"]
+    overrides = ["schedule.steps=10", "evaluation.problems=16"]
     assert main.main(["train", str(SORT), "--workdir", str(tmp_path / "run"), *overrides]) == 0
     capsys.readouterr()
     assert main.main(["diagnose", str(tmp_path / "run")]) == 0
