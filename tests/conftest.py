@@ -211,3 +211,9 @@ def _write_no_report(monkeypatch):
     """
     if "gspax.training.loop" in sys.modules:
         monkeypatch.setattr("gspax.training.loop.run_page", SimpleNamespace(write=lambda workdir: None))
+
+
+@pytest.fixture
+def unevaluated(monkeypatch):
+    """Runs of the test's own process evaluate nothing, which takes an eighth of the time of a run of a few steps."""
+    monkeypatch.setattr("gspax.training.loop.record_evaluation", lambda *_: None)

@@ -131,7 +131,7 @@ def test_an_update_of_adapters_equals_one_device(mesh):
 
 DELTA = replace(
     tiny.DELTA,
-    **{"num_experts": 4, "vocab_size": 24, "num_hidden_layers": 3, "delta_layers": (0, 1), "mlp_only_layers": (0,)},
+    **{"num_experts": 4, "vocab_size": 24, "num_hidden_layers": 2, "delta_layers": (0,), "mlp_only_layers": (1,)},
 )
 
 

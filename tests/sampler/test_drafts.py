@@ -106,7 +106,6 @@ def test_passes_have_drafts_while_these_give_more_tokens_than_they_cost():
     assert right.sum() < 0.8 * length * len(right), "they start once drafts are seen to be right"
     always = passes("same", 0.0)
     assert (right > always).all() and wrong.sum() > 0.95 * length * len(wrong)
-    np.testing.assert_array_equal(passes("same", 0.9), always)  # a pass gives more than 0.9 tokens without right drafts
 
 
 @pytest.mark.slow

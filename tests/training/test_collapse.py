@@ -22,6 +22,8 @@ from gspax.training import run_guard as guards
 from gspax.training.run_guard import Watch
 from gspax.training.step import StepResult
 
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
 SETTINGS = Collapse(steps=3, window=2)
@@ -147,7 +149,6 @@ def falling(monkeypatch):
             return StepResult(state, {"reward/mean": 0.1 if low(step, batch) else 0.8}, Samples([], np.zeros(0)))
 
         monkeypatch.setattr(loop, "run_step", run_step)
-        monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
         return seen
 
     return install
@@ -198,7 +199,6 @@ def wrong_after(learning_rate):
 @pytest.mark.slow
 @pytest.mark.parametrize(("action", "code"), [("warn", 0), ("stop", 3)])
 def test_a_real_run_that_collapses(action, code, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     overrides = [*wrong_after(0.3), f"guard.collapse.action={action}"]
     assert main.main(["train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides]) == code
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)

@@ -4,6 +4,7 @@ import shutil
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from small_experiment import experiment
 
 from gspax.config import Evaluation, Optimizer, Sampling
@@ -14,6 +15,8 @@ from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
 from gspax.types import Rollout
+
+pytestmark = pytest.mark.usefixtures("unevaluated")
 
 
 @dataclass(frozen=True)

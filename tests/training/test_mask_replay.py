@@ -15,6 +15,8 @@ from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
 
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
 DENSE = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
 # `old_logp="sampler"`: the ratio of an update is learner to sampler; with one update per rollout it is on policy
 BASE = replace(

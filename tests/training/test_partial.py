@@ -28,6 +28,8 @@ from gspax.training.in_flight import InFlight, next_rollout, start_rollout
 from gspax.training.step import grade
 from gspax.types import Rollout
 
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
 P, G, CARRIED, STEPS = 8, 4, 4, 6
 
 

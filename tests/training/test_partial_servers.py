@@ -15,6 +15,8 @@ from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
 
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
 CHUNK = PARTIAL.sampling.chunk
 SPARSE = {"model": experiment.model, "routing_replay": "sampler"}
 FORMS = {

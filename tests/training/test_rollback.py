@@ -28,6 +28,8 @@ from gspax.training.run_guard import Watch, check_finite, count_skipped, is_soun
 from gspax.training.step import StepResult
 from gspax.types import Adapted, Batch, TrainState
 
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
 QUIET = replace(
@@ -65,7 +67,6 @@ def counting(monkeypatch):
             return StepResult(state, metrics, Samples([], np.zeros(0)), [outcome(is_skipped) for is_skipped in skipped])
 
         monkeypatch.setattr(loop, "run_step", run_step)
-        monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
         return seen
 
     return install
@@ -138,7 +139,6 @@ def test_parameters_that_are_not_finite_are_not_saved_and_named(monkeypatch, tmp
         return StepResult(replace(state, step=state.step + M, params=params), {}, Samples([], np.zeros(0)))
 
     monkeypatch.setattr(loop, "run_step", run_step)
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     every = replace(QUIET, schedule=replace(QUIET.schedule, checkpoint_every=1))
     with pytest.raises(DivergedError, match=r"checkpoint 2: wanted finite parameters, .* in embedding.* and \d+ more"):
         loop.train(every, tmp_path / "run")
@@ -206,7 +206,6 @@ def gives_nan_advantages(reward_PG):
 def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(
     is_local, bucket, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     overrides = ["advantage=test_rollback.gives_nan_advantages", "warm_start=null", "guard.rollbacks=0"]
     overrides += ["schedule.steps=9", "schedule.checkpoint_every=1", "schedule.minibatches=1", "schedule.max_skipped=2"]
     overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=8"]
