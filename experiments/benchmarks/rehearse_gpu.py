@@ -32,7 +32,7 @@ from gspax.tools.doctor.hardware import peaks
 
 HERE = Path(__file__).parent
 WORKLOAD = HERE / "gpu_workload.py"
-REAL = HERE.parent / "smollm2_constraints.py"
+REAL, CONVERTED = HERE.parent / "smollm2_constraints.py", ".cache/smollm2"
 LIMITS = {"doctor": 420, "dense": 240, "moe": 420, "real": 420}  # seconds; 25 minutes together
 MODELS = {"dense": "gpu_workload.smollm2_135m", "moe": "gpu_workload.qwen3_moe"}
 TOY = (
@@ -81,24 +81,37 @@ def last_line(output: str) -> str:
 
 def doctor(folder: Path) -> str:
     """The result of `gspax doctor`: how many checks are right, slow, wrong, or skipped, and which are wrong or slow."""
-    code, output = run("doctor", folder, "doctor", "--json", str(folder / "doctor.json"))
-    if code not in (0, 1) or not (folder / "doctor.json").exists():
-        return f"failed: {last_line(output)}"
-    results = json.loads((folder / "doctor.json").read_text(encoding="utf-8"))["results"]
+    code, output = run("doctor", folder, "doctor")
+    _, results = read_doctor(output)
     by_status: dict[str, list[str]] = {}
-    for result in results:
-        by_status.setdefault(result["status"], []).append(result["name"])
+    for status, name in results:
+        by_status.setdefault(status, []).append(name)
     bad = [f"{status}: {', '.join(by_status[status])}" for status in ("wrong", "slow") if status in by_status]
-    return "; ".join([", ".join(f"{len(names)} {status}" for status, names in by_status.items()), *bad])
+    found = "; ".join([", ".join(f"{len(names)} {status}" for status, names in by_status.items()), *bad])
+    # 1: a check is wrong, and the doctor has ended with a result
+    ended = code == 0 or (code == 1 and "wrong" in by_status)
+    return found if ended else f"failed: {'; '.join(filter(None, (last_line(output), found)))}"
+
+
+def read_doctor(output: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """What `gspax doctor` prints, also if it was stopped: the environment by name, and (status, name) of each check."""
+    above, heading, below = output.partition("status   check")
+    environment = dict(re.findall(r"^(\w+) {2,}(.+)$", above, re.MULTILINE))
+    width = len((heading + below).partition("difference")[0])
+    lines = re.findall(r"^(?:ok|slow|wrong|skipped) .*", below, re.MULTILINE)
+    checks = [line[:width].partition(" ") for line in lines]
+    return environment, [(status, name.strip()) for status, _, name in checks]
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """Versions and devices, as `gspax doctor` states them; nothing if it has printed nothing."""
+    file = folder / "doctor.txt"
+    return read_doctor(file.read_text(encoding="utf-8", errors="replace"))[0] if file.exists() else {}
 
 
 def memory_gib(folder: Path) -> float | None:
     """GiB of a device's memory, as `gspax doctor` states it; None if it does not."""
-    try:
-        stated = json.loads((folder / "doctor.json").read_text(encoding="utf-8"))["environment"]["memory"]
-    except (OSError, ValueError, KeyError):
-        return None
-    found = re.match(r"([\d.]+) GiB", str(stated))
+    found = re.match(r"([\d.]+) GiB", environment_of(folder).get("memory", ""))
     return float(found[1]) if found else None
 
 
@@ -150,12 +163,12 @@ def read_by_sampling(costs: Plan) -> float:
 
 def real(folder: Path, overrides: Sequence[str]) -> str:
     """The result of a few steps of the published model in bfloat16."""
-    if not REAL.exists():
-        return f"skipped: there is no experiments/{REAL.name}"
+    if not Path(CONVERTED).is_dir():
+        return f"skipped: there is no {CONVERTED} (make real)"
     work = folder / "real"
     code, output = run("real", folder, "train", str(REAL), "--workdir", str(work), "model.dtype=bfloat16", *overrides)
     if code:
-        return f"{'skipped' if 'make real' in output else 'failed'}: {last_line(output)}"
+        return f"failed: {last_line(output)}"
     rows = [json.loads(line) for line in (work / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     seconds = sorted(row["time/step"] for row in rows if "time/step" in row)
@@ -175,7 +188,7 @@ def rehearse(folder: Path, *, toy: bool, gib: float | None) -> Iterator[Row]:
         return Row(part, result, began - before)
 
     yield row("gspax doctor", doctor(folder))
-    dense = [f"model={MODELS['dense']}", "tokenizer.vocab_size=49152", *(TOY if toy else ())]
+    dense = [f"model={MODELS['dense']}", *(TOY if toy else ("tokenizer.vocab_size=49152",))]
     yield row("135M dense, bfloat16, bench", bench("dense", folder, dense))
     moe = [f"model={MODELS['moe']}", *((*TOY, *TOY_EXPERTS) if toy else ())]
     layers = 2 if toy else most_layers(moe, gib or memory_gib(folder) or 16)
@@ -189,12 +202,10 @@ def rehearse(folder: Path, *, toy: bool, gib: float | None) -> Iterator[Row]:
 
 
 def describe(folder: Path) -> list[str]:
-    """What was measured: versions and devices, as `gspax doctor` states them."""
-    try:
-        environment = json.loads((folder / "doctor.json").read_text(encoding="utf-8"))["environment"]
-    except (OSError, ValueError, KeyError):
-        return ["`gspax doctor` stated no versions."]
-    return [f"- {name}: {value}" for name, value in environment.items() if isinstance(value, str | int | float)]
+    """What was measured."""
+    return [f"- {name}: {value}" for name, value in environment_of(folder).items()] or [
+        "`gspax doctor` stated nothing."
+    ]
 
 
 def main() -> None:

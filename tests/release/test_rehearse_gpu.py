@@ -9,10 +9,21 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "experiments" / "benchmarks"))
 import rehearse_gpu
 
-DOCTOR = {
-    "environment": {"jax": "0.10.2", "memory": "79.20 GiB a device", "devices": []},
-    "results": [{"name": "copy", "status": "ok"}, {"name": "head", "status": "ok"}, {"name": "link", "status": "slow"}],
-}
+from gspax.tools.doctor import results
+
+DOCTOR = """\
+jax          0.10.2, of: jax
+devices      1 x NVIDIA H100 80GB HBM3
+memory       79.20 GiB a device
+
+"""
+CHECKS = [
+    results.Result(name="copy", status="ok", measured=2e12, unit="B/s"),
+    results.Result(name="sampler's log-probs and the learner's, float32", status="ok", measured=4e-7, bound=1e-4),
+    results.Result(name="link", status="slow", measured=1.0, unit="B/s"),
+]
+HEADING = results.row("status", "check", "difference or rate", "note")
+DOCTOR += "\n".join([HEADING, *map(str, CHECKS), ""])
 BENCH = {
     "devices": "1 x NVIDIA H100 80GB HBM3",
     "first_step_s": 40.2,
@@ -33,8 +44,8 @@ class Commands(dict):
 
 
 @pytest.fixture
-def commands(monkeypatch):
-    stubs = Commands(doctor=[(0, "")], bench=[(0, "")], train=[(0, "")])
+def commands(monkeypatch, tmp_path):
+    stubs = Commands(doctor=[(0, DOCTOR)], bench=[(0, "")], train=[(0, "")])
 
     def run(part, folder, *arguments):
         stubs.calls.append(arguments)
@@ -42,12 +53,11 @@ def commands(monkeypatch):
         code, output = answers.pop(0) if len(answers) > 1 else answers[0]
         (folder / f"{part}.txt").write_text(output)
         if code == 0 and "--json" in arguments:
-            found = DOCTOR if arguments[0] == "doctor" else BENCH
-            Path(arguments[arguments.index("--json") + 1]).write_text(json.dumps(found))
+            Path(arguments[arguments.index("--json") + 1]).write_text(json.dumps(BENCH))
         return code, output
 
     monkeypatch.setattr(rehearse_gpu, "run", run)
-    monkeypatch.setattr(rehearse_gpu, "REAL", Path("absent.py"))
+    monkeypatch.chdir(tmp_path)  # where the published model is not
     return stubs
 
 
@@ -58,7 +68,8 @@ def rows(folder, **options):
 def test_the_table_has_the_figures_of_each_part(tmp_path, commands):
     found = rows(tmp_path)
     assert found.pop("gspax doctor") == "2 ok, 1 slow; slow: link"
-    assert found.pop("SmolLM2-135M-Instruct, bfloat16, train") == "skipped: there is no experiments/absent.py"
+    assert rehearse_gpu.describe(tmp_path)[0] == "- jax: 0.10.2, of: jax"
+    assert found.pop("SmolLM2-135M-Instruct, bfloat16, train") == "skipped: there is no .cache/smollm2 (make real)"
     dense = found.pop("135M dense, bfloat16, bench")
     assert "MFU 25% of 989 TFLOP/s" in dense and "first step 40 s; peak 3.0 GiB" in dense
     # 256 tokens, 257 MiB of weights, 45 MiB of prompts and half of 720 MiB of completions, in 2 seconds
@@ -67,7 +78,7 @@ def test_the_table_has_the_figures_of_each_part(tmp_path, commands):
 
 
 def test_the_largest_model_whose_arrays_fit_is_measured(tmp_path, commands):
-    (tmp_path / "doctor.json").write_text(json.dumps(DOCTOR))
+    (tmp_path / "doctor.txt").write_text(DOCTOR)
     moe = [f"model={rehearse_gpu.MODELS['moe']}"]
     layers = rehearse_gpu.most_layers(moe, rehearse_gpu.memory_gib(tmp_path))
 
@@ -95,6 +106,19 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path, commands):
     assert len(found) == 4
 
 
+def test_a_doctor_that_was_stopped_has_told_its_checks_and_the_memory(tmp_path, commands):
+    commands["doctor"] = [(124, f"{DOCTOR}stopped after 420 seconds\n")]
+    result = rows(tmp_path)["gspax doctor"]
+    assert result == "failed: stopped after 420 seconds; 2 ok, 1 slow; slow: link"
+    assert rehearse_gpu.memory_gib(tmp_path) == 79.2
+
+
+@pytest.mark.parametrize(("status", "failed"), [("wrong", False), ("slow", True)])
+def test_a_doctor_that_finds_an_error_has_not_failed(status, failed, tmp_path, commands):
+    commands["doctor"] = [(1, DOCTOR.replace("slow", status))]
+    assert rows(tmp_path)["gspax doctor"].startswith("failed") is failed
+
+
 def test_a_part_is_stopped_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setitem(rehearse_gpu.LIMITS, "doctor", 0.01)
     code, output = rehearse_gpu.run("doctor", tmp_path, "doctor")
@@ -102,8 +126,10 @@ def test_a_part_is_stopped_at_its_limit(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_toy_shapes_run_to_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["rehearse_gpu.py", str(tmp_path), "--toy"])
+    monkeypatch.chdir(tmp_path)  # where the published model is not
     with pytest.raises(SystemExit) as ended:
         rehearse_gpu.main()
     table = (tmp_path / "gpu.md").read_text()
