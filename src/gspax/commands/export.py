@@ -10,22 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from gspax.commands.arguments import Parser, add_target, at_least, require_directory, size, subcommand_parser
 from gspax.config import Lora, ModelConfig
-from gspax.config.functions import name_of, parse
 from gspax.errors import FailureError, UserError, brief, describe_error, display, warn
 from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
 from gspax.hf.families import OF_MTP, WRAPPERS
-from gspax.hf.source import HUB_NAME, RUN, SMALL, copy_companions, locate, read_model
+from gspax.hf.source import HUB_NAME, RUN, SMALL, copy_companions, locate
 from gspax.run.folders import atomic_folder
 from gspax.storage.buckets import is_bucket, to_path
 
 if TYPE_CHECKING:
-    from gspax.config.protocols import Tokenizer
     from gspax.hf.tensors import Stored
     from gspax.run.checkpoints import StoredArray
     from gspax.run.directory import RunDir
@@ -105,6 +103,7 @@ def run(
     from gspax.report import card
     from gspax.run.checkpoints import Checkpoints, open_array
     from gspax.run.directory import RunDir
+    from gspax.run.recorded import find_checkpoints
 
     recorded, config, lora, companions = _read_source(source)
     run = RunDir(source)
@@ -126,12 +125,11 @@ def run(
             factor = partial(_read_factor, stored, shapes)
             write_adapters(temporary, config, lora, shapes, factor, base=base, dtype=dtype)
         if recorded is not None:
-            is_first = folder != run.checkpoints
-            about = {"README.md": card.render(run, recorded, chosen, of_warm_start=is_first, adapter=adapter)}
+            text = card.render(run, recorded, chosen, of_warm_start=folder != run.checkpoints, adapter=adapter)
+            (temporary / "README.md").write_text(text, encoding="utf-8")
             if not (adapter or "generation_config.json" in copied):
-                about["generation_config.json"] = json.dumps(describe_generation(recorded), indent=2) + "\n"
-            for name, text in about.items():
-                (temporary / name).write_text(text, encoding="utf-8")
+                text = json.dumps(describe_generation(recorded), indent=2) + "\n"
+                (temporary / "generation_config.json").write_text(text, encoding="utf-8")
     files = f"with {', '.join(copied)}" if copied else "without a tokenizer: none is known"
     display(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
 
@@ -195,6 +193,8 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
 
 def describe_generation(recorded: JsonObject) -> JsonObject:
     """generation_config.json of a run: its temperature and filters, and its stop ids if its tokenizer is gspax's."""
+    from gspax.run.recorded import read_tokenizer
+
     sampling = recorded["sampling"]
     content: JsonObject = {"do_sample": sampling["temperature"] > 0}
     if content["do_sample"]:
@@ -203,17 +203,6 @@ def describe_generation(recorded: JsonObject) -> JsonObject:
         ids = [*read_tokenizer(recorded["tokenizer"]).stop_ids, *sampling.get("stop_token_ids", ())]
         content["eos_token_id"] = list(dict.fromkeys(ids))
     return content
-
-
-def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a run's description. UserError if its class is not one of gspax's."""
-    from gspax.data.chat import CharChat, ChatTokenizer
-    from gspax.data.tokenizer import CharTokenizer, HFTokenizer
-
-    kinds = {name_of(kind): kind for kind in (CharTokenizer, CharChat, HFTokenizer, ChatTokenizer)}
-    if described["type"] not in kinds:
-        raise UserError(f"tokenizer: wanted --file with the experiment's file, which defines {described['type']}")
-    return cast("Tokenizer", parse(kinds[described["type"]], described))
 
 
 def check_push(name: str, target: Path) -> None:
@@ -267,6 +256,7 @@ def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | N
     """The experiment of a run, the model, its adapters, and folders that may have the tokenizer's files, best first."""
     from gspax.learner.state import require_intact
     from gspax.run.directory import RunDir
+    from gspax.run.recorded import read_recorded
 
     run = RunDir(source)
     if run.experiment.is_file():
@@ -276,14 +266,6 @@ def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | N
         require_intact(source)
         return None, replace(read_config(source), checkpoint=str(source)), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
-
-
-def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
-    """The experiment of a run as its experiment.json has it, its model, and its adapters. UserError if unreadable."""
-    from gspax.run.directory import read_json
-
-    experiment = read_json(run.experiment)
-    return experiment, *read_model(experiment, run.experiment)
 
 
 def _read_origin(config: ModelConfig, special: dict[str, object]) -> tuple[dict[str, object], dict[str, Stored]]:
@@ -324,6 +306,7 @@ def _find_origin(checkpoint: str) -> str:
     from gspax.learner.state import CHECKPOINTS
     from gspax.run.checkpoints import Checkpoints, read_extra
     from gspax.run.directory import RunDir
+    from gspax.run.recorded import read_recorded
 
     folder = to_path(checkpoint)
     if checkpoint and (folder / RUN).is_file():
@@ -365,19 +348,6 @@ def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
         with contextlib.suppress(UserError):
             folders.append(locate(name, SMALL, download=False))
     return folders
-
-
-def find_checkpoints(run: RunDir) -> Path:
-    """The checkpoints of the run; before its first save, those of its warm start. UserError if there are none."""
-    from gspax.run.manifest import finished_steps
-
-    if finished_steps(run.checkpoints):
-        return run.checkpoints
-    if run.newest.exists():
-        raise UserError(f"{run.checkpoints} has no checkpoint, but {run.newest.name} records that one was saved")
-    if finished_steps(run.warm_start.checkpoints):
-        return run.warm_start.checkpoints
-    raise UserError(f"{run.path}: wanted a checkpoint of the run or of its warm start, there is none")
 
 
 def _read_special_tokens(folders: list[Path]) -> dict[str, object]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
-from gspax.commands.export import find_checkpoints, read_recorded, read_tokenizer
 from gspax.errors import UserError, printable, tell
 from gspax.storage.buckets import to_path
 
@@ -275,6 +274,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     from gspax.experiment.validation.fields import range_problems, type_problems
     from gspax.hf import hf
     from gspax.learner.state import abstract_params, load_model, load_policy
+    from gspax.run.recorded import read_recorded, read_tokenizer
     from gspax.sampler.placement import make_meshes, make_sampler
     from gspax.sampler.sampler import make_options
     from gspax.tools.dialogue import Dialogue
@@ -313,6 +313,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
 def locate_run(name: str) -> tuple[RunDir, Path, int | None] | None:
     """The run that DIR or DIR@STEP names, the folder of its checkpoints, and the step; None if it names no run."""
     from gspax.run.directory import RunDir
+    from gspax.run.recorded import find_checkpoints
 
     folder, _, step = name.rpartition("@") if re.search(r"[^@]@\d+$", name) else (name, "", "")
     run = RunDir(to_path(folder))
