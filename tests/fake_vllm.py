@@ -27,7 +27,7 @@ from gspax.config import ModelConfig
 from gspax.hf.parameters import read_params
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
-from gspax.rollout.engines import vllm
+from gspax.rollout.servers import vllm
 
 _spec = importlib.util.spec_from_file_location("gspax_vllm_worker", vllm.WORKER / "gspax_vllm_worker.py")
 worker = importlib.util.module_from_spec(_spec)

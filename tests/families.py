@@ -28,7 +28,7 @@ from gspax.model.low_rank import dense
 from gspax.model.sizes import parameter_count
 from gspax.run.record import read_metrics
 from gspax.sampler import sampler
-from gspax.sampler.engine import Prompts
+from gspax.sampler.continuous_batching import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import pad_replies, sample
 

@@ -37,9 +37,7 @@ FEATURES = {
     "delta nets": Feature("delta(?!s)", "delta", 11),
     "latent attention": Feature("latent", "latent_attention", 7),
     "buckets": Feature("bucket", "storage/", 36),
-    "servers": Feature(
-        "engine|server|vllm|sglang", "rollout/engines/|sampler/engine|serve_command|validation/engines", 19
-    ),
+    "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 15),
     "drafts": Feature("draft", "drafts", 9),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "8-bit numbers": Feature("int8|[qQ]uantiz", "quantization", 19),

@@ -11,7 +11,7 @@ from gspax.config import GatedDelta, Latent, LinearRope, ModelConfig, Router, Ya
 from gspax.learner.forward import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
-from gspax.sampler.engine import SampleOptions
+from gspax.sampler.continuous_batching import SampleOptions
 
 MOE = ModelConfig(
     vocab_size=23,

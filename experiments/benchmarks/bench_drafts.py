@@ -29,9 +29,9 @@ from gspax.commands.environment import prepare, skip_absent_tpu
 from gspax.config import Experiment
 from gspax.experiment import load
 from gspax.learner.state import init_state
-from gspax.rollout.engines.contract import Request, Weights
-from gspax.rollout.engines.in_process import InProcess
+from gspax.rollout.contract import Request, Weights
 from gspax.rollout.grading import Started, count_sampled
+from gspax.rollout.in_process import InProcess
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.sampler.sampler import lengths_to_host

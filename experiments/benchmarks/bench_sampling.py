@@ -27,7 +27,7 @@ from gspax.model.sizes import forward_flops, lookup_count, parameter_count, samp
 from gspax.parallel import multihost
 from gspax.parallel.sharding import AXES
 from gspax.rollout.runtime import make_runtime
-from gspax.sampler.engine import SampleOptions
+from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import sample
 from gspax.tools.benchmarks import measure_limits, time_calls

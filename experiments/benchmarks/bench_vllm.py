@@ -30,10 +30,10 @@ from gspax.config import Engine, Experiment, Sampling
 from gspax.hf import parameters
 from gspax.learner.state import init_state
 from gspax.model import presets, transformer
-from gspax.rollout.engines import vllm
-from gspax.rollout.engines.contract import Request
-from gspax.rollout.engines.remote import context_length
+from gspax.rollout.contract import Request
 from gspax.rollout.runtime import make_runtime
+from gspax.rollout.servers import vllm
+from gspax.rollout.servers.remote import context_length
 from gspax.training.in_flight import InFlight, read_prompts, sample_options
 from gspax.training.step import run_step
 

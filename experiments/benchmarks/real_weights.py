@@ -33,7 +33,7 @@ from gspax.learner.forward import StepSettings
 from gspax.learner.state import abstract_params, load_model
 from gspax.learner.train_step import make_score
 from gspax.parallel.sharding import single_device_mesh
-from gspax.rollout.engines.probe import learner_scores
+from gspax.rollout.servers.probe import learner_scores
 from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import lengths_to_host, make_options, sample
 from gspax.types import Params, Rollout

@@ -26,10 +26,9 @@ from gspax.report import evaluation_page
 from gspax.report.run_page import describe_task
 from gspax.report.run_page import write as write_report
 from gspax.rewards.scores import Score
-from gspax.rollout import grading
+from gspax.rollout import grading, in_process
 from gspax.rollout.completion import Completion, Texts
-from gspax.rollout.engines import in_process
-from gspax.rollout.engines.in_process import InProcess
+from gspax.rollout.in_process import InProcess
 from gspax.run.directory import RunDir
 from gspax.run.record import read_rows
 from gspax.sampler.placement import make_sampler

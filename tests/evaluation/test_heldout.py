@@ -14,8 +14,8 @@ from gspax.evaluation.benchmark import Policy, split_problems
 from gspax.parallel.sharding import make_mesh
 from gspax.report import statistics
 from gspax.rewards.scores import reward_calls
-from gspax.rollout.engines import in_process
-from gspax.rollout.engines.in_process import InProcess
+from gspax.rollout import in_process
+from gspax.rollout.in_process import InProcess
 from gspax.sampler import sampler
 from gspax.sampler.placement import make_sampler
 from gspax.types import Rollout

@@ -14,7 +14,7 @@ from small_experiment import experiment
 from test_processes import free_port, variables
 
 from gspax.hf import tensors
-from gspax.rollout.engines.weights import Writer
+from gspax.rollout.servers.weights import Writer
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from test_weights import BFLOAT16, read
@@ -28,7 +28,7 @@ from gspax.errors import UserError
 from gspax.learner.state import abstract_params
 from gspax.parallel import joining
 from gspax.parallel.sharding import make_mesh
-from gspax.rollout.engines.weights import Writer
+from gspax.rollout.servers.weights import Writer
 from published import random_params
 from test_weights import BFLOAT16
 

@@ -28,7 +28,7 @@ from gspax.parallel.sharding import batch_shards
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.sampler import sampler
-from gspax.sampler.engine import SampleOptions
+from gspax.sampler.continuous_batching import SampleOptions
 from gspax.training import warm_start
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from gspax.model.presets import tiny_moe
-from gspax.rollout.engines.server import read_experts
+from gspax.rollout.servers.server import read_experts
 
 
 def test_many_threads_read_experts_at_once():

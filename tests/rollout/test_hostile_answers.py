@@ -13,9 +13,9 @@ from small_experiment import experiment
 from gspax import http_client
 from gspax.config import Sampling
 from gspax.http_client import RefusedError, UnreachableError
-from gspax.rollout.engines import sglang, vllm
-from gspax.rollout.engines.server import Ask, longest_answer
-from gspax.rollout.engines.weights import Written
+from gspax.rollout.servers import sglang, vllm
+from gspax.rollout.servers.server import Ask, longest_answer
+from gspax.rollout.servers.weights import Written
 
 ADDRESS = "http://127.0.0.1:1"
 MODEL = replace(experiment.model, hidden_size=64, head_dim=32)  # of the recorded conversation

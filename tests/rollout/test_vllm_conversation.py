@@ -10,9 +10,9 @@ from small_experiment import experiment
 
 from gspax import http_client
 from gspax.config import Sampling
-from gspax.rollout.engines import vllm
-from gspax.rollout.engines.server import Answer, Ask
-from gspax.rollout.engines.weights import Written
+from gspax.rollout.servers import vllm
+from gspax.rollout.servers.server import Answer, Ask
+from gspax.rollout.servers.weights import Written
 
 EXCHANGES = json.loads(Path(__file__).with_name("vllm_conversation.json").read_text())["exchanges"]
 MODEL = replace(experiment.model, hidden_size=64, head_dim=32)
@@ -72,7 +72,7 @@ def test_the_fake_answers_as_the_real_server(tmp_path, monkeypatch):
         for recorded in EXCHANGES:
             path, body = recorded["path"].partition("?")[0], recorded["body"]
             if body and body.get("method") == "gspax_load":
-                continue  # checked by the pushes of test_engines.py
+                continue  # checked by the pushes of test_server_sampling.py
             ours, real = fake.answer(path, body), recorded["answer"]
             if path != "/v1/completions":
                 assert shape_of(ours) == shape_of(real), path

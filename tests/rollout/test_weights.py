@@ -11,8 +11,8 @@ from published import random_params
 from small_experiment import experiment
 
 from gspax.hf import parameters, tensors
-from gspax.rollout.engines import weights
-from gspax.rollout.engines.weights import Writer
+from gspax.rollout.servers import weights
+from gspax.rollout.servers.weights import Writer
 
 worker = fake_vllm.worker
 BFLOAT16 = replace(experiment.model, dtype="bfloat16")

@@ -25,7 +25,7 @@ from gspax.rewards.scores import reward_calls
 from gspax.rollout.episodes import begin, interact, sample_conversations
 from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
 from gspax.sampler import sampler, stops
-from gspax.sampler.engine import Prompts
+from gspax.sampler.continuous_batching import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import assemble, pad_replies

@@ -15,7 +15,7 @@ from gspax.learner.forward import Inputs, forward
 from gspax.model import transformer
 from gspax.parallel import sharding
 from gspax.sampler import sampler, token_sampling
-from gspax.sampler.engine import Prompts
+from gspax.sampler.continuous_batching import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import pad_replies
 

@@ -16,7 +16,7 @@ from gspax.data.token_bytes import read_token_bytes
 from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh
-from gspax.rollout.engines.server import Answer, Ask, check_answer
+from gspax.rollout.servers.server import Answer, Ask, check_answer
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.stops import always_stopping, find_stop, make_matcher, stop_ids

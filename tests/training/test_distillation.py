@@ -21,7 +21,7 @@ from gspax.hf import hf
 from gspax.learner.state import abstract_params, load_model
 from gspax.losses import distill
 from gspax.parallel.sharding import single_device_mesh
-from gspax.rollout.engines import served
+from gspax.rollout.servers import scoring
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
@@ -194,7 +194,7 @@ def test_servers_teach_what_the_checkpoint_teaches(expert, tmp_path, kind, form)
         server.params = load_model(model, abstract_params(model, single_device_mesh()))
         gone.faults.dies_after, gone.completions = 1, 1
         score = partial(
-            served.score,
+            scoring.score,
             addresses=(gone.address, server.address),
             server="sglang" if kind is fake_sglang.FakeSGLang else "vllm",
         )
@@ -223,7 +223,7 @@ def test_servers_that_are_gone_are_one_sentence():
     with pytest.raises(
         FailureError, match=r"teacher\.score: no server for 0.1 seconds \(timeout\): http://127.0.0.1:9 is"
     ):
-        served.score([[1, 2]], addresses=("http://127.0.0.1:9",), timeout=0.1)
+        scoring.score([[1, 2]], addresses=("http://127.0.0.1:9",), timeout=0.1)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,6 @@ def test_servers_that_are_gone_are_one_sentence():
     ids=["kept", "offload", "model", "temperature"],
 )
 def test_a_function_that_scores_is_the_whole_teacher(changes, temperature, sentence):
-    teacher = Teacher(score=partial(served.score, addresses=("http://127.0.0.1:9",)), **changes)
+    teacher = Teacher(score=partial(scoring.score, addresses=("http://127.0.0.1:9",)), **changes)
     sampling = replace(small.sampling, temperature=temperature)
     assert any(problem.startswith(sentence) for problem in validate(replace(small, teacher=teacher, sampling=sampling)))

@@ -37,8 +37,8 @@ from gspax.learner.updates import Steps, make_steps
 from gspax.losses import kl
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
+from gspax.rollout import in_process
 from gspax.rollout.completion import Samples
-from gspax.rollout.engines import in_process
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, make_runtime
 from gspax.run import interrupt, manifest, progress, record

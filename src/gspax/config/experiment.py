@@ -327,7 +327,7 @@ class Teacher:
 
     model: ModelConfig | None = None  # `hf(...)` with the policy's vocabulary; None: an earlier version of the policy
     models: Mapping[str, ModelConfig] = field(default_factory=dict)  # several teachers, chosen by `Problem.teacher`
-    score: TeacherScore | None = None  # log-probs of the sampled tokens from elsewhere, such as `engines.served.score`
+    score: TeacherScore | None = None  # log-probs of the sampled tokens from elsewhere, such as `servers.scoring.score`
     # Without any of these the teacher starts as the first policy. After every `refresh_every` steps it moves toward the
     # current policy by `refresh_share` of the way: 1 makes it equal, less makes it a moving average
     refresh_every: NonNegativeInt = 0  # 0: never
@@ -466,7 +466,7 @@ class TeacherPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """vLLM or SGLang servers that sample for the run (`gspax.rollout.engines`).
+    """vLLM or SGLang servers that sample for the run (`gspax.rollout.servers`).
 
     Each server gets the policy after every step, through files in a folder that it shares with the run.
     """

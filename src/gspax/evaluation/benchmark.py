@@ -29,7 +29,7 @@ from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.completion import Completion, gather_texts
 from gspax.rollout.completion import to_json as completion_to_json
-from gspax.rollout.engines.contract import Engine, Request, Weights
+from gspax.rollout.contract import Engine, Request, Weights
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare

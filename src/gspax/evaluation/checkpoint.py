@@ -43,7 +43,7 @@ from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.parallel import multihost
 from gspax.report import evaluation_page, statistics
 from gspax.rollout.completion import Completion
-from gspax.rollout.engines.in_process import InProcess
+from gspax.rollout.in_process import InProcess
 from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspax.rollout.engines.contract import Held, Weights
+from gspax.rollout.contract import Held, Weights
 from gspax.rollout.episodes import Ready, RowsOnHost
 from gspax.rollout.grading import Started
 from gspax.types import Rollout

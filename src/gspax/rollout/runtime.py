@@ -14,10 +14,10 @@ from gspax.learner.updates import Steps, make_steps
 from gspax.model.sizes import resident_bytes, teacher_bytes
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
-from gspax.rollout.engines.contract import Engine
-from gspax.rollout.engines.in_process import InProcess
-from gspax.rollout.engines.remote import Remote, connect
+from gspax.rollout.contract import Engine
 from gspax.rollout.episodes import Interaction, interact
+from gspax.rollout.in_process import InProcess
+from gspax.rollout.servers.remote import Remote, connect
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import TrainState
 

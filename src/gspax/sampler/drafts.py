@@ -1,10 +1,10 @@
 """Drafts of a sample's next tokens without a draft model: looked up in what its group said in an earlier epoch, in its
 prompt, and in its own tokens.
 
-A decoding pass of k + 1 positions checks k drafts (`engine.advance`). A token is a function of (key, sample id,
-position) and the logits, so a draft is right if it is the token that is sampled at its position: samples and log-probs
-are those without drafts, up to rounding. Speculative decoding with another proposal (arXiv 2211.17192) accepts a draft
-with some probability instead, and prompt lookup is that of https://github.com/apoorvumang/prompt-lookup-decoding.
+A decoding pass of k + 1 positions checks k drafts (`continuous_batching.advance`). A token is a function of (key,
+sample id, position) and the logits, so a draft is right if it is the token that is sampled at its position: samples and
+log-probs are those without drafts, up to rounding. Speculative decoding with another proposal (arXiv 2211.17192)
+accepts a draft with some probability instead; prompt lookup is that of https://github.com/apoorvumang/prompt-lookup-decoding.
 
 A pass with drafts may cost more than it gives: `renew_share` and `expected_tokens` estimate what it gives.
 

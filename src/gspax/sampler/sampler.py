@@ -1,4 +1,4 @@
-"""Prompts and parameters in, a `Rollout` out: one prefill per prompt, then a jitted decoding loop (`sampler.engine`).
+"""Prompts and parameters in, a `Rollout` out: one prefill per prompt, then a jitted loop (`continuous_batching`).
 
 The randomness of a token is a function of (key, sample id, position) alone, so a sample does not depend on its batch.
 Log-probs are of the temperature-scaled distribution before any filter, in the sampler and in the learner. Tokens that
@@ -30,8 +30,8 @@ from gspax.model import decoding
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.run import interrupt
-from gspax.sampler import drafts, engine, stops
-from gspax.sampler.engine import Prompts, Replies, SampleOptions, State
+from gspax.sampler import continuous_batching, drafts, stops
+from gspax.sampler.continuous_batching import Prompts, Replies, SampleOptions, State
 from gspax.types import Array, Params, Rollout
 
 SMALLEST_REPLY = 8
@@ -123,14 +123,14 @@ def hand_over(progress: Progress, handed_over_B: np.ndarray, ended: Finished) ->
 
 @partial(jax.jit, static_argnames="options")
 def _generate(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> Rollout:
-    state = engine.start(params, prompts, key, options)
-    return assemble(prompts.tokens_PS, engine.advance(params, state, key, options), options=options)
+    state = continuous_batching.start(params, prompts, key, options)
+    return assemble(prompts.tokens_PS, continuous_batching.advance(params, state, key, options), options=options)
 
 
 @partial(jax.jit, static_argnames="options")
 def start(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> tuple[State, Progress]:
-    """`engine.start`."""
-    state = engine.start(params, prompts, key, options)
+    """`continuous_batching.start`."""
+    state = continuous_batching.start(params, prompts, key, options)
     return state, describe_progress(state, options)
 
 
@@ -138,11 +138,11 @@ def start(params: Params, prompts: Prompts, key: Array, *, options: SampleOption
 def advance_chunk(
     params: Params, state: State, key: Array, version: Array | int, *, options: SampleOptions
 ) -> tuple[State, Progress]:
-    """`engine.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active.
+    """`continuous_batching.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active.
 
     The weights may be newer than in earlier chunks: they continue the unfinished samples, whose cache is kept.
     """
-    state = engine.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
+    state = continuous_batching.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
     return state, describe_progress(state, options)
 
 
@@ -156,15 +156,15 @@ def resume(
     *,
     options: SampleOptions,
 ) -> tuple[State, Progress]:
-    """`engine.resume`."""
-    state = engine.resume(params, state, replies, key, options, version)
+    """`continuous_batching.resume`."""
+    state = continuous_batching.resume(params, state, replies, key, options, version)
     return state, describe_progress(state, options)
 
 
 def describe_progress(state: State, options: SampleOptions) -> Progress:
     """The progress of a state."""
     rows = state.rows
-    waiting_B = engine.on_devices(engine.of_samples, options, rows, rows.waiting_W)
+    waiting_B = continuous_batching.on_devices(continuous_batching.of_samples, options, rows, rows.waiting_W)
     ended_B = rows.finished_B | ((rows.length_B >= rows.tokens_BC.shape[1]) & ~waiting_B)
     tokens_BC, length_B, ended_B, waiting_B = jax.lax.with_sharding_constraint(
         (rows.tokens_BC, rows.length_B, ended_B, waiting_B), named_sharding(options.mesh, "batch")

@@ -1,7 +1,8 @@
-"""A conversation with a person: one sample of the engine, whose cache is kept between two messages.
+"""A conversation with a person: one sample, whose cache is kept between two messages.
 
-A message continues the sample as an environment's reply does (`engine.resume`), so no earlier turn is prefilled or
-tokenized again. On several devices that have rows of their own, the other rows sample the same prompt unseen.
+A message continues the sample as an environment's reply does (`continuous_batching.resume`), so no earlier turn is
+prefilled or tokenized again. On several devices that have rows of their own, the other rows sample the same prompt
+unseen.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gspax.errors import UserError
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import sampler
-from gspax.sampler.engine import SampleOptions, State
+from gspax.sampler.continuous_batching import SampleOptions, State
 from gspax.types import Array, Params
 
 VERSION = np.int32(0)  # of the parameters, which stay the same

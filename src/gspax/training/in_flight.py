@@ -23,15 +23,15 @@ from gspax.data.problem import Problem
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.contract import Request, Weights
 from gspax.rollout.earlier import EarlierTexts
-from gspax.rollout.engines.contract import Request, Weights
 from gspax.rollout.episodes import Ready, answer, set_finished
 from gspax.rollout.grading import Started, start_rewards
 from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new_pool, next_problems, take
 from gspax.rollout.problems import Skipped, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.sampler.engine import SampleOptions
+from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, make_options
 from gspax.types import Array, Rollout, Stream, TrainState

@@ -57,7 +57,6 @@ from gspax.experiment.validation.advantages import (
 )
 from gspax.experiment.validation.chats import chat_problems, chat_warnings, unused_turns
 from gspax.experiment.validation.contracts import contract_problems
-from gspax.experiment.validation.engines import engine_problems, engine_warnings
 from gspax.experiment.validation.fields import (
     WrongFieldError,
     function_problems,
@@ -82,6 +81,7 @@ from gspax.experiment.validation.losses import (
     score_norm_problems,
     weight_problems,
 )
+from gspax.experiment.validation.servers import engine_problems, engine_warnings
 from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
 from gspax.losses.traits import takes_sampler_logp
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried

@@ -28,7 +28,7 @@ from gspax.parallel import multihost, sharding
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.folders import remove_folder
 from gspax.sampler import sampler
-from gspax.sampler.engine import SampleOptions
+from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.storage.buckets import is_bucket, to_path
 from gspax.tools.benchmarks import time_calls

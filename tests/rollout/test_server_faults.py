@@ -21,8 +21,8 @@ from gspax.errors import FailureError, UserError
 from gspax.hf import tensors
 from gspax.http_client import UnreachableError
 from gspax.learner.state import abstract_state, init_state
-from gspax.rollout.engines import weights
 from gspax.rollout.runtime import make_runtime
+from gspax.rollout.servers import weights
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir

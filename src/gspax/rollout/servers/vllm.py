@@ -19,8 +19,8 @@ import numpy as np
 from gspax.config import ModelConfig
 from gspax.errors import shorten
 from gspax.http_client import BrokenError, RefusedError
-from gspax.rollout.engines.contract import Served
-from gspax.rollout.engines.server import (
+from gspax.rollout.contract import Served
+from gspax.rollout.servers.server import (
     Answer,
     Ask,
     Endpoint,
@@ -35,7 +35,7 @@ from gspax.rollout.engines.server import (
     take,
     truncated,
 )
-from gspax.rollout.engines.weights import Written
+from gspax.rollout.servers.weights import Written
 
 NAME = "gspax"  # of the served model
 WORKER = Path(__file__).parent / "vllm_worker"

@@ -14,10 +14,10 @@ import numpy as np
 
 from gspax.config import ModelConfig, Sampling, sparse_numbers
 from gspax.errors import UserError, shorten
-from gspax.experiment.validation.engines import is_address
+from gspax.experiment.validation.servers import is_address
 from gspax.http_client import SMALL, Client, RefusedError, UnreachableError
-from gspax.rollout.engines.contract import Served
-from gspax.rollout.engines.weights import Written
+from gspax.rollout.contract import Served
+from gspax.rollout.servers.weights import Written
 from gspax.sampler.stops import Matcher, always_stopping, find_stop
 
 # numpy parses a header with `ast`, which in CPython 3.11 fails now and then while another thread does the same

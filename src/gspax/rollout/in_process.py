@@ -1,4 +1,4 @@
-"""The contract of engines, by the sampler on the run's own devices (`sampler.placement`).
+"""The contract of samplers, by the sampler on the run's own devices (`sampler.placement`).
 
 Axes: R places of groups, S positions of a prompt, B rows, P prompts of devices (`sampler.split_groups`).
 """
@@ -17,11 +17,11 @@ import numpy as np
 from gspax.config import ModelConfig
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.engines.contract import Held, Request, Served, Weights
+from gspax.rollout.contract import Held, Request, Served, Weights
 from gspax.rollout.episodes import Ready, sample_conversations
 from gspax.rollout.grading import Started
-from gspax.sampler import engine
-from gspax.sampler.engine import Prompts, Replies, SampleOptions
+from gspax.sampler import continuous_batching
+from gspax.sampler.continuous_batching import Prompts, Replies, SampleOptions
 from gspax.sampler.placement import Sampler
 from gspax.sampler.sampler import (
     Progress,
@@ -97,7 +97,7 @@ class OnDevices:
     key: Array  # on the host
     options: SampleOptions
     tokens_RS: Array | None = None  # int32    prompts; None, as the two below: nothing has been sampled
-    state: engine.State | None = None
+    state: continuous_batching.State | None = None
     current: Progress | None = None
 
     def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
@@ -129,7 +129,9 @@ class OnDevices:
         """Add the replies to the cache."""
         self._run(resume, weights, replies)
 
-    def _run(self, program: Callable[..., tuple[engine.State, Progress]], weights: Weights, *given: Replies) -> None:
+    def _run(
+        self, program: Callable[..., tuple[continuous_batching.State, Progress]], weights: Weights, *given: Replies
+    ) -> None:
         key, version = self.key, np.int32(weights.version)
         self.state, self.current = program(weights.params, self.state, *given, key, version, options=self.options)
 
@@ -143,21 +145,21 @@ class OnDevices:
 @partial(jax.jit, static_argnames="options", donate_argnames="held")
 def _admit(
     params: Params,
-    held: tuple[Array | None, engine.State | None],
+    held: tuple[Array | None, continuous_batching.State | None],
     prompts: Prompts,
     key: Array,
     *,
     fresh_P: Array,
     version: Array,
     options: SampleOptions,
-) -> tuple[Array, engine.State, Progress]:
+) -> tuple[Array, continuous_batching.State, Progress]:
     tokens_RS, state = held
-    state = engine.admit(params, state, prompts, key, options, fresh_P=fresh_P, version=version)
+    state = continuous_batching.admit(params, state, prompts, key, options, fresh_P=fresh_P, version=version)
     tokens_RS = prompts.tokens_PS if tokens_RS is None else jnp.where(fresh_P[:, None], prompts.tokens_PS, tokens_RS)
     return tokens_RS, state, describe_progress(state, options)
 
 
 @partial(jax.jit, static_argnames="options")
-def _take(tokens_RS: Array, state: engine.State, row_B: Array, *, options: SampleOptions) -> Rollout:
+def _take(tokens_RS: Array, state: continuous_batching.State, row_B: Array, *, options: SampleOptions) -> Rollout:
     rollout = jax.tree.map(lambda leaf: leaf[row_B], assemble(tokens_RS, state, options=options))
     return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))

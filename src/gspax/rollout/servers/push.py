@@ -17,11 +17,11 @@ from gspax.http_client import RefusedError, UnreachableError
 from gspax.learner.forward import StepSettings
 from gspax.learner.train_step import make_score
 from gspax.parallel import multihost
-from gspax.rollout.engines import probe, weights
-from gspax.rollout.engines.contract import Served, Weights
-from gspax.rollout.engines.server import Ask, Server, pad_sets
-from gspax.rollout.engines.servers import PAUSE, Servers, describe_gone
-from gspax.rollout.engines.weights import Writer, Written
+from gspax.rollout.contract import Served, Weights
+from gspax.rollout.servers import probe, weights
+from gspax.rollout.servers.failover import PAUSE, Servers, describe_gone
+from gspax.rollout.servers.server import Ask, Server, pad_sets
+from gspax.rollout.servers.weights import Writer, Written
 from gspax.run import interrupt
 from gspax.types import Array, Params
 

@@ -14,9 +14,8 @@ from small_experiment import experiment
 from gspax.config import Engine
 from gspax.errors import FailureError
 from gspax.learner.state import init_state
-from gspax.rollout.engines import server
-from gspax.rollout.engines import server_rows as rows
 from gspax.rollout.runtime import make_runtime
+from gspax.rollout.servers import rows, server
 from gspax.sampler.sampler import pad_replies
 from gspax.training.in_flight import InFlight, receive, start_rollout
 from gspax.training.step import run_step

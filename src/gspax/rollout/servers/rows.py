@@ -15,9 +15,9 @@ import numpy as np
 from gspax.config import ModelConfig, Sampling, expert_id_dtype, sparse_layers, token_id_dtype
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.engines.contract import Request
-from gspax.rollout.engines.server import Answer, Ask, pad_sets
-from gspax.sampler.engine import Replies, SampleOptions
+from gspax.rollout.contract import Request
+from gspax.rollout.servers.server import Answer, Ask, pad_sets
+from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, bucket, check_length
 from gspax.types import Rollout
 

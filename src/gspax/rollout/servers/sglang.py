@@ -21,8 +21,8 @@ import numpy as np
 from gspax.config import ModelConfig
 from gspax.errors import shorten
 from gspax.http_client import RefusedError
-from gspax.rollout.engines.contract import Served
-from gspax.rollout.engines.server import (
+from gspax.rollout.contract import Served
+from gspax.rollout.servers.server import (
     Answer,
     Ask,
     Endpoint,
@@ -36,7 +36,7 @@ from gspax.rollout.engines.server import (
     take,
     truncated,
 )
-from gspax.rollout.engines.weights import Written
+from gspax.rollout.servers.weights import Written
 
 LABEL = "gspax"  # the first word of a `weight_version`
 

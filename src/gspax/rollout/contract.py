@@ -18,7 +18,7 @@ import numpy as np
 
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import Started
-from gspax.sampler.engine import Replies, SampleOptions
+from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import Finished, Progress
 from gspax.types import Array, Params, Rollout
 

@@ -8,9 +8,9 @@ import pytest
 from gspax.config import Sampling
 from gspax.errors import FailureError
 from gspax.http_client import UnreachableError
-from gspax.rollout.engines import servers
-from gspax.rollout.engines.server import Answer, Ask
-from gspax.rollout.engines.servers import Servers
+from gspax.rollout.servers import failover
+from gspax.rollout.servers.failover import Servers
+from gspax.rollout.servers.server import Answer, Ask
 
 ASK = Ask([1, 2], 1, 0, Sampling(), False, (), False)
 ADDRESS = "http://127.0.0.1:1"
@@ -37,7 +37,7 @@ class Stub:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(servers, "PAUSE", 0.01)
+    monkeypatch.setattr(failover, "PAUSE", 0.01)
 
 
 def first_process(stub):
@@ -60,7 +60,7 @@ def test_a_request_that_ends_every_server_is_not_sent_for_ever():
     known = first_process(stub)
     with pytest.raises(FailureError, match=r"a request was sent 10 times and never answered: .*reachable"):
         known.ask(0, ASK, threading.Event())
-    assert stub.asked == servers.ATTEMPTS
+    assert stub.asked == failover.ATTEMPTS
 
 
 def test_another_process_learns_from_the_first_one_which_servers_are_there():

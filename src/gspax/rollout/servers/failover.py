@@ -19,7 +19,7 @@ from typing import NamedTuple
 from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
 from gspax.parallel import watchdog
-from gspax.rollout.engines.server import Answer, Ask, Server
+from gspax.rollout.servers.server import Answer, Ask, Server
 
 PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two looks at a server that is gone
 ATTEMPTS = 10  # times that a request is sent; more servers than that do not die by chance

@@ -1,4 +1,4 @@
-"""The contract of engines, by one or more servers: weights through a folder, tokens over HTTP.
+"""The contract of samplers, by one or more servers: weights through a folder, tokens over HTTP.
 
 A request that gets no answer is sent again, to this server or to another. A server that was gone gets the newest
 weights, and is probed, before it is asked for anything. So a server may be killed and started again at any time: no
@@ -21,18 +21,18 @@ from gspax.config import Engine, Evaluation, ModelConfig, Sampling
 from gspax.errors import FailureError
 from gspax.http_client import RefusedError, UnreachableError
 from gspax.parallel import multihost
-from gspax.rollout.engines import server_rows as rows
-from gspax.rollout.engines.contract import Held, Request, Served, Weights
-from gspax.rollout.engines.push import LOOK, Pushed, Pusher, on_primary, wait
-from gspax.rollout.engines.server import Ask, Server
-from gspax.rollout.engines.server_rows import Row
-from gspax.rollout.engines.servers import ATTEMPTS, Given, Servers, State
-from gspax.rollout.engines.sglang import SGLang
-from gspax.rollout.engines.vllm import VLLM
+from gspax.rollout.contract import Held, Request, Served, Weights
 from gspax.rollout.episodes import Ready, RowsOnHost, answer, set_finished
 from gspax.rollout.grading import Started
+from gspax.rollout.servers import rows
+from gspax.rollout.servers.failover import ATTEMPTS, Given, Servers, State
+from gspax.rollout.servers.push import LOOK, Pushed, Pusher, on_primary, wait
+from gspax.rollout.servers.rows import Row
+from gspax.rollout.servers.server import Ask, Server
+from gspax.rollout.servers.sglang import SGLang
+from gspax.rollout.servers.vllm import VLLM
 from gspax.run import interrupt
-from gspax.sampler.engine import Replies, SampleOptions
+from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import Progress
 from gspax.types import Array, Params, Rollout
 

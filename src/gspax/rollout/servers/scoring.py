@@ -1,6 +1,6 @@
 """A teacher behind HTTP: its log-probs of sampled tokens, for `Teacher.score`.
 
-    teacher=Teacher(score=partial(served.score, addresses=("http://10.0.0.3:8000",)))
+    teacher=Teacher(score=partial(scoring.score, addresses=("http://10.0.0.3:8000",)))
 
 The servers have the teacher's own weights and are started by their own commands, `vllm serve NAME` or
 `python3 -m sglang.launch_server --model-path NAME`; nothing is pushed to them.
@@ -21,10 +21,10 @@ from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
 from gspax.model.presets import tiny_moe
 from gspax.parallel import watchdog
-from gspax.rollout.engines.server import Server
-from gspax.rollout.engines.servers import PAUSE
-from gspax.rollout.engines.sglang import SGLang
-from gspax.rollout.engines.vllm import VLLM
+from gspax.rollout.servers.failover import PAUSE
+from gspax.rollout.servers.server import Server
+from gspax.rollout.servers.sglang import SGLang
+from gspax.rollout.servers.vllm import VLLM
 from gspax.run import interrupt
 
 

@@ -1,1 +1,0 @@
-"""The engines that a run samples with: this process's devices, or servers, behind one contract (`engines.contract`)."""
