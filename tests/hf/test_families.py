@@ -107,6 +107,7 @@ def test_conversations_are_those_of_a_whole_forward_pass(pair):
     assert families.conversation_difference(params, config) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama"])
 def test_a_run_of_20_steps_learns_and_a_resumed_one_has_its_bits(model_type, tmp_path):
     """The other families' runs: `tests/parity_table.py`, which takes minutes."""
@@ -115,6 +116,7 @@ def test_a_run_of_20_steps_learns_and_a_resumed_one_has_its_bits(model_type, tmp
     assert last > first + 0.3 and same
 
 
+@of_families(SAMPLED)
 def test_adapters_and_their_merged_export_are_the_same_model(pair, tmp_path):
     _, _, config, params = pair
     assert families.lora_difference(params, config, tmp_path) < 1e-5

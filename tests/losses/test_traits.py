@@ -1,6 +1,7 @@
 """Traits of a loss, however it is wrapped or named."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import jax
@@ -54,6 +55,12 @@ WRAPS = {
 }
 over_losses = pytest.mark.parametrize("loss", BUILT_IN, ids=lambda loss: loss.__name__)
 over_wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+# Traits are compared for every pair of a loss and a wrap, what they lead to for some.
+PAIRS = [
+    *zip(BUILT_IN, itertools.cycle(WRAPS.values()), strict=False),
+    *((losses.gspo, wrap) for wrap in WRAPS.values()),
+]
+over_pairs = pytest.mark.parametrize(("loss", "wrap"), PAIRS)
 
 
 @over_losses
@@ -101,8 +108,7 @@ def messages(loss, bounds):
 unwrapped_messages = functools.cache(messages)
 
 
-@over_losses
-@over_wraps
+@over_pairs
 def test_a_wrapped_loss_is_validated_the_same(loss, wrap):
     """Apart from its name in the messages."""
     names = tuple(bounds(loss))
@@ -110,8 +116,7 @@ def test_a_wrapped_loss_is_validated_the_same(loss, wrap):
     assert noise_warnings(wrap(loss), 0.01) == noise_warnings(loss, 0.01)
 
 
-@over_losses
-@over_wraps
+@over_pairs
 def test_a_wrapped_loss_trains_the_same(loss, wrap):
     """The gradient of an objective with every term that reads traits."""
     x = CASES["some_empty-0.3"]

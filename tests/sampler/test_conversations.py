@@ -68,7 +68,7 @@ EIGHT_BITS = ("moe", "tied", "some layers slide", "latent attention")
         ("dense", (60, 16), ("int8", "int8")),
         ("moe", (60, 16), ("auto", "auto")),
         ("delta", (60, 16), ("auto", "auto")),
-        ("delta", (60, 16), ("int8", "auto")),
+        pytest.param("delta", (60, 16), ("int8", "auto"), marks=pytest.mark.slow),
         ("sinks and biased experts", (60, 16), ("auto", "auto")),
         pytest.param("delta", LONG, ("auto", "auto"), marks=pytest.mark.slow),
         pytest.param("delta", LONG, ("int8", "auto"), marks=pytest.mark.slow),
