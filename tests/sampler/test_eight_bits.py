@@ -18,7 +18,7 @@ from gspax.experiment import validate
 from gspax.learner import adapters
 from gspax.learner.state import init_state
 from gspax.losses import correction
-from gspax.model import low_rank, transformer
+from gspax.model import decoding, low_rank, transformer
 from gspax.model.kernels.quantization import Quantized, is_quantized
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.runtime import make_runtime
@@ -64,6 +64,14 @@ def mismatch(config, learner_params, **settings):
     segment_BT = (np.arange(rollout.tokens_BT.shape[1])[None] < total_B[:, None]).astype(np.int32)
     logp_BT = learner_logp(learner_params, config, rollout.tokens_BT, segment_BT)
     return np.abs(rollout.logp_BT - logp_BT)[rollout.mask_BT]
+
+
+def test_an_empty_cache_is_not_rounded():
+    """XLA would find the largest of all its zeros when it compiles, which takes seconds for a cache of some size."""
+    prompts = [None] * tiny.MOE.num_hidden_layers
+    make = partial(decoding.new_cache, prompts, tiny.MOE, 4, 8, kv_cache_dtype="int8", mesh=tiny.one_device())
+    assert jax.tree.leaves(jax.eval_shape(make))[0].dtype == np.int8
+    assert "reduce_max" not in str(jax.make_jaxpr(make)())
 
 
 @pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "experts"])

@@ -204,9 +204,11 @@ def new_cache(
         K = mixer.cache(1).vectors if latent else mixer.cache(1).vectors // 2
         made = []
         for size in sizes:
-            zeros_WKSH = jnp.zeros((slots, K, size, width), config.dtype)
-            keys = None if latent else zeros_WKSH
-            segment = segments.make_segment(keys, zeros_WKSH, int8=kv_cache_dtype == "int8", kernel=kernel)
+            values = jax.ShapeDtypeStruct((slots, K, size, width), config.dtype)
+            keys = None if latent else values
+            make = partial(segments.make_segment, int8=kv_cache_dtype == "int8", kernel=kernel)
+            # zeros, not rounded ones: XLA would compute their scales, one by one, when it compiles
+            segment = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, keys, values))
             made.append(jax.tree.map(lambda x: place_cache(x, mesh, rows), segment))
         return tuple(made)
 
