@@ -2,6 +2,8 @@
 
     PYTHON trl_gspo.py '{"vocab_size": 512, ...}'     (the keys of `peers.shape`)
 
+With `folder`, the model and the tokenizer are the ones there, with parameters of `dtype`; an update has `parts` passes.
+
 Prints one line of JSON (`stopwatch.summarize`). No token ends a completion, so every one has `max_tokens` tokens; the
 reward is the share of digits.
 """
@@ -25,10 +27,14 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def make_model(shape: dict[str, Any]) -> Any:
-    """A Qwen3 or Qwen3-MoE of transformers with random float32 parameters and no token that ends a text."""
+    """The model of a folder, or a Qwen3 or Qwen3-MoE with random float32 parameters; no token ends a text."""
     import torch
     import transformers
 
+    if "folder" in shape:
+        model = transformers.AutoModelForCausalLM.from_pretrained(shape["folder"], dtype=getattr(torch, shape["dtype"]))
+        model.generation_config.eos_token_id = None
+        return model
     torch.manual_seed(0)
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     common = {name: shape[name] for name in sizes} | {"tie_word_embeddings": False, "rope_theta": 1e6}
@@ -44,11 +50,14 @@ def make_model(shape: dict[str, Any]) -> Any:
     return model
 
 
-def make_tokenizer(vocab_size: int) -> Any:
-    """One id per character."""
+def make_tokenizer(shape: dict[str, Any]) -> Any:
+    """That of a folder, or one id per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if "folder" in shape:
+        return AutoTokenizer.from_pretrained(shape["folder"])
+    vocab_size = shape["vocab_size"]
     tokenizer = Tokenizer(models.WordLevel({chr(i): i for i in range(vocab_size)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -63,18 +72,19 @@ def main(shape: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = shape["prompts"] * shape["group"]
+    rows, parts, is_real = shape["prompts"] * shape["group"], shape.get("parts", 1), "folder" in shape
     rng = random.Random(0)
     sums = [{"prompt": f"{rng.randrange(1000)}+{rng.randrange(1000)}="} for _ in range(shape["prompts"] * STEPS)]
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
-            bf16=False,
+            bf16=shape.get("dtype") == "bfloat16",
             gradient_checkpointing=False,
-            per_device_train_batch_size=rows,
+            per_device_train_batch_size=rows // parts,
+            gradient_accumulation_steps=parts,
             num_generations=shape["group"],
-            steps_per_generation=1,
+            steps_per_generation=parts,
             max_completion_length=shape["max_tokens"],
             generation_kwargs={"min_new_tokens": shape["max_tokens"]},
             max_steps=STEPS,
@@ -84,7 +94,7 @@ def main(shape: dict[str, Any]) -> dict[str, Any]:
             epsilon_high=4e-4,
             importance_sampling_level="sequence",
             loss_type="grpo",
-            learning_rate=1e-3,
+            learning_rate=1e-6 if is_real else 1e-3,
             temperature=1.0,
             report_to=[],
             logging_steps=10**6,
@@ -96,7 +106,7 @@ def main(shape: dict[str, Any]) -> dict[str, Any]:
             reward_funcs=share_of_digits,
             args=settings,
             train_dataset=Dataset.from_list(sums),
-            processing_class=make_tokenizer(shape["vocab_size"]),
+            processing_class=make_tokenizer(shape),
         )
         rollout = Stopwatch(trainer, "_generate")
         trainer.train()

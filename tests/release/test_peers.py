@@ -79,3 +79,15 @@ def test_an_interpreter_without_the_peer_is_one_sentence():
     failing = "import sys; sys.exit('no module named tunix')"
     with pytest.raises(SystemExit, match="ended with code 1: no module named tunix"):
         peers.run([sys.executable, "-c", failing], {})
+
+
+def test_smollm2_is_compared_in_the_better_type_of_each(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    seconds = {"float32": {"gspax": 10.0, "TRL": 12.0}, "bfloat16": {"gspax": 6.0, "TRL": 20.0}}
+    comparisons = {
+        dtype: {"overrides": [f"model.dtype={dtype}"], "rows": {"step, wall s": row}, "runs": row}
+        for dtype, row in seconds.items()
+    }
+    lines = load("bench_smollm2").write_table(comparisons, "abc")
+    assert "### bfloat16 (`model.dtype=bfloat16`)" in lines and "| step, wall s | 6.00 | 20.00 | 3.33 |" in lines
+    assert lines[-1] == "A step takes 0.50 of TRL's wall time, each in its better type (at most 0.70: met)."
