@@ -232,7 +232,7 @@ def test_with_adapters_only_their_state_is_counted_as_trained(changes):
         ("layers that alternate", "2 x (1 dense, 1 with experts), 1 dense"),
         ("latent attention", "1 dense with latent attention, 2 with experts and latent attention"),
         ("every layer slides", "3 with experts and a window of 4"),
-        ("delta nets", "2 x (3 dense with a delta net, 1 dense)"),
+        ("delta nets", "2 x (3 dense with gated delta nets, 1 dense)"),
         ("windows", "2 x (2 dense with a window of 3, 1 dense), 1 dense with a window of 3"),
     ],
 )

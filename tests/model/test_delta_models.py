@@ -116,7 +116,7 @@ def test_a_step_on_tpu_reads_and_writes_each_state_once(devices):
     (turns,) = (program for program in made if program.name == programs.TURNS)
     states = r"= \(?f32\[32,16,2,128,128\].* (copy|copy-start|conditional|fusion)\(.*"
     writes = re.finditer(states, turns.lower().compile().as_text())
-    begun = re.compile("delta_net/(shard_map/)?while")
+    begun = re.compile("mixer/(shard_map/)?while")
     assert [write[1] for write in writes if not begun.search(write[0])] == ["fusion"]
 
 

@@ -1,6 +1,7 @@
 """The gated delta net against transformers' layers: rows, gradients, prompts, steps, blocks, and their tensors."""
 
 import importlib
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 
 from gspax.config import GatedDelta
 from gspax.hf import names, rows, tensors
+from gspax.model import presets
 from gspax.model.delta_net import GatedDeltaNet
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
@@ -49,7 +51,9 @@ def random(*shape):
 
 
 def split():
-    return nnx.split(GatedDeltaNet(SIZES, EMBED, EPS, 0.02, rngs=nnx.Rngs(0)))
+    return nnx.split(
+        GatedDeltaNet(SIZES, replace(presets.tiny_moe, hidden_size=EMBED, rms_norm_eps=EPS), rngs=nnx.Rngs(0))
+    )
 
 
 def shapes(family):

@@ -54,6 +54,7 @@ from gspax.config.layers import (
     GatedDelta,
     LatentAttention,
     Layer,
+    Mixer,
     Rope,
     SelfAttention,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "LongRope",
     "Lora",
     "Mesh",
+    "Mixer",
     "ModelConfig",
     "Noise",
     "OldLogp",

@@ -7,8 +7,10 @@ array elements; D is the model dimension.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from gspax.config.ranges import Size, at_least, at_most
 
@@ -16,8 +18,15 @@ if TYPE_CHECKING:
     from gspax.config.model import RopeScaling, Router
 
 
-Feature = Literal["shared prompts", "drafts", "8-bit cache", "servers", "context parallelism"]
-"""What a kind of layer may not support. Its `obstacles` say which, and what of the layer is in the way."""
+class Feature(Enum):
+    """A feature of a run that a kind of layer may not support (`Mixer.supports`)."""
+
+    SHARED_PROMPTS = "shared prompts"
+    DRAFTS = "drafts"
+    INT8_CACHE = "8-bit cache"
+    INT8_WEIGHTS = "8-bit weights"
+    SERVERS = "servers"
+    CONTEXT_PARALLEL = "context parallelism"
 
 
 class Dimension(NamedTuple):
@@ -47,9 +56,66 @@ class Rope:
     interleaved: bool = False
 
 
+class Mixer:
+    """A kind of mixer: its settings, what it costs, and what it supports.
+
+    A kind is a frozen dataclass. With these defaults it has a state instead of keys and values, no rotary embedding, no
+    adapters, and no dimension that a mesh shards, and it supports none of the features.
+    """
+
+    module: ClassVar[str]  # "package.module.Class" of its Flax module, imported where a model is made
+    name: ClassVar[str]  # in sentences and plans
+    part: ClassVar[str] = "mixer"  # of a layer's parameters
+    window: int = 0
+
+    @property
+    def obstacles(self) -> Mapping[Feature, str]:
+        """The features that it does not support, and what of the layer is in the way."""
+        return dict.fromkeys(Feature, self.name)
+
+    def supports(self, feature: Feature) -> bool:
+        """Say whether a run may use a feature with it."""
+        return feature not in self.obstacles
+
+    def ropes(self) -> tuple[Rope, ...]:
+        """List the rotary embeddings whose angles it reads."""
+        return ()
+
+    def parameters(self, D: int) -> int:
+        """Count the parameters."""
+        raise NotImplementedError
+
+    def flops(self, length: int | float) -> float:
+        """Count a token's FLOPs beside its products with weights, in half a row of `length` tokens."""
+        raise NotImplementedError
+
+    def activations(self, tensor: int, context: int) -> int:
+        """Count the numbers of a token that the backward pass reads, without scores.
+
+        Heads are sharded over `tensor` devices, and `context` devices gather keys and values.
+        """
+        raise NotImplementedError
+
+    def cache(self, tensor: int) -> CacheSize:
+        """Size the cache of a row, with heads sharded over `tensor` devices."""
+        raise NotImplementedError
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """List the sizes that a mesh must divide."""
+        return ()
+
+    def adapted(self, D: int) -> dict[str, int]:
+        """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
+        return {}
+
+
 @dataclass(frozen=True, kw_only=True)
-class SelfAttention:
+class SelfAttention(Mixer):
     """Attention of heads of queries to keys and values of each token."""
+
+    module = "gspax.model.layers.Attention"
+    name = "attention"
+    part = "attention"
 
     heads: int
     key_heads: int
@@ -64,10 +130,12 @@ class SelfAttention:
     gate: bool = False  # the context is scaled by a sigmoid of a projection
 
     @property
-    def obstacles(self) -> dict[Feature, str]:
-        """What of the layer is in the way of a feature."""
+    def obstacles(self) -> Mapping[Feature, str]:
         limited = "sliding windows" if self.window else "attention sinks" if self.sinks else ""
-        return {"shared prompts": limited} if limited else {}
+        return {Feature.SHARED_PROMPTS: limited} if limited else {}
+
+    def ropes(self) -> tuple[Rope, ...]:
+        return (self.rope,)
 
     def parameters(self, D: int) -> int:
         """The number of parameters."""
@@ -102,8 +170,12 @@ class SelfAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentAttention(Mixer):
     """Attention to keys and values that are projections of a latent vector of each token (MLA)."""
+
+    module = "gspax.model.latent_attention.LatentMixer"
+    name = "latent attention"
+    part = "attention"
 
     heads: int
     rank: int  # of the latent
@@ -113,9 +185,11 @@ class LatentAttention:
     rope: Rope
 
     @property
-    def obstacles(self) -> dict[Feature, str]:
-        """What of the layer is in the way of a feature: nothing."""
+    def obstacles(self) -> Mapping[Feature, str]:
         return {}
+
+    def ropes(self) -> tuple[Rope, ...]:
+        return (self.rope,)
 
     def parameters(self, D: int) -> int:
         """The number of parameters."""
@@ -155,8 +229,11 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDelta:
+class GatedDelta(Mixer):
     """A gated delta net (`model.delta_net`): a state of fixed size instead of keys and values."""
+
+    module = "gspax.model.delta_net.GatedDeltaNet"
+    name = "gated delta nets"
 
     key_heads: Size
     value_heads: Size  # a multiple of `key_heads`
@@ -165,15 +242,13 @@ class GatedDelta:
     taps: Annotated[int, at_least(2), at_most(64)] = 4  # inputs that the convolution reads, a token's own included
 
     @property
-    def obstacles(self) -> dict[Feature, str]:
-        """What of the layer is in the way of a feature."""
-        here = "gated delta nets"
+    def obstacles(self) -> Mapping[Feature, str]:
         return {
-            "shared prompts": here,
-            "drafts": f"{here}, whose states cannot forget a wrong draft",
-            "8-bit cache": f"{here}, whose states are in float32",
-            "servers": f"{here}, whose weights are not pushed to servers",
-            "context parallelism": here,
+            Feature.SHARED_PROMPTS: self.name,
+            Feature.DRAFTS: f"{self.name}, whose states cannot forget a wrong draft",
+            Feature.INT8_CACHE: f"{self.name}, whose states are in float32",
+            Feature.SERVERS: f"{self.name}, whose weights are not pushed to servers",
+            Feature.CONTEXT_PARALLEL: self.name,
         }
 
     @property
@@ -279,7 +354,7 @@ class Experts:
 class Layer:
     """One layer of a model."""
 
-    mixer: SelfAttention | LatentAttention | GatedDelta
+    mixer: Mixer
     mlp: DenseMlp | Experts
     norms: Literal["before", "after", "around"] = "before"  # the inputs of mixer and MLP, their outputs, or both
 
@@ -295,5 +370,4 @@ class Layer:
 
     def adapted(self, D: int) -> dict[str, dict[str, int]]:
         """The numbers in an adapter of rank 1 of each weight that can have one, by part and name."""
-        mixer = "mixer" if isinstance(self.mixer, GatedDelta) else "attention"
-        return {mixer: self.mixer.adapted(D), "mlp": self.mlp.adapted(D)}
+        return {self.mixer.part: self.mixer.adapted(D), "mlp": self.mlp.adapted(D)}

@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
-from gspax.config.layers import DenseMlp, Experts, Feature, GatedDelta, LatentAttention, Layer, Rope, SelfAttention
+from gspax.config.layers import (
+    DenseMlp,
+    Experts,
+    Feature,
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    Mixer,
+    Rope,
+    SelfAttention,
+)
 from gspax.config.ranges import (
     AtLeast2,
     NonNegative,
@@ -174,6 +184,8 @@ class ModelConfig:
     attention_gate: bool = False  # the context is scaled by a sigmoid of a projection
     delta: GatedDelta | None = None  # the gated delta net that mixes tokens in `delta_layers`
     delta_layers: tuple[int, ...] = ()  # all other layers have attention
+    mixer: Mixer | None = None  # a kind of one's own, that mixes tokens in `mixer_layers`
+    mixer_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     initializer_range: Positive = 0.02
     max_position_embeddings: PositiveInt = 40960  # tokens
@@ -192,7 +204,7 @@ class ModelConfig:
         *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
         *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
         *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar", "latent"),
-        *("attention_gate", "delta", "delta_layers"),
+        *("attention_gate", "delta", "delta_layers", "mixer", "mixer_layers"),
         *("expert_bias", "attention_sinks"),
     )
 
@@ -219,8 +231,10 @@ def obstacle(config: ModelConfig, feature: Feature) -> str | None:
     return next((found for layer in layers_of(config) if (found := layer.mixer.obstacles.get(feature))), None)
 
 
-def _mixer(config: ModelConfig, number: int) -> SelfAttention | LatentAttention | GatedDelta:
+def _mixer(config: ModelConfig, number: int) -> Mixer:
     """The mixer of the layer with this number."""
+    if config.mixer is not None and number in config.mixer_layers:
+        return config.mixer
     if config.delta is not None and number in config.delta_layers:
         return config.delta
     sliding = number in config.sliding_layers and config.sliding_window > 0
@@ -292,7 +306,7 @@ def token_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16", "int32"]:
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     """How many tokens are visible to a token in each layer, itself included; empty if no layer has a window."""
-    windows = [layer.mixer.window if isinstance(layer.mixer, SelfAttention) else 0 for layer in layers_of(config)]
+    windows = [layer.mixer.window for layer in layers_of(config)]
     return tuple(window or NO_WINDOW for window in windows) if any(windows) else ()
 
 

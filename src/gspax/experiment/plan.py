@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from gspax.config import (
     Experiment,
-    GatedDelta,
     Layer,
     ModelConfig,
     Sampling,
@@ -216,10 +215,8 @@ def _layers(model: ModelConfig) -> str:
 def _name(layer: Layer) -> str:
     """The layer's feed-forward network, and its mixer if that is not attention to everything before a token."""
     mixer = layer.mixer
-    if isinstance(mixer, SelfAttention):
-        own = f"a window of {mixer.window:,}" if mixer.window else ""
-    else:
-        own = "a delta net" if isinstance(mixer, GatedDelta) else "latent attention"
+    plain = "" if isinstance(mixer, SelfAttention) else mixer.name
+    own = f"a window of {mixer.window:,}" if mixer.window else plain
     mlp, joined = ("with experts", "and") if layer.sparse else ("dense", "with")
     return f"{mlp} {joined} {own}" if own else mlp
 

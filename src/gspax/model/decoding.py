@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,14 @@ from jax.sharding import PartitionSpec
 
 from gspax.config import (
     NO_WINDOW,
-    GatedDelta,
-    LatentAttention,
     ModelConfig,
     SamplerDtype,
-    SelfAttention,
     layer_windows,
     layers_of,
     sparse_layers,
 )
 from gspax.losses import token_logp
 from gspax.model import transformer
-from gspax.model.delta_net import DeltaState
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
 from gspax.model.kernels.online_softmax import MASKED
@@ -56,11 +52,11 @@ BLOCK = 32  # tokens of `extend`; the scores of a block of 32 query heads and 51
 class LayerCache(NamedTuple):
     """The cache of one layer: of the prompts, and of the slots' completions.
 
-    Attention: keys and values in the compute dtype or in 8 bits. A gated delta net: the states after the prompts, and
-    after the slots' last tokens.
+    Attention: keys and values in the compute dtype or in 8 bits. A recurrence: the states after the prompts, and after
+    the slots' last tokens.
     """
 
-    prompt: PyTree  # Segments, of which there is one, or a DeltaState; X = P
+    prompt: PyTree  # Segments, of which there is one, or a state; X = P
     completion: PyTree  # X = W
 
 
@@ -155,13 +151,12 @@ def _prefill(
 
     def attend(heads: Heads, cache: None, layer: Array | int) -> tuple[Array, Segments]:
         context_PSNU, _ = within(heads, cache, layer)
-        latent_PS1Z = heads.latent_BT1Z
-        cached = (heads.k_BTKH, heads.v_BTKU) if latent_PS1Z is None else (None, latent_PS1Z)
+        cached = (heads.k_BTKH, heads.v_BTKU) if heads.cached_BT1Z is None else (None, heads.cached_BT1Z)
         k_PKSH, v_PKSU = jax.tree.map(lambda x: place_cache(x.swapaxes(1, 2), mesh, "batch"), cached)
         segment = segments.make_segment(k_PKSH, v_PKSU, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
         return context_PSNU, (segment,)
 
-    def advance(run: Callable[..., tuple[Array, DeltaState]], cache: None) -> tuple[Array, DeltaState]:
+    def advance(run: Callable[..., tuple[Array, PyTree]], cache: None) -> tuple[Array, PyTree]:
         y_PSD, state = run(segment_PS, None)
         return y_PSD, jax.tree.map(lambda x: constrain(x, mesh, "batch", "heads"), state)
 
@@ -196,16 +191,14 @@ def new_cache(
     rows, kernel = sample_axis(mesh, slots), on_tpu(mesh)
     sizes = segments.segment_sizes(max_tokens, kernel=kernel)
 
-    def empty(mixer: SelfAttention | LatentAttention | GatedDelta, prompt: PyTree) -> PyTree:
-        if isinstance(mixer, GatedDelta):
+    def empty(width: int, prompt: PyTree) -> PyTree:
+        if not width:
             zeros = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), prompt)
             return jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), zeros)
-        latent, width = isinstance(mixer, LatentAttention), mixer.cache(1).width
-        K = mixer.cache(1).vectors if latent else mixer.cache(1).vectors // 2
-        made = []
+        (given,), made = prompt, []
         for size in sizes:
-            values = jax.ShapeDtypeStruct((slots, K, size, width), config.dtype)
-            keys = None if latent else values
+            values = jax.ShapeDtypeStruct((slots, given.v_XKSH.shape[1], size, width), config.dtype)
+            keys = None if given.k_XKHS is None else values
             make = partial(segments.make_segment, int8=kv_cache_dtype == "int8", kernel=kernel)
             # zeros, not rounded ones: XLA would compute their scales, one by one, when it compiles
             segment = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, keys, values))
@@ -213,7 +206,7 @@ def new_cache(
         return tuple(made)
 
     caches = zip(layers_of(config), prompts, strict=True)
-    return tuple(LayerCache(prompt=prompt, completion=empty(layer.mixer, prompt)) for layer, prompt in caches)
+    return tuple(LayerCache(prompt, empty(layer.mixer.cache(1).width, prompt)) for layer, prompt in caches)
 
 
 def place_cache(x_XK: Array, mesh: jax.sharding.Mesh, rows: str) -> Array:
@@ -310,7 +303,7 @@ def decode_block(
     """`extend` by at most `BLOCK` tokens, with the final hidden states of all of them `[W, M, D]`.
 
     A slot that keeps only its first tokens can go on after them: later keys and values are replaced before they are
-    read. The state of a gated delta net cannot.
+    read. The state of a recurrence cannot.
     """
     index_1M = jnp.arange(tokens_WM.shape[1])[None]
     position_WM = (slots.prompt_length_W + slots.first)[:, None] + index_1M
@@ -379,14 +372,14 @@ def _attend_over_cache(
 
 
 def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -> Advance:
-    """Gated delta nets over the slots' new tokens, from their own states; at position 0 from their prompts'.
+    """Recurrences over the slots' new tokens, from their own states; at position 0 from their prompts'.
 
     A state whose slot has no new token is kept bit for bit: unlike a key, a wrong one would never be replaced.
     """
     rows = sample_axis(mesh, len(slots.count_W))
 
-    def advance(run: Callable[..., tuple[Array, DeltaState]], cache: LayerCache) -> tuple[Array, LayerCache]:
-        before: Callable[..., DeltaState] = _states_before
+    def advance(run: Callable[..., tuple[Array, PyTree]], cache: LayerCache) -> tuple[Array, LayerCache]:
+        before: Callable[..., PyTree] = _states_before
         if mesh.size > 1:
             (by_row,), by_prompt, by_head = spec(rows), spec("batch", "heads"), spec(rows, "heads")
             cached: PyTree = LayerCache._make((by_prompt, by_head))
@@ -398,16 +391,17 @@ def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -
     return advance
 
 
-def _states_before(cache: LayerCache, slots: Slots) -> DeltaState:
+def _states_before(cache: LayerCache, slots: Slots) -> PyTree:
     """The states that the slots' new tokens continue; a slot that begins gets its prompt's, in place."""
-    prompt_W, begins_W = _prompt_numbers(slots, len(cache.prompt[0])), (slots.first == 0) & (slots.count_W > 0)
+    prompts = len(jax.tree.leaves(cache.prompt)[0])
+    prompt_W, begins_W = _prompt_numbers(slots, prompts), (slots.first == 0) & (slots.count_W > 0)
     order_W = jnp.argsort(~begins_W)
 
-    def begin(number: Array, own: DeltaState) -> DeltaState:
+    def begin(number: Array, own: PyTree) -> PyTree:
         slot = order_W[number]
         return jax.tree.map(lambda x_W, x_P: x_W.at[slot].set(x_P[prompt_W[slot]]), own, cache.prompt)
 
-    return cast(DeltaState, jax.lax.fori_loop(0, begins_W.sum(), begin, cache.completion))
+    return jax.lax.fori_loop(0, begins_W.sum(), begin, cache.completion)
 
 
 def _attend_to_token(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gspax.config import GatedDelta
+from gspax.config import GatedDelta, ModelConfig
 from gspax.model.kernels.gated_delta import (
     Tokens,
     chunked_rule,
@@ -27,7 +27,7 @@ from gspax.model.kernels.gated_delta import (
     recurrent_step,
 )
 from gspax.model.kernels.quantization import contract
-from gspax.model.layers import Advance, LayerInputs, init_weight
+from gspax.model.layers import LayerInputs, init_weight
 from gspax.types import Array, PyTree
 
 RATES = 0.01, 16.0  # of decay, at the start: uniform between these, as in transformers
@@ -45,23 +45,17 @@ class DeltaState(NamedTuple):
     value_XKJRU: Array
 
 
-def advance_rows(segment_BT: Array) -> Advance:
-    """Whole rows from an empty state; the cache is the state after each row."""
-    return lambda run, _: run(segment_BT, None)
-
-
 class GatedDeltaNet(nnx.Module):
     """The mixer of Qwen3-Next and Qwen3.5 (`Qwen3_5GatedDeltaNet` in transformers).
 
     Args:
       kind: its sizes.
-      embed: D.
-      eps: of the norm.
-      scale: standard deviation of the random weights.
+      config: of the model.
     """
 
-    def __init__(self, kind: GatedDelta, embed: int, eps: float, scale: float, *, rngs: nnx.Rngs):
-        D, K, H, U, taps = embed, kind.key_heads, kind.key_dim, kind.value_dim, kind.taps
+    def __init__(self, kind: GatedDelta, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, scale = config.hidden_size, config.initializer_range
+        K, H, U, taps = kind.key_heads, kind.key_dim, kind.value_dim, kind.taps
         R = kind.value_heads // K
         self.query = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
@@ -77,7 +71,7 @@ class GatedDeltaNet(nnx.Module):
         self.decay_bias = nnx.Param(jnp.ones((K, R)), axes=("heads", "rate"))
         self.norm = nnx.Param(jnp.ones(U), axes=("norm",))
         self.out = init_weight(rngs, scale, heads=K, group=R, head=U, embed=D)
-        self.eps = eps
+        self.eps = config.rms_norm_eps
 
     def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
         return shared.advance(partial(self.run, x_BTD), cache)

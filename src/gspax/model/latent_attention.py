@@ -54,7 +54,7 @@ class LatentMixer(nnx.Module):
             key_BTNR = jnp.broadcast_to(key_BT1R, (*k_BTNH.shape[:3], rope.dim))
             v_BTNU = contract("btc,cnu->btnu", latent_BTC, self.value.get_value())
             k = jnp.concatenate([k_BTNH, key_BTNR], axis=-1)
-            context_BTNU, cache = shared.attend(Heads(q, k, v_BTNU, latent_BT1Z=cached_BT1Z), cache, layer)
+            context_BTNU, cache = shared.attend(Heads(q, k, v_BTNU, cached_BT1Z=cached_BT1Z), cache, layer)
         else:
             q = self._scaled(absorb(q_BTNH, self.key.get_value()), q_BTNR)
             context_BTNZ, cache = shared.attend(Heads(q, None, cached_BT1Z), cache, layer)

@@ -25,7 +25,6 @@ from flax import nnx
 from gspax import config as kinds
 from gspax.config import (
     AlphaRope,
-    GatedDelta,
     LinearRope,
     Llama3Rope,
     LongRope,
@@ -48,7 +47,7 @@ class Heads(NamedTuple):
     k_BTKH: Array | None  # None: the values (a cache of latents, one of which all heads share)
     v_BTKU: Array
     sinks_N: Array | None = None  # a score of each head without a value
-    latent_BT1Z: Array | None = None  # what is cached in place of keys and values
+    cached_BT1Z: Array | None = None  # what is cached in place of keys and values
 
 
 # (heads, cache, number of the layer) -> (context [B, T, N, U], cache)
@@ -67,6 +66,11 @@ class LayerInputs(NamedTuple):
     advance: Advance
     mesh: jax.sharding.Mesh
     decoding: bool = False  # there are few tokens and no gradient (`expert_parallel.expert_decoding`)
+
+
+def advance_rows(segment_BT: Array) -> Advance:
+    """Whole rows from an empty state; the cache is the state after each row."""
+    return lambda run, _: run(segment_BT, None)
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:
@@ -207,7 +211,7 @@ def mscale(yarn: Yarn, strength: float) -> float:
 def rotary_angles(position_BT: Array, config: ModelConfig) -> Angles:
     """The angles of rotary positions in each of the model's embeddings."""
     mixers = (layer.mixer for layer in layers_of(config))
-    ropes = dict.fromkeys(mixer.rope for mixer in mixers if not isinstance(mixer, GatedDelta))
+    ropes = dict.fromkeys(rope for mixer in mixers for rope in mixer.ropes())
     return {rope: _angles(position_BT, rope, config.max_position_embeddings) for rope in ropes}
 
 

@@ -7,6 +7,7 @@ pattern of kinds that repeats, are stacked and run by one `lax.scan` (`config.la
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import cast
@@ -18,21 +19,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspax.config import (
     Experts,
-    GatedDelta,
-    LatentAttention,
     Layer,
     LayerGroup,
     ModelConfig,
     layer_groups,
     layer_windows,
 )
-from gspax.model.delta_net import GatedDeltaNet, advance_rows
-from gspax.model.latent_attention import LatentMixer
 from gspax.model.layers import (
-    Attention,
     DenseMlp,
     LayerInputs,
     RMSNorm,
+    advance_rows,
     attend_within_segments,
     init_weight,
     rotary_angles,
@@ -56,15 +53,8 @@ class DecoderLayer(nnx.Module):
     def __init__(self, kind: Layer, config: ModelConfig, *, rngs: nnx.Rngs):
         norm, around = partial(_norm, config), kind.norms == "around"
         self.attention_norm = norm()
-        self.delta = isinstance(kind.mixer, GatedDelta)
-        self.attention: Attention | LatentMixer
-        if isinstance(kind.mixer, GatedDelta):
-            D, eps = config.hidden_size, config.rms_norm_eps
-            self.mixer = GatedDeltaNet(kind.mixer, D, eps, config.initializer_range, rngs=rngs)
-        elif isinstance(kind.mixer, LatentAttention):
-            self.attention = LatentMixer(kind.mixer, config, rngs=rngs)
-        else:
-            self.attention = Attention(kind.mixer, config, rngs=rngs)
+        self.part = kind.mixer.part
+        setattr(self, self.part, _mixer_class(kind.mixer.module)(kind.mixer, config, rngs=rngs))
         self.attention_out_norm = norm() if around else None
         self.mlp_norm = norm()
         self.mlp: SparseMlp | DenseMlp
@@ -79,10 +69,9 @@ class DecoderLayer(nnx.Module):
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
     ) -> tuple[Array, PyTree, Routing | None]:
         """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
-        with jax.named_scope("delta_net" if self.delta else "attention"):
+        with jax.named_scope(self.part):
             normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
-            mixer = self.mixer if self.delta else self.attention
-            mixed_BTD, cache = mixer(normed_BTD, shared, cache, layer)
+            mixed_BTD, cache = getattr(self, self.part)(normed_BTD, shared, cache, layer)
             mixed_BTD = self._normalize_output(mixed_BTD, self.attention_norm, self.attention_out_norm)
         x_BTD += mixed_BTD
         normed_BTD = x_BTD if self.norm_after else self.mlp_norm(x_BTD)
@@ -98,6 +87,12 @@ class DecoderLayer(nnx.Module):
         if out_norm is not None:
             return out_norm(y_BTD)
         return norm(y_BTD) if self.norm_after else y_BTD
+
+
+def _mixer_class(name: str) -> Callable[..., nnx.Module]:
+    """The Flax module of a kind of mixer, by its name (`config.Mixer.module`)."""
+    module, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def _norm(config: ModelConfig) -> RMSNorm:

@@ -180,7 +180,7 @@ def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
         if size % parts:
             over = " x ".join(f"mesh.{each}" for each in mesh_axes(axis) if sizes[each] > 1)
             yield f"model.{name}: wanted a multiple of {over} ({parts}), got {size}"
-    if sizes["context"] > 1 and (found := config.obstacle(model, "context parallelism")):
+    if sizes["context"] > 1 and (found := config.obstacle(model, config.Feature.CONTEXT_PARALLEL)):
         yield f"mesh.context: wanted 1 in a model with {found}, got {sizes['context']}"
     if sizes["expert"] > 1 and not model.num_experts:
         yield f"mesh.expert: wanted 1 for a model without experts, got {sizes['expert']}"

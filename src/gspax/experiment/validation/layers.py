@@ -10,10 +10,11 @@ from gspax.config import Engine, Feature, ModelConfig, Sampling, Schedule, obsta
 def layer_problems(model: ModelConfig, schedule: Schedule, sampling: Sampling, engine: Engine | None) -> Iterator[str]:
     """One sentence for each setting that a kind of layer in the model does not support."""
     asked: dict[Feature, tuple[bool, str, object]] = {
-        "shared prompts": (schedule.share_prompts, "schedule.share_prompts: wanted False", True),
-        "drafts": (sampling.drafts > 0, "sampling.drafts: wanted 0", sampling.drafts),
-        "8-bit cache": (sampling.kv_cache_dtype == "int8", 'sampling.kv_cache_dtype: wanted "auto"', '"int8"'),
-        "servers": (engine is not None, "engine: wanted null", "an Engine"),
+        Feature.SHARED_PROMPTS: (schedule.share_prompts, "schedule.share_prompts: wanted False", True),
+        Feature.DRAFTS: (sampling.drafts > 0, "sampling.drafts: wanted 0", sampling.drafts),
+        Feature.INT8_CACHE: (sampling.kv_cache_dtype == "int8", 'sampling.kv_cache_dtype: wanted "auto"', '"int8"'),
+        Feature.INT8_WEIGHTS: (sampling.weights_dtype == "int8", 'sampling.weights_dtype: wanted "auto"', '"int8"'),
+        Feature.SERVERS: (engine is not None, "engine: wanted null", "an Engine"),
     }
     for feature, (is_asked, wanted, got) in asked.items():
         if is_asked and (found := obstacle(model, feature)):
