@@ -34,7 +34,7 @@ class ChatTokenizer(HFTokenizer):
 
     system: str | None = None
     thinking: bool = False
-    date: str | None = None  # that the template prints as today's, as 2026-01-31
+    date: str | None = None  # the date that the template prints as today's, such as 2026-01-31
 
     def __post_init__(self) -> None:
         if self.date is not None:
@@ -43,14 +43,14 @@ class ChatTokenizer(HFTokenizer):
     added = ("date",)  # left out of a description at its default, so that older runs resume
 
     def encode(self, text: str, context: Sequence[Message] = ()) -> list[int]:
-        """The ids of a chat that ends with this text as the user's message; `context` has the messages before it."""
+        """Encode a chat that ends with `text` as the user's message; `context` holds the messages before it."""
         return self.encode_chat([*context, {"role": "user", "content": text}])
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
-        """The ids of a chat of several turns, up to the start of the assistant's next turn.
+        """Encode a chat of several turns, up to the start of the assistant's next turn.
 
         Args:
-          messages: `system` comes before them, unless they begin with a system message of their own.
+            messages: the chat; `system` is put before it, unless it begins with a system message.
           tools: JSON schemas of the functions that the assistant may call, for the template's `tools`.
         """
         if self.system is not None and not (messages and messages[0]["role"] == "system"):
@@ -59,7 +59,7 @@ class ChatTokenizer(HFTokenizer):
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """What the template writes."""
+        """The tokenizer's chat template."""
         return read_template(
             self.folder,
             where=self.path,
@@ -78,16 +78,16 @@ class ChatTokenizer(HFTokenizer):
         )
 
     def end_before(self, messages: Sequence[Message]) -> int:
-        """The id that ends a turn before these messages. Some templates end it with the token of the next role."""
+        """Return the id that ends a turn before these messages; some templates use the next role's token."""
         return self.added_tokens[self.template.reply(self._without_marks(messages))[0]]
 
     def encode_reply(self, messages: Sequence[Message]) -> list[int]:
-        """The ids between the end of an assistant's turn, its stop token, and the start of the next one.
+        """Encode the messages between the assistant's stop token and the start of its next turn.
 
-        They encode what the template writes after the content of an assistant's message, which has calls before `tool`
-        messages, and that token, so no earlier turn is rendered or tokenized again. In a message every added token of
-        the tokenizer, and the marks of thinking and of tools, are split by a space, so that a tool's output can end
-        neither a turn nor the reply. UserError if the template rejects the messages, or does not write them.
+        The text is what the template writes after the content of an assistant's message, which has calls before `tool`
+        messages. No earlier turn is rendered or tokenized again. In the messages, every added token of the tokenizer
+        and every thinking or tool tag is split by a space, so tool output can end neither a turn nor the reply.
+        UserError if the template rejects the messages, or does not write them.
         """
         end, text = self.template.reply(self._without_marks(messages))
         first, *ids = self.encode_completion(end + text)  # white space after a token may belong to it
@@ -95,7 +95,7 @@ class ChatTokenizer(HFTokenizer):
 
     @functools.cached_property
     def _marks(self) -> list[str]:
-        """The texts that no reply may hold: added tokens other than white space, and the markup around replies."""
+        """The texts that a reply must not contain: added tokens other than white space, and thinking and tool tags."""
         return sorted(
             token for token in {*self.added_tokens, *self.template.special.values(), *_MARKUP} if token.strip()
         )
@@ -109,13 +109,13 @@ class ChatTokenizer(HFTokenizer):
         return text
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
-        """The chat as text. UserError if the template is missing, rejects the messages or does not end."""
+        """Render the chat as text. UserError if the template is missing, rejects the messages or does not end."""
         return self.template.render(messages, tools)
 
 
 @dataclass(frozen=True)
 class CharChat(CharTokenizer):
-    """Conversations in characters: each message between characters of its role.
+    """A character-level chat tokenizer: each message is written between characters of its role.
 
         CharChat("0123456789+=[]", user="{}", tool="={}")
 
@@ -141,7 +141,7 @@ class CharChat(CharTokenizer):
         return super().encode(text)
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
-        """The ids of the first messages of a conversation; `tools` are not written."""
+        """Encode the first messages of a conversation; `tools` are not written."""
         ids: list[int] = []
         for message in messages:
             if message["role"] == "assistant":
@@ -151,7 +151,7 @@ class CharChat(CharTokenizer):
         return ids
 
     def encode_reply(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of messages after an assistant's turn."""
+        """Encode messages that follow an assistant's turn."""
         forms = {"system": self.system, "user": self.user, "tool": self.tool}
         texts = [forms[message["role"]].replace("{}", message["content"]) for message in messages]
         return self.encode_completion("".join(texts))
@@ -160,7 +160,7 @@ class CharChat(CharTokenizer):
 def hf_chat(
     path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False, date: str | None = None
 ) -> ChatTokenizer:
-    """The chat tokenizer in a folder, also of a bucket (gs://BUCKET/NAME), or of a name on the Hub.
+    """Load the chat tokenizer in a folder, also of a bucket (gs://BUCKET/NAME), or of a name on the Hub.
 
     Args:
       path: a folder with `tokenizer.json` and a template, in `chat_template.jinja` or in `tokenizer_config.json`; or a
@@ -183,13 +183,13 @@ def hf_chat(
 
 
 def end_before(tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> int:
-    """The stop id that ends a turn before these messages: `turn_end`, unless the tokenizer has `end_before`, too."""
+    """Return the stop id that ends a turn before these messages: from `end_before` if defined, else `turn_end`."""
     named: Callable[[Sequence[Message]], int] | None = getattr(tokenizer, "end_before", None)
     return named(messages) if named is not None and messages else tokenizer.turn_end
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """(thinking, answer) of a completion, without surrounding line breaks.
+    """Split a completion into (thinking, answer), without surrounding line breaks.
 
     The answer follows the last `</think>`. It is empty while a `<think>` is still open, as in a truncated completion.
 
@@ -206,7 +206,7 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 
 def reward_answer(problem: Problem, completion: str, *, reward: Callable[[Problem, str], T], opened: bool = False) -> T:
-    """The `reward` of a completion's answer, or of the empty text if there is no answer."""
+    """Compute the `reward` of a completion's answer, or of the empty text if there is no answer."""
     return reward(problem, split_thinking(completion, opened=opened)[1])
 
 

@@ -1,8 +1,8 @@
-"""What a chat template writes, found from its renderings: the one place that knows where a turn ends, whether a prompt
-opens thinking, how tools, their calls and replies look, and what a conversation keeps.
+"""Chat templates, analyzed by rendering them: where a turn ends, whether a prompt opens thinking, how tools, their
+calls and replies look, and what a conversation keeps. No other module knows this.
 
-The files of a tokenizer say none of this: an `eos_token` often is not what ends a turn. So a message is rendered with a
-mark as its content, and what the template writes around the mark is read.
+A tokenizer's files do not say it: `eos_token` often is not the token that ends a turn. So a message is rendered with
+a marker as its content, and the text that the template writes around the marker is read.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from gspax.errors import UserError
 OPEN, CLOSE = "<think>", "</think>"
 CLOCK = "strftime_now"  # the function with which a template prints the time
 _CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
-_MARK = "qzmarkqz"  # what no template holds and every template writes as it is
-_CALLED = "called"  # after a mark that is the argument of a call
+_MARK = "qzmarkqz"  # a marker that no template contains and every template copies
+_CALLED = "called"  # follows a marker that is the argument of a call
 _TAIL = 32  # the most tokens of `<think>` and the white space after it
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thinking, as transformers reads them
 
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """The chat template of a folder, and how it is called.
+    """A chat template with its special tokens and settings.
 
     Attributes:
-      where: the folder, for messages.
+        where: the folder, for error messages.
       texts: the templates by name, "default" if it is the only one.
-      special: the special tokens that it may name, such as `bos_token`.
+        special: the special tokens that the template may refer to, such as `bos_token`.
       added: the texts of the tokenizer's added tokens.
-      stops: those of its stop ids.
-      thinking: its `enable_thinking`.
+        stops: the texts of the tokenizer's stop ids.
+        thinking: the value of the template's `enable_thinking`.
     """
 
     where: str
@@ -55,9 +55,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = (), *, prompt: bool = True
     ) -> str:
-        """The chat as text, up to the start of the assistant's turn if `prompt`.
+        """Render the chat as text, up to the start of the assistant's turn if `prompt`.
 
-        A call's arguments are given as they are, else as JSON, else as an object: templates want one or the other.
+        The arguments of calls are passed unchanged, then as JSON, then as objects, until the template accepts them.
         UserError if the template rejects the messages, does not end, or needs too much memory.
         """
         name = "tool_use" if tools and "tool_use" in self.texts else "default"
@@ -67,7 +67,7 @@ class ChatTemplate:
             "documents": None,
         }
         variables |= {"add_generation_prompt": prompt, "enable_thinking": self.thinking}
-        variables |= {"thinking": self.thinking}  # the name of the same in DeepSeek-V3.1's
+        variables |= {"thinking": self.thinking}  # DeepSeek-V3.1's name for `enable_thinking`
         problem: templates.TemplateError | None = None
         for form in _forms([_as_transformers(message) for message in messages]):
             try:
@@ -78,7 +78,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end(self) -> str | None:
-        """The token after the last message of a chat, if it is the assistant's; else the one after an earlier message.
+        """The token after a chat's last message, if that is the assistant's; else the token after an earlier message.
 
         None if there is no added token: the template writes text alone.
         """
@@ -87,14 +87,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def opening(self) -> str:
-        """What a prompt has of the completion's thinking already: `<think>` with white space, or nothing."""
+        """The beginning of the thinking that a prompt already contains: `<think>` with white space, or nothing."""
         return opened_by(self.render([{"role": "user", "content": "?"}]))
 
     def reply(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """The token that ends an assistant's turn before these messages, and the text from there to the next turn.
+        """Return the token that ends an assistant's turn before these messages, and the text up to the next turn.
 
-        With a `tool` message the turn has calls. UserError if the template rejects the messages, ends the turn without
-        a token, or does not write them.
+        Before a `tool` message the turn contains calls. UserError if the template rejects the messages, ends the turn
+        without a token, or does not write them.
         """
         roles = tuple(str(message["role"]) for message in messages)
         if roles not in self._written:
@@ -104,7 +104,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _written(self) -> set[tuple[str, ...]]:
-        """The roles of replies that the template writes."""
+        """The sequences of roles that the template was seen to write in replies."""
         return set()
 
     def _reply(self, messages: Sequence[Message]) -> tuple[str, str]:
@@ -142,7 +142,7 @@ class ChatTemplate:
     def _after(
         self, messages: Sequence[Message] = (), calls: Sequence[Mapping[str, object]] = (), *, prompt: bool = True
     ) -> str:
-        """What is written after the text of an assistant's message: first `_CALLED`, if it ends with a call."""
+        """Return the text after an assistant's message; it begins with `_CALLED` if the message ends with a call."""
         mark = _MARK
         while any(mark in str(value) for message in messages for value in message.values()):
             mark += "q"
@@ -155,27 +155,27 @@ class ChatTemplate:
         return after
 
     def _first_token(self, text: str) -> str | None:
-        """The added token that the text begins with, white space aside."""
+        """Return the added token that the text begins with after white space, or None."""
         text = text.lstrip()
         return max((token for token in self.added if token.strip() and text.startswith(token)), key=len, default=None)
 
     def _first_stop(self, text: str) -> str | None:
-        """The first token of the text that ends a turn."""
+        """Return the first token of the text that ends a turn, or None."""
         ends = {*self.stops, *([self.end] if self.end else [])}
         return min((end for end in ends if end in text), key=text.index, default=None)
 
 
 def opened_by(text: str) -> str:
-    """The `<think>` that a text ends with, with the white space after it; empty if it ends with anything else."""
+    """Return the `<think>` that a text ends with, with the white space after it; empty if there is none."""
     _, mark, rest = text.rpartition(OPEN)
     return mark + rest if mark and not rest.strip() else ""
 
 
 def opening_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """What the tokens before a completion have of its thinking already: `<think>` with white space, or nothing.
+    """Return the start of thinking that a prompt's tokens already contain: `<think>` with white space, or nothing.
 
-    The text of a completion begins with it wherever one is read: rewards, votes, tools and samples need not know which
-    templates open thinking, and thinking that is cut off is no answer.
+    The text of a completion begins with it wherever a completion is decoded, so that rewards, votes, tools and samples
+    need not know which templates open thinking, and thinking that is cut off is not taken for an answer.
     """
     tail = [int(i) for i in prompt[-_TAIL:]]
     stops = [place for place, i in enumerate(tail) if i in tokenizer.stop_ids]
@@ -183,7 +183,7 @@ def opening_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 
 
 def read_templates(folder: Path, where: str) -> dict[str, str]:
-    """The chat templates of a folder by name. UserError if there is none."""
+    """Read the chat templates of a folder by name. UserError if there is none."""
     file = folder / "chat_template.jinja"
     found: Json = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     found = found or read_settings(folder, "tokenizer_config.json").get("chat_template")
@@ -206,7 +206,7 @@ def read_template(
     thinking: bool,
     date: str | None,
 ) -> ChatTemplate:
-    """The chat template of a folder, which prints this date as today's."""
+    """Read the chat template of a folder, which then prints `date` as today's date."""
     texts = read_templates(folder, where)
     if "default" not in texts:
         raise UserError(f"the chat template in {where}: wanted one named 'default', got {', '.join(texts)}")
@@ -217,7 +217,7 @@ def read_template(
 
 
 def check_date(folder: Path, where: str, date: str | None) -> None:
-    """UserError if a template prints today's date, and there is none to print in its place."""
+    """Raise a UserError if a template prints today's date and `date` is None."""
     text = "".join(read_templates(folder, where).values())
     if f"{CLOCK}(" in _CLOCK_CALL.sub("", text):
         raise UserError(f'the chat template in {where}: wanted {CLOCK}("...") with its format, got another call of it')
@@ -229,13 +229,13 @@ def check_date(folder: Path, where: str, date: str | None) -> None:
 
 
 def _with_date(template: str, date: str) -> str:
-    """The template with this date in place of the time. Every call of the clock names its format."""
+    """Replace the calls for the current time by this date. Every call names its format."""
     day = datetime.date.fromisoformat(date)
     return _CLOCK_CALL.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 def _as_transformers(message: Message) -> dict[str, object]:
-    """A message as transformers gives it to a template: without None, and with its thinking by both names."""
+    """Convert a message to what transformers gives a template: no None values, thinking under both of its names."""
     given: dict[str, object] = {name: value for name, value in message.items() if value is not None}
     if thought := next((given[name] for name in _REASONING if name in given), None):
         given = {"thinking": thought, **given, "reasoning_content": thought}
@@ -243,7 +243,7 @@ def _as_transformers(message: Message) -> dict[str, object]:
 
 
 def _forms(messages: Sequence[Mapping[str, object]]) -> Iterator[list[dict[str, object]]]:
-    """The messages, and then with the arguments of calls as JSON, and as objects."""
+    """Yield the messages unchanged, then with the arguments of calls as JSON, then as objects."""
     yield [dict(message) for message in messages]
     if any("tool_calls" in message for message in messages):
         yield [_with_arguments(message, _to_text) for message in messages]
@@ -274,15 +274,15 @@ def _to_object(arguments: object) -> object:
 
 
 def _call_id(number: int) -> str:
-    """An id of nine characters, as Mistral's templates want it."""
+    """Return an id of nine characters, as Mistral's templates require."""
     return f"call{number:05}"
 
 
-# What a dry run tells
+# Used by dry runs
 
 
 def shows_tools(template: ChatTemplate, tools: Sequence[Mapping[str, object]]) -> bool:
-    """Whether a prompt with tools differs from one without."""
+    """Return whether a prompt with tools differs from one without."""
     chat: list[Message] = [{"role": "user", "content": "?"}]
     return template.render(chat, tools) != template.render(chat)
 
@@ -290,17 +290,17 @@ def shows_tools(template: ChatTemplate, tools: Sequence[Mapping[str, object]]) -
 def write_call(
     template: ChatTemplate, name: str, arguments: Mapping[str, object], tools: Sequence[Mapping[str, object]]
 ) -> str:
-    """An assistant's message with a call, as the template writes it after the user's message."""
+    """Return an assistant's message with a call, as the template writes it after the user's message."""
     call = {"id": _call_id(0), "type": "function", "function": {"name": name, "arguments": arguments}}
     said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     return template.render([{"role": "user", "content": _MARK}, said], tools, prompt=False).rpartition(_MARK)[2]
 
 
 def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:
-    """A conversation of two turns as it is kept, and as the template writes it, from the first prompt on.
+    """Return a two-turn conversation as gspax continues it and as the template renders it, from the first prompt on.
 
-    `role` is that of the reply between them. They differ where a template writes earlier turns otherwise than what
-    was sampled, such as without their thinking.
+    `role` is the role of the message between the two turns. The texts differ where a template renders earlier turns
+    differently from how they were sampled, for example without their thinking.
     """
     user: Message = {"role": "user", "content": "?"}
     reply: Message = {"role": role, "content": "reply", "name": "tool", "tool_call_id": _call_id(0)}

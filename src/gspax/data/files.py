@@ -1,4 +1,4 @@
-"""Files that somebody else has written: JSON of any shape, links that may lead anywhere, and names on the Hub."""
+"""Readers for files from other sources: JSON of any shape, links that may lead anywhere, and names on the Hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 def why_not_on_hub(name: str, pattern: re.Pattern[str]) -> str | None:
-    """The reason not to ask the Hugging Face Hub for a folder that does not exist; None if the Hub could have it.
+    """Explain why the Hugging Face Hub is not asked for a folder that does not exist; None if the Hub may have it.
 
     A name on the Hub matches `pattern`. If its owner is also a folder here, `owner/name` is taken for a mistyped path,
     but `owner/name@revision` is not.
@@ -52,7 +52,7 @@ def reading(name: str | Path) -> Iterator[None]:
 
 
 def read_object(file: Path) -> dict[str, Json]:
-    """The object in a JSON file. UserError if it is no regular file, too long, nested too deeply, or no JSON object."""
+    """Read the object in a JSON file. UserError if it is not a regular file, too long, too deep, or not an object."""
     with reading(file):
         if file.exists() and not file.is_file():  # a named pipe without a writer would be waited for
             raise ValueError("it is no regular file")
@@ -67,7 +67,7 @@ def read_object(file: Path) -> dict[str, Json]:
 
 
 def parse_json(data: bytes) -> Json:
-    """The value of a JSON text. ValueError if it is too deeply nested, or not JSON in UTF-8."""
+    """Parse a JSON text. ValueError if it is too deeply nested, or not JSON in UTF-8."""
     try:
         value = json.loads(data)
     except RecursionError:
@@ -82,7 +82,7 @@ def parse_json(data: bytes) -> Json:
 
 
 def show(value: Json) -> str:
-    """A JSON value in a message: its beginning, if it is long."""
+    """Format a JSON value for a message, truncated to `SHOWN` characters."""
     text = json.dumps(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub: the folder that the files of one are downloaded to."""
+"""Names on the Hugging Face Hub: downloads their files and returns the local folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = (*SMALL, "*.safetensors")
 
 
 def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool = True) -> Path:
-    """The folder of a checkpoint; for a name on the Hub, files that match the patterns are downloaded first.
+    """Return the folder of a checkpoint; for a name on the Hub, download the files that match the patterns first.
 
     With `download=False` only the local cache of earlier downloads is used.
 
@@ -49,7 +49,7 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
 
 
 def _why(problem: Exception) -> str:
-    """Why a download failed, in a few words. The library's own sentences name addresses and every remedy."""
+    """Explain why a download failed, in a few words. The library's messages list addresses and every remedy."""
     kinds = {kind.__name__ for kind in type(problem).__mro__}
     if "GatedRepoError" in kinds:
         return "the Hub gives this name only to those who have asked for access: `hf auth login`, or HF_TOKEN"

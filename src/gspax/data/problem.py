@@ -22,18 +22,18 @@ _TRIES = 1000  # unsuccessful tries in a row after which a task has too few prom
 
 
 def digest(text: str) -> int:
-    """A 128-bit hash of the text, the same in every process and on every machine."""
+    """Return a 128-bit hash of the text, the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
 
 
 def is_heldout(prompt: str) -> bool:
-    """Whether a prompt belongs to the held-out split."""
+    """Return whether a prompt belongs to the held-out split."""
     return digest(prompt) % HELDOUT_SHARE == 0
 
 
 @dataclass(frozen=True)
 class GeneratedProblems:
-    """The base of tasks whose problems are generated: frozen dataclasses, so that equal fields give equal problems.
+    """The base class of generated tasks: frozen dataclasses, so that equal fields give equal problems.
 
     Attributes:
       seed: the seed of the training problems; held-out problems do not depend on it.
@@ -42,11 +42,11 @@ class GeneratedProblems:
     seed: int = 0
 
     def generate(self, rng: np.random.Generator) -> Problem:
-        """A random problem, of either split."""
+        """Generate a random problem, of either split."""
         raise NotImplementedError(f"{type(self).__name__}.generate")
 
     def train(self, index: int) -> Problem:
-        """Training problem number `index`: the first generated one whose prompt is not held out."""
+        """Return training problem number `index`: the first generated problem whose prompt is not held out."""
         rng = np.random.default_rng(digest(f"train {self.seed} {at_least_0(index)}"))
         for _ in range(_TRIES):
             if not is_heldout((problem := self.generate(rng)).prompt):
@@ -54,23 +54,23 @@ class GeneratedProblems:
         raise ValueError(f"{_TRIES} generated problems in a row are held out: the task has too few prompts")
 
     def heldout(self, index: int) -> Problem:
-        """Held-out problem number `index`. All are distinct until the task runs out of them; then the list repeats."""
+        """Return held-out problem number `index`. All are distinct until the task runs out; then the list repeats."""
         problems = _distinct_heldout(self, _enough(at_least_0(index)))
         return problems[index % len(problems)]
 
     def count_heldout(self, most: int) -> int:
-        """The number of distinct held-out problems, counted up to `most`."""
+        """Count the distinct held-out problems, up to `most`."""
         return min(most, len(_distinct_heldout(self, _enough(most))))
 
 
 def _enough(count: int) -> int:
-    """A power of 2 above `count`, so that few lists are made."""
+    """Return a power of 2 above `count`, so that few different lists are generated."""
     return 1 << max(8, count.bit_length())
 
 
 @functools.lru_cache(maxsize=16)
 def _distinct_heldout(source: GeneratedProblems, count: int) -> tuple[Problem, ...]:
-    """Up to `count` distinct held-out problems; a larger count extends the list of a smaller one."""
+    """Generate up to `count` distinct held-out problems; a larger count extends the list of a smaller one."""
     rng = np.random.default_rng(digest("heldout"))
     problems: dict[Problem, None] = {}
     tries = 0
@@ -86,9 +86,9 @@ def _distinct_heldout(source: GeneratedProblems, count: int) -> tuple[Problem, .
 
 
 def count_distinct(source: HeldoutProblems, most: int) -> int:
-    """How many of a source's first `most` held-out problems there are before the list begins again.
+    """Count a source's held-out problems before its list repeats, up to `most`.
 
-    A source says it by a property `heldout_count`, or, if it would have to count, by a method `count_heldout(most)`.
+    A source declares the number as a property `heldout_count` or, if it has to count, a method `count_heldout(most)`.
     """
     available: int | None = getattr(source, "heldout_count", None)
     count: Callable[[int], int] | None = getattr(source, "count_heldout", None)
@@ -98,14 +98,14 @@ def count_distinct(source: HeldoutProblems, most: int) -> int:
 
 
 def at_least_0(index: int) -> int:
-    """The index of a problem. ValueError if it is negative."""
+    """Return the index of a problem. ValueError if it is negative."""
     if index < 0:
         raise ValueError(f"a problem's index must be at least 0; got {index}")
     return index
 
 
 def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
-    """`read(index)`, where `read` is the method `train` or `heldout` of any source.
+    """Return `read(index)`, where `read` is the method `train` or `heldout` of any source.
 
     Raises:
       UserError: the method raises an exception, or returns anything but a problem.
@@ -123,11 +123,11 @@ def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
 
 
 def chat_of(problem: Problem) -> list[Message]:
-    """The messages of a problem: the chat before its prompt, and the prompt as the user's."""
+    """Return the messages of a problem: its context, then its prompt as the user's message."""
     return [*problem.context, {"role": "user", "content": problem.prompt}]
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> Sequence[int]:
-    """The token ids of a problem's prompt, and of the chat before it, which needs a chat tokenizer (`data.hf_chat`)."""
+    """Encode a problem's prompt, with the chat before it if any, which needs a chat tokenizer (`data.hf_chat`)."""
     encode: Callable[..., Sequence[int]] = tokenizer.encode
     return encode(problem.prompt, problem.context) if problem.context else encode(problem.prompt)

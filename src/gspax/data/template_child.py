@@ -1,7 +1,7 @@
-"""The program that renders chat templates, in a process of its own with little memory (`data.templates`).
+"""The program that renders chat templates, in a separate process with little memory (`data.templates`).
 
-It writes one line of JSON for each line of JSON that it reads, and ends at the end of its input. It imports jinja2
-alone. What a template can use is what transformers gives it.
+It writes one line of JSON for each line of JSON that it reads, and exits at the end of its input. It imports only
+jinja2. Templates can use what transformers provides to them.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ import jinja2.ext
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY = 2**30  # bytes that the process may address: it begins with a tenth of them
+MEMORY = 2**30  # bytes of address space that the process may use; it starts with a tenth of it
 LONGEST = 2**24  # characters of a rendered text, more than any model reads
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, with which a template for training marks what the assistant has written: the text alone."""
+    """The tag `{% generation %}`, which marks the assistant's text in training templates; renders only the text."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja declares it)
 
@@ -31,7 +31,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's, without names that begin with an underscore."""
+    """Jinja's namespace, without names that begin with an underscore."""
 
     def __setitem__(self, name: str, value: object) -> None:
         if str(name).startswith("_"):
@@ -46,15 +46,18 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Serialize a value as JSON, for the filter `tojson` of templates."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def reject(message: str) -> None:
+    """Raise a TemplateError, for the function `raise_exception` of templates."""
     raise jinja2.exceptions.TemplateError(message)
 
 
 @functools.lru_cache(maxsize=16)
 def compile_template(text: str) -> jinja2.Template:
+    """Compile a template in a sandbox with the filters and functions that transformers provides."""
     extensions = [Generation, jinja2.ext.loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = to_json
@@ -67,7 +70,7 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def answer(template: str, variables: dict[str, object]) -> dict[str, str]:
-    """The text, or why there is none."""
+    """Render a template: returns {"text": ...}, or {"error": ...} if that fails."""
     try:
         text = compile_template(template).render(variables)
         if len(text) > LONGEST:
@@ -82,6 +85,7 @@ def answer(template: str, variables: dict[str, object]) -> dict[str, str]:
 
 
 def main() -> None:
+    """Limit the memory of this process, then answer requests from stdin until it is closed."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has such a limit
         import resource
 

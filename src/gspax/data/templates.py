@@ -1,6 +1,6 @@
-"""Chat templates are programs of others: they are rendered by a process with a limit of memory and of time.
+"""Renders chat templates, which are other people's programs, in a process with limits of memory and of time.
 
-One such process serves this one for as long as it lives. `data/template_child.py` is its program.
+One such process serves the current one until it exits. `data/template_child.py` is its program.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pathlib import Path
 
 from gspax.errors import UserError, how_to_install, shorten
 
-LONGEST = 30.0  # seconds for a template, which takes a millisecond unless its loops have no end
+LONGEST = 30.0  # seconds for one template; rendering takes a millisecond unless a loop does not end
 _CHILD = Path(__file__).with_name("template_child.py")
 _lock = threading.Lock()
 
 
 class TemplateError(Exception):
-    """Why a template gave no text."""
+    """Raised when a template could not be rendered."""
 
 
 def render(template: str, variables: Mapping[str, object]) -> str:
-    """The text of a template, of at most `template_child.LONGEST` characters.
+    """Render a template to a text of at most `template_child.LONGEST` characters.
 
     Raises:
-      TemplateError: the template fails, or passes the limit of memory or of time.
+        TemplateError: the template fails, or exceeds the limit of memory or of time.
       UserError: jinja2 is not installed.
     """
     if find_spec("jinja2") is None:
@@ -43,7 +43,7 @@ def render(template: str, variables: Mapping[str, object]) -> str:
         child = _child(os.getpid())
         try:
             answer = child.ask(line, LONGEST)
-        except BaseException:  # also after Ctrl-C: it owes an answer, which the next template must not get
+        except BaseException:  # also Ctrl-C: the pending answer must not go to the next template
             child.end()
             _child.cache_clear()
             raise
@@ -66,7 +66,7 @@ class _Child:
         )
 
     def ask(self, line: str, seconds: float) -> dict[str, str]:
-        """The answer to a line. TemplateError if the child ends before it gives one, or is late."""
+        """Send a line and return the child's answer. TemplateError if the child exits or takes too long."""
         process, until = self._process, time.monotonic() + seconds
         assert process.stdin is not None and process.stdout is not None
         data, got = memoryview(f"{line}\n".encode()), bytearray()
@@ -98,5 +98,5 @@ class _Child:
 
 @functools.lru_cache(maxsize=1)
 def _child(process: int) -> _Child:
-    """The child of this process: one that was forked starts its own."""
+    """Start the child of this process, once; a forked process starts its own child."""
     return _Child()

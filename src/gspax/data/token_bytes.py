@@ -1,4 +1,4 @@
-"""The bytes that each token of a Hugging Face tokenizer adds to a decoded text, which stop strings are found in.
+"""The bytes that each token of a Hugging Face tokenizer adds to a decoded text; stop strings are matched against them.
 
 They follow from the decoder in `tokenizer.json`.
 """
@@ -11,23 +11,23 @@ from typing import Any
 from gspax.config import Sampling
 from gspax.errors import UserError
 
-LONGEST = 256  # bytes of all stop strings together
-SPACE = "\u2581"  # that stands for a space in tokens of SentencePiece
-Decoder = Callable[[str, bool], bytes]  # (token, whether it is the first one) -> its bytes
+LONGEST = 256  # total bytes of all stop strings
+SPACE = "\u2581"  # stands for a space in SentencePiece tokens
+Decoder = Callable[[str, bool], bytes]  # (token, whether it is the first one) -> bytes
 
 
 def read_token_bytes(decoder: object, ids: Mapping[str, int], size: int, *, first: bool, where: str) -> list[bytes]:
-    """The bytes of each id below `size`; those of an id without a token are none, as in the decoder.
+    """Return the bytes of each id below `size`; empty for an id without a token, as in the decoder.
 
     Args:
-      decoder: the tokenizer's, as `tokenizer.json` describes it.
-      ids: of the tokens.
+        decoder: the tokenizer's decoder, as `tokenizer.json` describes it.
+        ids: the token ids by token.
       size: the number of ids.
-      first: the bytes at the start of a text, where some decoders leave out a space.
-      where: the folder, for messages.
+        first: return the bytes at the start of a text, where some decoders drop a space.
+        where: the folder, for error messages.
 
     Raises:
-      UserError: a decoder whose tokens have no bytes of their own.
+        UserError: the bytes of a token depend on its neighbors in this decoder.
     """
     decode = _find_decoder(decoder, where)
     texts = [b""] * size
@@ -60,7 +60,7 @@ def _is_simple(part: dict[str, Any]) -> bool:
 
 
 def _byte_level(token: str, first: bool) -> bytes:
-    """Each character stands for a byte; a token with any other character is plain text."""
+    """Decode each character as a byte; a token with any other character is plain text."""
     try:
         return bytes(map(_BYTES.__getitem__, token))
     except KeyError:
@@ -86,7 +86,7 @@ def _sentence_piece(*, strips: bool, has_bytes: bool) -> Decoder:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level tokenizer: itself if it is visible."""
+    """Map the characters of a byte-level tokenizer to bytes; a visible byte is represented by itself."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + number): byte for number, byte in enumerate(hidden)}
@@ -96,7 +96,7 @@ _BYTES = _byte_characters()
 
 
 def stop_problems(sampling: Sampling, tokenizer: object) -> Iterator[str]:
-    """What is wrong with the stop strings and stop tokens of an experiment, one sentence each."""
+    """Yield the errors in the stop strings and stop tokens of an experiment, one sentence each."""
     size = getattr(tokenizer, "vocab_size", None)
     if isinstance(size, int) and not all(0 <= i < size for i in sampling.stop_token_ids):
         yield f"sampling.stop_token_ids: wanted ids below the tokenizer's {size}, got {sampling.stop_token_ids}"
@@ -112,5 +112,5 @@ def stop_problems(sampling: Sampling, tokenizer: object) -> Iterator[str]:
     elif sampling.stop:
         try:
             tokenizer.token_bytes(0)  # type: ignore[attr-defined]
-        except UserError as problem:  # of a decoder that is not known
+        except UserError as problem:  # the decoder is not supported
             yield str(problem)

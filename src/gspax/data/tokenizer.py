@@ -1,4 +1,4 @@
-"""Text to token ids and back. There are no padding ids: masks are computed from lengths."""
+"""Converts text to token ids and back. There are no padding ids: masks are computed from lengths."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
-_READ = (*TOKENIZER_FILES, "generation_config.json")  # of a name on the Hub
+_READ = (*TOKENIZER_FILES, "generation_config.json")  # the files that are downloaded from the Hub
 
 
 def tokenizer_problems(tokenizer: object, vocab_size: int, *, demonstrations: bool) -> Iterator[str]:
-    """The reasons why a tokenizer cannot be used, one sentence each.
+    """Yield the reasons why a tokenizer cannot be used, one sentence each.
 
     Args:
       tokenizer: any object.
-      vocab_size: the model's.
+        vocab_size: the vocabulary size of the model.
       demonstrations: whether completions are encoded too, each followed by a stop id.
     """
     methods = ["encode", "decode"] + ["encode_completion"] * demonstrations
@@ -51,7 +51,7 @@ def tokenizer_problems(tokenizer: object, vocab_size: int, *, demonstrations: bo
 
 @dataclass(frozen=True)
 class CharTokenizer:
-    """One id per character, in the order of the alphabet, followed by one stop id."""
+    """A tokenizer with one id per character, in the order of the alphabet, followed by one stop id."""
 
     alphabet: str
 
@@ -71,6 +71,7 @@ class CharTokenizer:
         return len(self.alphabet) + 1
 
     def encode(self, text: str) -> list[int]:
+        """Encode a text. ValueError if a character is not in the alphabet."""
         ids = [self.alphabet.find(character) for character in text]
         if -1 in ids:
             unknown = text[ids.index(-1)]
@@ -81,12 +82,12 @@ class CharTokenizer:
         return self.encode(text)
 
     def token_bytes(self, size: int, *, first: bool = False) -> list[bytes]:
-        """The bytes that each id below `size` adds to a text."""
+        """Return the bytes that each id below `size` adds to a text."""
         texts = [*self.alphabet, ""] + ["\N{REPLACEMENT CHARACTER}"] * size
         return [text.encode() for text in texts[:size]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text before the first stop id. Ids beyond the tokenizer's become U+FFFD."""
+        """Decode the ids before the first stop id. Ids outside the alphabet become U+FFFD."""
         size = len(self.alphabet)
         return "".join(
             self.alphabet[i] if 0 <= i < size else "\N{REPLACEMENT CHARACTER}" for i in _before(ids, (size,))
@@ -94,10 +95,10 @@ class CharTokenizer:
 
 
 class _TokenizerFile(NamedTuple):
-    """What is used of tokenizer.json, whose parse takes a second where it is large."""
+    """The parts of tokenizer.json in use; parsing a large file takes a second."""
 
     added: dict[str, int]
-    ids: dict[str, int]  # with the added tokens
+    ids: dict[str, int]  # includes the added tokens
     decoder: object
 
 
@@ -135,11 +136,12 @@ class HFTokenizer:
         return 1 + max(self.ids.values())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, after those that transformers puts before a text, unless it begins with them."""
+        """Encode a prompt, with the tokens that transformers puts before a text, unless it already begins with them."""
         first, ids = self._first_ids, self.encode_completion(text)
         return ids if ids[: len(first)] == first else [*first, *ids]
 
     def encode_completion(self, text: str) -> list[int]:
+        """Encode a text without tokens before or after it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     @functools.cached_property
@@ -150,6 +152,7 @@ class HFTokenizer:
         return whole[: next(starts, 0)]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Decode the ids before the first stop id, special tokens included."""
         return str(
             self._tokenizer.decode(
                 _before(ids, self.stop_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -157,22 +160,22 @@ class HFTokenizer:
         )
 
     def token_bytes(self, size: int, *, first: bool = False) -> list[bytes]:
-        """The bytes that each id below `size` adds to a text, or, with `first`, that a text begins with."""
+        """Return the bytes that each id below `size` adds to a text or, if `first`, begins a text with."""
         return read_token_bytes(self._file.decoder, self.ids, size, first=first, where=self.path)
 
     @functools.cached_property
     def folder(self) -> Path:
-        """The folder of its files; of a name on the Hub the one that they are downloaded to."""
+        """The folder of the tokenizer's files; for a name on the Hub the folder of the download."""
         return locate_tokenizer(self.path)
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The added tokens, special or not, to their ids."""
+        """The ids of the added tokens, special or not, by token."""
         return self._file.added
 
     @property
     def ids(self) -> dict[str, int]:
-        """Token to id, added tokens included."""
+        """The ids of all tokens, added tokens included, by token."""
         return self._file.ids
 
     @functools.cached_property
@@ -194,7 +197,7 @@ class HFTokenizer:
         from transformers import AutoTokenizer
 
         with reading(self.path), _local(self.folder) as folder:
-            _ = self.ids  # for a clearer error on a missing or broken file
+            _ = self.ids  # a clearer error if a file is missing or broken
             try:
                 return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             except Exception as error:  # of any type, some from Rust
@@ -202,18 +205,18 @@ class HFTokenizer:
 
 
 def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
-    """The tokenizer in a folder, also of a bucket, or of a name on the Hub, such as "Qwen/Qwen3-0.6B-Base".
+    """Load the tokenizer in a folder, also of a bucket, or of a name on the Hub, such as "Qwen/Qwen3-0.6B-Base".
 
-    Of a name only the tokenizer's files are downloaded. UserError if there is no `tokenizer.json`, or a link out of it.
+    For a name, only the tokenizer's files are downloaded. UserError without `tokenizer.json`, or if a link leads out.
     """
     locate_tokenizer(os.fspath(path))
     return HFTokenizer(os.fspath(path))
 
 
 def locate_tokenizer(path: str) -> Path:
-    """The folder of a tokenizer; of a name on the Hub the one that its files are downloaded to.
+    """Return the folder of a tokenizer; for a name on the Hub, download its files first.
 
-    UserError if it has no `tokenizer.json`, or a link leads out of it.
+    UserError if the folder has no `tokenizer.json`, or a link leads out of it.
     """
     folder = to_path(path)
     if not is_bucket(folder) and not folder.is_dir() and not why_not_on_hub(path, HUB_NAME):
@@ -226,7 +229,7 @@ def locate_tokenizer(path: str) -> Path:
 
 
 def special_tokens(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """The special tokens by name, such as `bos_token`, from the files of a tokenizer's folder."""
+    """Read the special tokens by name, such as `bos_token`, from the files of a tokenizer's folder."""
     return {name: token for name, token in _named_tokens(folder).items() if isinstance(token, str)}
 
 
@@ -241,7 +244,7 @@ def _named_tokens(folder: str | os.PathLike[str]) -> dict[str, Json]:
 
 @contextlib.contextmanager
 def _parsing(path: str) -> Iterator[None]:
-    """Turn what a file in another form raises into a UserError."""
+    """Turn the exception for a file in another form into a UserError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -250,7 +253,7 @@ def _parsing(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _local(folder: Path) -> Iterator[Path]:
-    """A folder for transformers, which reads no bucket; UserError if a link leads out of it."""
+    """Provide a local folder for transformers, which cannot read buckets; UserError if a link leads out of it."""
     require_own_files(folder)
     if not is_bucket(folder):
         yield folder
@@ -263,14 +266,14 @@ def _local(folder: Path) -> Iterator[Path]:
 
 
 def has_other_ids(tokenizer: object, folder: Path) -> bool:
-    """Whether a folder has the files of a Hugging Face tokenizer that gives tokens other ids than a given one."""
+    """Return whether a folder contains a Hugging Face tokenizer whose token ids differ from those of `tokenizer`."""
     if not isinstance(tokenizer, HFTokenizer) or not (folder / "tokenizer.json").is_file():
         return False
     return HFTokenizer(os.fspath(folder)).ids != tokenizer.ids
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:
-    """UserError unless every token id is below `vocab_size`: a model would read the embedding's last row instead."""
+    """Raise a UserError unless all token ids are below `vocab_size`: a model would read the embedding's last row."""
     for i in ids:
         if not (hasattr(i, "__index__") and 0 <= i < vocab_size):
             raise UserError(
@@ -279,11 +282,11 @@ def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:
 
 
 def read_settings(folder: str | os.PathLike[str], name: str) -> dict[str, Json]:
-    """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
+    """Read the JSON object in a file of a tokenizer folder; empty if missing. UserError if it cannot be read."""
     path = to_path(folder) / name
     return read_object(path) if path.exists() else {}
 
 
 def _before(ids: Iterable[int], stop_ids: Sequence[int]) -> list[int]:
-    """The ids before the first stop id, as Python integers."""
+    """Return the ids before the first stop id, as Python integers."""
     return list(itertools.takewhile(lambda i: i not in stop_ids, map(int, ids)))

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Settings(TypedDict, total=False):
-    """The keywords that all sources share."""
+    """The keywords that all sources accept."""
 
     prompt: str
     answer: str | None
@@ -41,12 +41,12 @@ class Settings(TypedDict, total=False):
 
 
 def jsonl(*paths: StrPath, heldout: StrPath | tuple[StrPath, ...] = (), **settings: Unpack[Settings]) -> RowSource:
-    """Files with one JSON object per line; `heldout` has the files of the held-out problems."""
+    """Read files with one JSON object per line; `heldout` lists the files of the held-out problems."""
     return _file_source(JsonLines, paths, heldout, settings)
 
 
 def parquet(*paths: StrPath, heldout: StrPath | tuple[StrPath, ...] = (), **settings: Unpack[Settings]) -> RowSource:
-    """Parquet files, held in memory; `heldout` has the files of the held-out problems. Needs pyarrow."""
+    """Read Parquet files, held in memory; `heldout` lists the files of the held-out problems. Needs pyarrow."""
     return _file_source(Parquet, paths, heldout, settings)
 
 
@@ -59,7 +59,7 @@ def huggingface(
     revision: str | None = None,
     **settings: Unpack[Settings],
 ) -> RowSource:
-    """A data set of the `datasets` library.
+    """Read a data set of the `datasets` library.
 
     Args:
       name: a name on the Hub, or a local folder of files that `datasets` can read or that `save_to_disk` wrote.
@@ -80,7 +80,7 @@ def tfds(
     data_dir: StrPath | None = None,
     **settings: Unpack[Settings],
 ) -> RowSource:
-    """A data set of tensorflow-datasets, prepared as ArrayRecord (`download_and_prepare(file_format="array_record")`).
+    """Read a data set of tensorflow-datasets, prepared with `download_and_prepare(file_format="array_record")`.
 
     TensorFlow is not needed.
 
@@ -89,14 +89,14 @@ def tfds(
         of a prepared version.
       split: the split of the training problems, or a slice such as `train[:90%]`.
       heldout: the split of the held-out problems.
-      data_dir: where the prepared data sets lie; None for the library's default.
+        data_dir: the folder of the prepared data sets; None for the library's default.
     """
     read = partial(tensorflow_datasets, name, data_dir=None if data_dir is None else os.fspath(data_dir))
     return _source(read, split, heldout, settings)
 
 
 def sequence(rows: object, *, heldout: object = None, **settings: Unpack[Settings]) -> RowSource:
-    """Any object with `len` and `[]` whose elements are mappings, or `Problem`s: a list, a Grain MapDataset."""
+    """Read any object with `len` and `[]` whose elements are mappings or `Problem`s: a list, a Grain MapDataset."""
     return _source(_sequence, rows, heldout, settings)
 
 
@@ -107,7 +107,7 @@ def _sequence(rows: object) -> Loaded:
 
 
 def opening_problems(data: object, tokenizer: object) -> Iterator[str]:
-    """The reasons why a source of this package cannot be opened or encoded, one sentence each."""
+    """Yield the reasons why a source of this package cannot be opened or encoded, one sentence each."""
     keyed = named_parts(data.sources, "data.sources.") if isinstance(data, Mixture) else {"data": data}
     if unreadable := [problem for key, source in keyed.items() for problem in _table_problems(key, source)]:
         yield from unreadable
@@ -125,7 +125,7 @@ def opening_problems(data: object, tokenizer: object) -> Iterator[str]:
 
 
 def reading_problems(key: str, source: object) -> Iterator[str]:
-    """The reasons why a benchmark's problems cannot be read: a table that cannot be opened, rows that do not fit."""
+    """Yield the reasons why a benchmark's problems cannot be read: an unreadable table, or rows that do not fit."""
     problems = list(_table_problems(key, source))
     try:
         _ = problems or getattr(source, "heldout_count", None)
@@ -135,15 +135,15 @@ def reading_problems(key: str, source: object) -> Iterator[str]:
 
 
 def opening_notes(data: object) -> list[str]:
-    """The rows that a source of this package leaves out, one sentence for each kind."""
+    """Describe the rows that a source of this package leaves out, one sentence for each kind."""
     return [f"data: {note}" for source in _row_sources(data) for note in source.opened.notes]
 
 
 def _table_problems(key: str, source: object) -> Iterator[str]:
-    """One sentence for each table of a source that cannot be opened; it begins with the field that says where it is.
+    """Yield a sentence for each table of a source that cannot be opened; it begins with the path of the field.
 
     Args:
-      key: of the source.
+        key: the path of the source, such as "data".
       source: a `RowSource`, a benchmark, or any other object, which has no tables.
     """
     for field in dataclasses.fields(source) if is_record(source) else ():
@@ -154,7 +154,7 @@ def _table_problems(key: str, source: object) -> Iterator[str]:
             except UserError as problem:
                 where = f"{key}.{field.name}{'' if isinstance(table, Loaded) else '.paths'}"
                 yield f"{where}: {str(problem).removeprefix('data: ')}"
-            except Exception:  # of a library's or a user's object: the source words it
+            except Exception:  # from a library's or a user's object: opening the source reports it
                 continue
 
 
@@ -177,7 +177,7 @@ def _file_source(
 
 
 def _source(table: Callable[[T], Table], train: T, heldout: T | None, settings: Settings) -> RowSource:
-    """The source whose tables `table` makes from `train` and, unless that is None, from `heldout`."""
+    """Build the source whose tables `table` makes from `train` and, unless that is None, from `heldout`."""
     remaining: dict[str, Any] = dict(settings)
     names = [field.name for field in dataclasses.fields(Schema) if field.name in settings]
     schema = Schema(**{name: remaining.pop(name) for name in names})

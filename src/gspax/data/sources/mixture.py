@@ -44,14 +44,14 @@ class Mixture:
             raise ValueError(f"weights: wanted positive integers, got {self.weights}")
 
     def train(self, index: int) -> Problem:
-        """Training problem number `index`, from 0."""
+        """Return training problem number `index`, from 0."""
         source, inner = self._find(index, f"mixture {self.seed}")
         return self.parts[source].train(inner)
 
     def heldout(self, index: int) -> Problem:
-        """Held-out problem number `index`, from 0, in the same proportions; the order does not depend on the seed.
+        """Return held-out problem number `index`, from 0, in the same proportions and an order that ignores the seed.
 
-        A source that has none left is passed over. After the last problem of all the list begins again.
+        A source without further held-out problems is skipped. After the last problem of all sources the list repeats.
         """
         if self.count_heldout(at_least_0(index) + 1) == 0:
             raise ValueError("none of the sources has a held-out problem")
@@ -59,11 +59,11 @@ class Mixture:
         return self.parts[source].heldout(inner)
 
     def count_heldout(self, most: int) -> int:
-        """The number of held-out problems of all sources, counted up to `most`."""
+        """Count the held-out problems of all sources, up to `most`."""
         found, block = self._heldout, sum(self.weights)
         index = found[-1][0] + 1 if found else 0
-        since = index  # the first place since the last problem that was found
-        while len(found) < most and index - since < 2 * block:  # a whole block without one: there is none left
+        since = index  # the first index after the last problem that was found
+        while len(found) < most and index - since < 2 * block:  # a whole block without a problem: none is left
             source, inner = self._find(index, "mixture heldout")
             if count_distinct(self.parts[source], inner + 1) > inner:
                 found.append((index, source, inner))
@@ -73,11 +73,11 @@ class Mixture:
 
     @functools.cached_property
     def _heldout(self) -> list[tuple[int, int, int]]:
-        """The held-out problems that were counted: the place in the proportions, the source, and the index there."""
+        """The held-out problems counted so far: (index in the mixture, source, index in the source)."""
         return []
 
     def described(self) -> dict[str, object]:
-        """For `experiment.describe`; the sources by number, so that a difference names one of their fields."""
+        """Describe the mixture for `experiment.describe`; numbered sources let a difference name their fields."""
         return {"sources": dict(enumerate(self.parts)), "weights": self.weights, "seed": self.seed}
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class Mixture:
         return dataclasses.replace(source, exclude=(*source.exclude, *others)) if others else source
 
     def _find(self, index: int, key: str) -> tuple[int, int]:
-        """The number of the source that problem `index` comes from, and the problem's index there."""
+        """Return the number of the source that problem `index` comes from, and the problem's index in that source."""
         ends = list(accumulate(self.weights))
         block, position = divmod(at_least_0(index), ends[-1])
         slot = permute(position, ends[-1], block_key(f"{key} {block}"))
@@ -103,7 +103,7 @@ class Mixture:
 
 
 def mixture(*parts: tuple[DataSource, float], seed: int = 0) -> Mixture:
-    """Pairs of a source and its weight: `mixture((gsm8k, 3), (math, 1))`; `(gsm8k, 0.75), (math, 0.25)` is the same."""
+    """Mix sources by weight: `mixture((gsm8k, 3), (math, 1))`; `(gsm8k, 0.75), (math, 0.25)` is the same."""
     weights = [Fraction(str(weight)) for _, weight in parts]
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]

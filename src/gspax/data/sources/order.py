@@ -17,16 +17,16 @@ _ROUNDS = 8
 
 
 def shuffle(seed: int, index: int, size: int) -> int:
-    """The row in [0, size) at position `index` of an endless series of epochs, each of which is a permutation."""
+    """Return the row in [0, size) at position `index` of an endless series of epochs, each of them a permutation."""
     epoch, position = divmod(at_least_0(index), size)
     return permute(position, size, block_key(f"epoch {seed} {epoch}"))
 
 
 def permute(position: int, size: int, key: bytes) -> int:
-    """A permutation of [0, size) chosen by `key`, at most 64 bytes.
+    """Permute [0, size): return the image of `position` under the permutation that `key` (at most 64 bytes) chooses.
 
-    The network permutes the smallest [0, 4^h) that holds them all; a value outside [0, size) is permuted again until it
-    is inside, which takes fewer than four tries on average.
+    The network permutes the smallest [0, 4^h) that contains [0, size); a value outside [0, size) is permuted again
+    until it is inside, which takes fewer than four tries on average.
     """
     half = (max(size - 1, 1).bit_length() + 1) // 2
     value = _feistel(position, half, key)
@@ -36,7 +36,7 @@ def permute(position: int, size: int, key: bytes) -> int:
 
 
 def _feistel(value: int, half: int, key: bytes) -> int:
-    """A permutation of [0, 4^half)."""
+    """Permute [0, 4^half) by a keyed Feistel network."""
     left, right = value >> half, value & ((1 << half) - 1)
     for number in range(_ROUNDS):
         message = number.to_bytes(1, "big") + right.to_bytes(8, "big")
@@ -47,5 +47,5 @@ def _feistel(value: int, half: int, key: bytes) -> int:
 
 @functools.lru_cache(maxsize=64)
 def block_key(text: str) -> bytes:
-    """A key for `permute`, the same in every process."""
+    """Hash a text to a key for `permute`, the same in every process."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

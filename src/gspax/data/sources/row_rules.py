@@ -17,7 +17,7 @@ from gspax.storage.buckets import to_path
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The prompt, with the messages before it, has at most `most` tokens.
+    """Rejects prompts that, with the messages before them, have more than `most` tokens.
 
     Attributes:
       tokenizer: the tokenizer of the experiment.
@@ -30,14 +30,14 @@ class PromptTokens:
     def __call__(self, problem: Problem) -> str | None:
         try:
             tokens = len(encode_prompt(self.tokenizer, problem))
-        except (UserError, ValueError) as error:  # such as a character that the tokenizer does not have
+        except (UserError, ValueError) as error:  # such as a character outside the tokenizer's alphabet
             return f"the prompt cannot be encoded: {brief(error)}"
         return f"the prompt has {tokens} tokens, more than {self.most}" if tokens > self.most else None
 
 
 @dataclass(frozen=True)
 class AnswerMatches:
-    r"""A regular expression is found in the answer: `AnswerMatches(r"#### -?[\d,]+$")`."""
+    r"""Rejects answers without a match of a regular expression: `AnswerMatches(r"#### -?[\d,]+$")`."""
 
     pattern: str
 
@@ -55,14 +55,14 @@ class AnswerMatches:
 
 @dataclass(frozen=True)
 class PassRate:
-    """The mean reward of a prompt in earlier samples lies in [low, high].
+    """Rejects prompts whose mean reward in earlier samples is outside [low, high].
 
     Attributes:
       path: JSON lines with `prompt` and `reward`, as in a run's folder `samples`, or a folder of such files. Samples
         whose reward failed (`error`) do not count. Prompts are compared as the policy read them, so the run must have
         had the same `template`.
       low: the smallest mean reward that is accepted.
-      high: the largest.
+        high: the largest mean reward that is accepted.
       unseen: whether to "drop" or "keep" a prompt without samples.
     """
 
@@ -89,7 +89,7 @@ class PassRate:
         return (str(self.path),)
 
     def described(self) -> dict[str, object]:
-        """For `experiment.describe`: the samples, not their path."""
+        """Describe the rule for `experiment.describe`: the content of the samples, not their path."""
         return {"samples": self._rates[0], "low": self.low, "high": self.high, "unseen": self.unseen}
 
     @functools.cached_property

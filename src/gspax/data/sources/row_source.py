@@ -28,7 +28,7 @@ from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import BadRows, Table
 from gspax.errors import UserError, brief, describe_error
 
-Rule = Callable[[Problem], str | None]  # why a problem is rejected; None if it is not
+Rule = Callable[[Problem], str | None]  # returns the reason to reject a problem, or None
 
 
 class HeldoutRows(Protocol):
@@ -45,7 +45,7 @@ class HeldoutRows(Protocol):
 class RowSource:
     """Problems from the rows of tables.
 
-    Training problems come in epochs, each in an order of its own that depends on `seed` and the index alone. Held-out
+    Training problems come in epochs, each in its own order, which depends only on `seed` and the epoch. Held-out
     problems come in one order that does not depend on the seed.
 
     Attributes:
@@ -82,12 +82,12 @@ class RowSource:
             raise ValueError(f"exclude: wanted a tuple of sources that read rows, got {self.exclude!r}")
 
     def train(self, index: int) -> Problem:
-        """Training problem number `index`, from 0; after the last one the list starts again in another order."""
+        """Return training problem number `index`, from 0; after the last one the list repeats in another order."""
         rows = self.opened.train
         return self._read(self.train_rows, rows[shuffle(self.seed, index, len(rows))])
 
     def heldout(self, index: int) -> Problem:
-        """Held-out problem number `index`, from 0; after the last one the list starts again."""
+        """Return held-out problem number `index`, from 0; after the last one the list repeats."""
         rows = self.opened.heldout
         return self._read(self._held_out.table, rows[permute(at_least_0(index) % len(rows), len(rows), b"heldout")])
 
@@ -98,17 +98,17 @@ class RowSource:
 
     @property
     def heldout_prompts(self) -> set[int]:
-        """Digests of the held-out prompts. `train_rows` are not read where the held-out problems have a table."""
+        """Digests of the held-out prompts. `train_rows` is not read if the held-out problems have their own table."""
         return self._held_out.heldout_prompts
 
     @property
     def heldout_content(self) -> str:
-        """A hash of the rows that hold the held-out problems."""
+        """A hash of the rows that contain the held-out problems."""
         return self._held_out.content
 
     @functools.cached_property
     def _held_out(self) -> Scan:
-        """The scan of the table that has the held-out problems."""
+        """The scan of the table that contains the held-out problems."""
         if self.heldout_rows is None:
             return self.opened
         scan = Scan(self.heldout_rows)
@@ -127,7 +127,7 @@ class RowSource:
             raise UserError(f"data: the rows cannot be read: {describe_error(problem)}") from problem
 
     def described(self) -> dict[str, object]:
-        """The settings that decide on the problems, for `experiment.describe`; of files the content, not the paths."""
+        """Return the settings that determine the problems, for `experiment.describe`; files by content, not by path."""
         return {
             "train_rows": self.opened.content,
             "heldout_rows": None if self.heldout_rows is None else self.heldout_content,
@@ -154,7 +154,7 @@ class Scan:
       table: the table.
       train: the numbers of the rows with training problems.
       heldout: the numbers of the rows with held-out problems.
-      heldout_prompts: the digests of their prompts.
+        heldout_prompts: the digests of the held-out prompts.
       has_context: whether some problem has messages before its prompt, for which a chat tokenizer is needed.
       bad: the rows that cannot be used.
       filtered: the number of rows that each filter left out.
@@ -181,7 +181,7 @@ class Scan:
         return f"{self.bad.count} of {len(self.table)} rows ({self.bad})"
 
     def problems(self, source: RowSource) -> Iterator[tuple[int, Problem, str]]:
-        """(row, problem, text that decides on its split) of the rows that are not bad."""
+        """Yield (row, problem, text whose hash decides its split) for the rows that are not bad."""
         for i, row in enumerate(self.table.rows()):
             try:
                 if isinstance(row, ValueError):
@@ -206,6 +206,7 @@ class Scan:
         self.heldout_prompts.add(digest(prompt))
 
     def describe_missing(self) -> Iterator[str]:
+        """Yield a sentence for the rows that were skipped, and one for the rows that filters left out."""
         if self.bad.count:
             yield f"skipped {self.bad_rows}"
         if self.filtered:
@@ -241,7 +242,7 @@ def _open(source: RowSource) -> Scan:
 
 
 def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: int) -> tuple[str, str] | None:
-    """The name of the first rule that rejects the problem, and its reason."""
+    """Return (name, reason) of the first rule that rejects the problem, or None."""
     for rule in rules:
         name = title_of(rule).rpartition(".")[2]
         try:
@@ -258,7 +259,7 @@ def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: in
 
 
 def _serialize(problem: Problem) -> bytes:
-    """The content of a problem, the same in every process. ValueError if JSON cannot hold its metadata."""
+    """Serialize a problem, the same in every process. ValueError if JSON cannot represent its metadata."""
     fields = [problem.prompt, problem.answer, problem.context, problem.task, problem.metadata]
     try:
         return json.dumps(fields, sort_keys=True, default=_plain).encode() + b"\n"
@@ -267,7 +268,7 @@ def _serialize(problem: Problem) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """A metadata value of a type that JSON lacks, as a JSON value."""
+    """Convert a metadata value of a type that JSON lacks to a JSON value."""
     if isinstance(value, set | frozenset):
         return ["set", sorted(json.dumps(element, sort_keys=True, default=_plain) for element in value)]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:

@@ -47,7 +47,7 @@ class Schema:
             raise ValueError(f"metadata: wanted a tuple of columns, got the text {self.metadata!r}")
 
     def read(self, row: object) -> tuple[Problem, str]:
-        """The problem of a row, and the text whose hash decides on its split.
+        """Convert a row to a problem, and return with it the text whose hash decides its split.
 
         That text is the prompt without `template`, after the earlier messages of the user and the assistant.
         """
@@ -67,7 +67,7 @@ class Schema:
         ), _key(context, prompt)
 
     def _opening(self, context: Sequence[Message]) -> list[Message]:
-        """The messages that every conversation starts with."""
+        """Return the messages that every conversation starts with."""
         if context and (self.system is not None or self.examples):
             raise ValueError(
                 f"{self.prompt}: wanted the user's message alone, since `system` or `examples` stand before it; "
@@ -87,7 +87,7 @@ def _key(context: Sequence[Message], prompt: str) -> str:
 
 
 def _column(row: Mapping[str, object], name: str) -> object:
-    """The value of a column, in Python's types."""
+    """Return the value of a column as plain Python types."""
     value: object = row
     for part in name.split(".") if name not in row else [name]:
         if not isinstance(value, Mapping) or part not in value:
@@ -101,7 +101,7 @@ def _column(row: Mapping[str, object], name: str) -> object:
 
 
 def _plain(value: object) -> object:
-    """The value with arrays as lists and bytes as text."""
+    """Convert arrays to lists and bytes to text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, bytes):
@@ -128,7 +128,7 @@ def _answer(name: str, value: object) -> str:
 
 
 def _conversation(name: str, value: object) -> tuple[list[Message], str]:
-    """The messages before the prompt, and the prompt: a text, or the last message of a chat."""
+    """Split a text or a chat into the messages before the prompt and the prompt, a chat's last message."""
     if not isinstance(value, list):
         return [], _text(name, value)
     messages = [_message(f"{name}[{i}]", message, first=i == 0) for i, message in enumerate(value)]

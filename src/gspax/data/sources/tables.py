@@ -1,7 +1,7 @@
 """Tables: rows by number, from files or data sets. A package is imported when the first table that needs it is opened.
 
 Grain (0.2) cannot replace them: only its reader of ArrayRecord has rows by number (`tfds` uses it), Parquet is an
-iterator, JSON lines are missing, and none has a hash of the content or the place of a row for messages.
+iterator, JSON lines are missing, and none has a hash of the content or a row's location for error messages.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Indexed(Protocol):
 
 
 class Table(Indexed, Protocol):
-    """Rows by number and in order, with their places and a hash of their content."""
+    """A sequence of rows with their locations and a hash of their content."""
 
     def rows(self) -> Iterator[Row]:
-        """All rows in order; one that cannot be read is a ValueError in its place."""
+        """Yield all rows in order; in place of a row that cannot be read, yield a ValueError."""
 
     def where(self, i: int, /) -> str:
-        """The place of row `i`, for messages."""
+        """Return the location of row `i`, for error messages."""
 
     @property
     def content(self) -> str | None:
@@ -62,10 +62,10 @@ class Table(Indexed, Protocol):
 
 @dataclass
 class BadRows:
-    """Rows that cannot be used: their number, and the place of the first one for each of the first five reasons."""
+    """Rows that cannot be used: their number, and an example location for each of the first five reasons."""
 
     count: int = 0
-    _shown: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason -> place of the first, number of rows
+    _shown: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason -> (first location, number of rows)
 
     def add(self, where: str, reason: str) -> None:
         self.count += 1
@@ -131,13 +131,13 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class _LineFile:
-    """A file of lines with their offsets."""
+    """A file of lines, with the offset of each line."""
 
     path: str
     offsets: array[int]
     sha256: str
     stamp: tuple[int, int] | None  # size and time of the last change
-    content: bytes | None  # of a file in a bucket
+    content: bytes | None  # the content of a file in a bucket, else None
 
     @classmethod
     def open(cls, path: str) -> _LineFile:
@@ -158,7 +158,7 @@ class _LineFile:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[io.BufferedIOBase]:
-        """The open file. OSError if it has changed since `open`."""
+        """Open the file. OSError if it has changed since `open`."""
         with io.BytesIO(self.content) if self.content is not None else open(self.path, "rb") as stream:
             if self.stamp is not None and _stamp(stream) != self.stamp:
                 raise OSError(f"{self.path} has changed since it was opened")
@@ -203,7 +203,7 @@ class Loaded:
 
     Attributes:
       load: returns the object.
-      name: the beginning of a row's place.
+        name: the prefix of a row's location.
     """
 
     load: Callable[[], Indexed] = field(repr=False)
@@ -211,7 +211,7 @@ class Loaded:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The name of a library's data set; none of an object in memory."""
+        """The name of a library's data set; empty for an object in memory."""
         return (self.name.removesuffix(", "),) if self.name else ()
 
     def __len__(self) -> int:
@@ -240,7 +240,7 @@ class Loaded:
 
 
 def hugging_face(name: str, split: str, config: str | None = None, revision: str | None = None) -> Loaded:
-    """A split of a data set for the `datasets` library: a name on the Hub, a folder of files, or one that
+    """Load a split of a data set of the `datasets` library: a name on the Hub, a folder of files, or a folder that
     `save_to_disk` wrote."""
 
     def load() -> Indexed:
@@ -263,9 +263,9 @@ def hugging_face(name: str, split: str, config: str | None = None, revision: str
 
 
 def tensorflow_datasets(name: str, split: str, data_dir: str | None = None) -> Loaded:
-    """A split of a data set that tensorflow-datasets has prepared as ArrayRecord files, read without TensorFlow.
+    """Load a split of a data set that tensorflow-datasets has prepared as ArrayRecord files, without TensorFlow.
 
-    `name` may be the folder of the prepared version too, which has a `dataset_info.json`.
+    `name` may also be the folder of the prepared version, with its `dataset_info.json`.
     """
 
     def load() -> Indexed:
@@ -300,12 +300,12 @@ def _stamp(stream: io.BufferedIOBase) -> tuple[int, int]:
 
 
 def _open(path: str) -> io.BufferedIOBase:
-    """A file, or an object of a bucket, which is read as a whole."""
+    """Open a file, or an object of a bucket, which is read as a whole."""
     return open_file(to_path(path))
 
 
 def _source(path: str) -> io.BufferedIOBase | str:
-    """What pyarrow reads a path from. It reads a local file faster by itself, but would wait for a pipe."""
+    """Return the path or stream for pyarrow, which reads local files faster by path but would wait for a pipe."""
     stream = _open(path)
     if is_bucket(path):
         return stream
@@ -320,7 +320,7 @@ def _sha256(path: str) -> str:
 
 
 def _together(hashes: list[str]) -> str:
-    """One hash for files in this order: the only file's own, or a hash of the hashes."""
+    """Combine the hashes of files in this order: the hash of a single file, or a hash of the hashes."""
     one = hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
     return f"sha256:{one}"
 

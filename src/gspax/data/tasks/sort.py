@@ -33,13 +33,13 @@ class Problems(GeneratedProblems):
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """1 for exactly the sorted digits, otherwise 0."""
+    """Return 1 for exactly the sorted digits, otherwise 0."""
     return 1.0 if completion == problem.answer else 0.0
 
 
 def half_wrong(problem: Problem, rng: np.random.Generator) -> str:
-    """A demonstration that teaches the format and leaves something to learn: the answer half of the time, otherwise its
-    digits in random order (which may happen to be sorted)."""
+    """Return a demonstration that teaches the format only: the answer half of the time, otherwise its digits in random
+    order (which may happen to be sorted)."""
     if rng.random() < 0.5:
         return problem.answer
     return "".join(rng.permutation(list(problem.answer)))
