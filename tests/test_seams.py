@@ -37,12 +37,12 @@ FEATURES = {
     "delta nets": Feature("delta(?!s)", "delta", 11),
     "latent attention": Feature("latent", "latent_attention", 7),
     "buckets": Feature("bucket", "storage/", 36),
-    "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 15),
+    "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 14),
     "drafts": Feature("draft", "drafts", 9),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "8-bit numbers": Feature("int8|[qQ]uantiz", "quantization", 19),
 }
-NONE_PARAMETERS, NONE_GOAL = 516, 330  # parameters that may be None
+NONE_PARAMETERS, NONE_GOAL = 513, 330  # parameters that may be None
 EXCLUSIONS, EXCLUSION_GOAL = 26, 12  # rules that forbid one feature beside another
 EXCLUSION = re.compile(
     r'wanted (0|1|null|none|None|False|no|"auto")\b[^"]*? (with|beside|without|in a model|for a model)\b'

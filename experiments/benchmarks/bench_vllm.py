@@ -33,7 +33,7 @@ from gspax.model import presets, transformer
 from gspax.rollout.contract import Request
 from gspax.rollout.runtime import make_runtime
 from gspax.rollout.servers import vllm
-from gspax.rollout.servers.remote import context_length
+from gspax.rollout.servers.sampler import context_length
 from gspax.training.in_flight import InFlight, read_prompts, sample_options
 from gspax.training.step import run_step
 

@@ -44,7 +44,7 @@ def small(**sampling):
 
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
-    engine = InProcess(make_sampler(experiment.model, mesh, mesh), experiment.model)
+    engine = InProcess(make_sampler(experiment.model, mesh, mesh))
     policy = Policy(engine, engine.push(tiny.params(experiment.model), 0), experiment)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
         return benchmark.evaluate_heldout(policy, jax.random.key(seed), rewards)

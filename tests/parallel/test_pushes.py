@@ -82,7 +82,7 @@ import jax
 import numpy as np
 from gspax import config
 from gspax.learner.state import init_state
-from gspax.parallel import joining, multihost
+from gspax.parallel import joining, multihost, watchdog
 from gspax.rollout.runtime import make_runtime
 from gspax.training.in_flight import InFlight, receive, start_rollout
 from small_experiment import experiment as small
@@ -93,9 +93,16 @@ model = replace(small.model, num_hidden_layers=1, num_experts=0, intermediate_si
 engine = config.Engine(folder="weights", addresses=tuple(addresses), probes=1)
 sampling = replace(small.sampling, prompts=4)
 runtime = make_runtime(replace(small, model=model, warm_start=None, engine=engine, sampling=sampling))
+steps, progress = [], watchdog.progress
+watchdog.progress = lambda *doing: steps.append(sys._getframe(1).f_code.co_name) or progress(*doing)
 state = init_state(model, runtime.optimizer, jax.random.key(0), runtime.mesh)
 weights = runtime.engine.push(state.params, 0)
-rollout = receive(runtime, start_rollout(runtime, weights, state, 0, InFlight())).rollout
+batch = receive(runtime, start_rollout(runtime, weights, state, 0, InFlight()))
+rollout = batch.rollout
+own = {row for row in range(16) if batch.problems[row // 4] is not None}
+assert batch.started.keys() == own and len(own) == 8, "each process has begun the rewards of its rows"
+assert "_on_primary" in steps
+assert int(index) == 0 or runtime.engine.servers.answered == 0, "process 0 alone talks to servers"
 np.save(f"tokens{index}.npy", multihost.to_host(rollout.tokens_BT))
 np.save(f"logps{index}.npy", multihost.to_host(rollout.logp_BT))
 for thread in [thread for thread in threading.enumerate() if thread.name == "gspax_lost"]:
@@ -104,7 +111,7 @@ for thread in [thread for thread in threading.enumerate() if thread.name == "gsp
 
 
 def test_two_processes_sample_with_servers_that_restart(tmp_path):
-    """Each asks for its own rows; one server restarts and gets the weights again, from the first process alone."""
+    """Process 0 asks for all rows, also where a server restarts; the watchdog of the other sees progress, too."""
     model = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
     with fake_vllm.serve(model) as first, fake_vllm.serve(model) as second:
         first.faults.restart_after = 3  # the probe is one completion

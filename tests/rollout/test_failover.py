@@ -1,4 +1,4 @@
-"""Which server a request goes to while servers go and come back, and what the processes of a run agree on."""
+"""Which server a request goes to while servers go and come back."""
 
 import threading
 import time
@@ -40,8 +40,8 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(failover, "PAUSE", 0.01)
 
 
-def first_process(stub):
-    """The servers of process 0, which has given this one its weights."""
+def servers_with(stub):
+    """The servers of a run, which has given this one its weights."""
     known = Servers([stub], 5.0, lambda server: server.load(known))
     stub.load(known)
     return known
@@ -57,36 +57,16 @@ def wait_until(done):
 def test_a_request_that_ends_every_server_is_not_sent_for_ever():
     stub = Stub()
     stub.answers = False
-    known = first_process(stub)
+    known = servers_with(stub)
     with pytest.raises(FailureError, match=r"a request was sent 10 times and never answered: .*reachable"):
         known.ask(0, ASK, threading.Event())
     assert stub.asked == failover.ATTEMPTS
 
 
-def test_another_process_learns_from_the_first_one_which_servers_are_there():
-    """It gives no server weights: what it has lost, the first process loses too, loads once, and tells."""
-    stub, stop = Stub(), threading.Event()
-    first, other = first_process(stub), Servers([stub], 5.0, None)
-    other.take_over(first.state())
-    assert other.ask(0, ASK, stop).instance == "1"
-    stub.answers = False
-    assert other.ask(0, ASK, stop) is None and not other.present()
-    stub.answers = True
-    assert other.ask(0, ASK, stop) is None and stub.loads == 1, "it does not look for the server"
-    lost = other.state()
-    first.lose_too(lost)
-    wait_until(first.present)
-    assert stub.loads == 2
-    first.lose_too(lost)
-    assert first.present() and stub.loads == 2, "the server has got the weights since"
-    other.take_over(first.state())
-    assert other.ask(0, ASK, stop).instance == "2"
-
-
 def test_any_failure_to_give_a_lost_server_its_weights_ends_the_requests():
     """The thread that looks for it would end unseen, and they would wait for the timeout."""
     stub = Stub()
-    known = first_process(stub)
+    known = servers_with(stub)
     stub.answers, stub.load = False, lambda known: {}["no such key"]
     with pytest.raises(FailureError, match=r"engine: KeyError\('no such key'\)"):
         known.ask(0, ASK, threading.Event())

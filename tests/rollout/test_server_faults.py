@@ -188,8 +188,7 @@ def test_a_server_that_loads_while_a_newer_version_is_pushed_is_tried_again(here
     """It was gone and is back: the version that it was told to load is deleted by the push, or is there but older."""
     with fake_vllm.serve(experiment.model) as fake:
         runtime, state, _ = push_first(served(fake), 0)
-        pusher = runtime.engine._pusher
-        (server,) = pusher.servers.present()
+        (server,) = runtime.engine.servers.present()
         load = server.load
 
         def slow(written):
@@ -203,8 +202,8 @@ def test_a_server_that_loads_while_a_newer_version_is_pushed_is_tried_again(here
 
         monkeypatch.setattr(server, "load", slow)
         with pytest.raises(UnreachableError, match="newer weights were pushed while it loaded older ones"):
-            pusher.install(server)
-        pusher.install(server)
+            runtime.engine.install(server)
+        runtime.engine.install(server)
         assert fake.loaded["version"] == 1
 
 

@@ -30,7 +30,7 @@ def execute(options: argparse.Namespace) -> int:
         raise UserError("engine: wanted an Engine for `gspax serve-command` (engine=gspax.config.Engine), got None")
     from gspax.hf import config_json
     from gspax.rollout.servers import sglang, vllm
-    from gspax.rollout.servers.remote import context_length
+    from gspax.rollout.servers.sampler import context_length
 
     model, folder = experiment.model, Path(engine.folder).absolute() / "model"
     require_possible(folder)

@@ -29,7 +29,7 @@ from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.completion import Completion, gather_texts
 from gspax.rollout.completion import to_json as completion_to_json
-from gspax.rollout.contract import Engine, Request, Weights
+from gspax.rollout.contract import Request, RolloutSampler, Weights
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare
@@ -48,7 +48,7 @@ SHOWN = 16  # held-out problems whose first sample the report shows
 class Policy:
     """The policy that is evaluated, and its experiment: model, tokenizer, and the settings of evaluations."""
 
-    engine: Engine
+    engine: RolloutSampler
     weights: Weights
     experiment: Experiment
     interaction: Interaction | None = None  # for multi-turn rollouts

@@ -156,7 +156,7 @@ def evaluate_published(experiment: Experiment, workdir: Path) -> None:
     model = experiment.model
     mesh = make_meshes(experiment).learner
     params = load_model(model, abstract_params(model, mesh, model.dtype))
-    engine = InProcess(make_sampler(model, mesh, mesh, experiment.sampling.weights_dtype), model)
+    engine = InProcess(make_sampler(model, mesh, mesh, experiment.sampling.weights_dtype))
     policy, key = Policy(engine, engine.push(params, 0), experiment), jax.random.key(experiment.seed)
     del params
     for task in experiment.evaluation.tasks:

@@ -32,7 +32,6 @@ from gspax.config import (
     layers_of,
     sparse_layers,
 )
-from gspax.losses import token_logp
 from gspax.model import transformer
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
@@ -163,19 +162,6 @@ def _prefill(
     shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, advance, mesh)
     hidden_PSD, cache, expert_PSLA = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
-
-
-def score(params: Params, config: ModelConfig, tokens_PS: Array, length_P: Array, *, mesh: jax.sharding.Mesh) -> Array:
-    """The log-probs, float32 [P, S], of right-padded rows at temperature 1: column 0 and padding are undefined.
-
-    All positions' logits [P, S, V] are in memory together: this is for a few rows, such as probes.
-    """
-    P, S = tokens_PS.shape
-    segment_PS = (jnp.arange(S)[None] < length_P[:, None]).astype(jnp.int32)
-    shared = transformer.layer_inputs(config, segment_PS, mesh)
-    hidden_PSD, _, _ = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
-    logits_PSV = logits(params, hidden_PSD.reshape(P * S, -1)).reshape(P, S, -1)
-    return token_logp(logits_PSV, tokens_PS)
 
 
 def new_cache(

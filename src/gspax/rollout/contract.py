@@ -1,16 +1,14 @@
-"""The contract of what a run samples with, in five calls: push, sample, score, pause and resume, state.
+"""The contract of what samples the rollouts of a run, in four calls: push, sample, hold, and fetch.
 
-Partial rollouts sample chunk by chunk (`Engine.hold`).
-
-`in_process.InProcess` is the sampler on the run's devices, `remote.Remote` one or more servers. A run chooses with one
-field, `Experiment.engine`; nothing above this package knows which it has.
+`in_process.InProcess` is the sampler on the run's devices, `servers.sampler.ServerSampler` one or more servers. A run
+chooses with one field, `Experiment.engine`; nothing above this package knows which it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import jax
@@ -24,7 +22,7 @@ from gspax.types import Array, Params, Rollout
 
 
 class Weights(NamedTuple):
-    """A version of the policy that an engine has accepted. Only the engine reads `params`."""
+    """A version of the policy that a sampler has accepted, and alone reads the `params` of."""
 
     params: Params  # inference weights; of a server, None
     version: int  # the number of rollouts that they were trained on
@@ -39,7 +37,7 @@ class Request:
       ready: the problems of P places; a process needs those of its own rows, None elsewhere.
       prompt_ids: the P problems' indices; sample g of a problem has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
-      options: of which `mesh` is the engine's and `sampling.prompts` is not read.
+      options: of which `mesh` is the sampler's and `sampling.prompts` is not read.
       interaction: with an environment, which answers the turns.
       ended: without one, called with completions that have ended while others are sampled; each row once.
     """
@@ -52,22 +50,8 @@ class Request:
     ended: Finished | None = None
 
 
-@dataclass(frozen=True)
-class Served:
-    """The state that an engine reports."""
-
-    address: str  # empty: this process
-    # Of the weights that it samples with; None before the first push, after a restart, and for this process, which
-    # samples with any weights that it is given
-    version: int | None
-    digest: str = ""  # of all checksums of these weights (`weights.Manifest`)
-    limits: dict[str, int] = field(default_factory=dict)  # `max_tokens` of prompt and completion, `vocab_size`, …
-    dtype: str = ""  # that it computes in
-    instance: str = ""  # another one after each load: what has been answered before was not of these weights
-
-
 class Held(Protocol):
-    """The samples of the groups in `rollout.group_pool`: newer weights continue what older ones began. Collective."""
+    """Holds the samples of `rollout.group_pool`: newer weights continue what older ones began. Collective."""
 
     def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
         """Put new groups into the places `fresh_R`, bool; elsewhere any ids count, and no problem is ready."""
@@ -76,27 +60,27 @@ class Held(Protocol):
         """Sample `sampling.chunk` more tokens of each unfinished sample. Does not wait."""
 
     def progress(self) -> Progress:
-        """How far all samples are, after what was begun."""
+        """Report how far all samples are, once what was begun is done."""
 
     def reply(self, replies: Replies, weights: Weights) -> None:
-        """Append the replies to conversations that wait; those without one have ended."""
+        """Append replies to the conversations that wait; those without one have ended."""
 
     def take(self, row_B: np.ndarray) -> Rollout:
-        """The rollout of these rows, whose places are free now."""
+        """Return the rollout of these rows, and free their places."""
 
 
-class Engine(Protocol):
-    """The engine of a run. Every method is collective: all processes of the run call it in the same order."""
+class RolloutSampler(Protocol):
+    """Samples the rollouts of a run. Every method is collective: all processes call it in the same order."""
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices that rows are divided over: a process has the problems of its own rows."""
+        """Return the mesh that rows are divided over: a process has the problems of its own rows."""
 
     def push(self, params: Params, version: int) -> Weights:
-        """Give the engine the learner's parameters; later samples are of these weights.
+        """Give the sampler the learner's parameters; later samples are of these weights.
 
         Raises:
-          FailureError: an engine does not take them, or computes other log-probs with them than the learner.
+          FailureError: a server does not take them, or computes other log-probs with them than the learner.
         """
 
     def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
@@ -109,23 +93,11 @@ class Engine(Protocol):
           request the chosen experts and the version of each token; and this process's rewards of conversations, by row.
 
         Raises:
-          FailureError: no engine answers in time, or its answer is not what was asked for.
+          FailureError: no server answers in time, or its answer is not what was asked for.
         """
 
     def hold(self, key: Array, options: SampleOptions) -> Held:
-        """An empty pool of samples for partial rollouts; `sampling.prompts` are its places."""
-
-    def score(self, weights: Weights, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """The log-probs, float32, of the tokens of each given row after its first, at temperature 1."""
+        """Make an empty pool of samples for partial rollouts; `sampling.prompts` are its places."""
 
     def fetch(self, rollout: Rollout) -> Rollout:
-        """The rollout on the learner's mesh; arrays on the host stay there."""
-
-    def pause(self) -> None:
-        """Stop sampling; what is being sampled keeps its tokens."""
-
-    def resume(self) -> None:
-        """Sample on, with the weights of the newest push."""
-
-    def state(self) -> list[Served]:
-        """The state of each server, or of this process."""
+        """Move a rollout to the learner's mesh; arrays on the host stay there."""

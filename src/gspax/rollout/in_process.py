@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import ModelConfig
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.contract import Held, Request, Served, Weights
+from gspax.rollout.contract import Held, Request, Weights
 from gspax.rollout.episodes import Ready, sample_conversations
 from gspax.rollout.grading import Started
 from gspax.sampler import continuous_batching
@@ -31,7 +30,6 @@ from gspax.sampler.sampler import (
     place_prompts,
     resume,
     sample,
-    score_rows,
     split_groups,
 )
 from gspax.types import Array, Params, Rollout
@@ -39,10 +37,9 @@ from gspax.types import Array, Params, Rollout
 
 @dataclass(frozen=True)
 class InProcess:
-    """The sampler of this process. Only `score` waits for the devices."""
+    """The sampler of this process. Nothing waits for the devices."""
 
     sampler: Sampler
-    model: ModelConfig
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -70,24 +67,9 @@ class InProcess:
         """Slots of the sampler."""
         return OnDevices(key, replace(options, sampling=split_groups(options.sampling, options.mesh)))
 
-    def score(self, weights: Weights, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """One pass over the rows, without a cache."""
-        return score_rows(weights.params, given, self.model, self.mesh)
-
     def fetch(self, rollout: Rollout) -> Rollout:
         """Move the arrays that are on the sampler's mesh."""
         return self.sampler.fetch(rollout)
-
-    def pause(self) -> None:
-        """Nothing is sampled between two calls."""
-
-    def resume(self) -> None:
-        """Nothing is sampled between two calls."""
-
-    def state(self) -> list[Served]:
-        """Its limits."""
-        limits = {"max_tokens": self.model.max_position_embeddings, "vocab_size": self.model.vocab_size}
-        return [Served("", None, limits=limits)]
 
 
 @dataclass

@@ -14,10 +14,10 @@ from gspax.learner.updates import Steps, make_steps
 from gspax.model.sizes import resident_bytes, teacher_bytes
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
-from gspax.rollout.contract import Engine
+from gspax.rollout.contract import RolloutSampler
 from gspax.rollout.episodes import Interaction, interact
 from gspax.rollout.in_process import InProcess
-from gspax.rollout.servers.remote import Remote, connect
+from gspax.rollout.servers.sampler import ServerSampler, connect
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import TrainState
 
@@ -34,12 +34,12 @@ class Runtime:
     rewards: Calls[Result]
     teacher_mesh: jax.sharding.Mesh  # `mesh`, unless the teacher has devices of its own
     interaction: Interaction | None = None  # with an environment
-    servers: Remote | None = None  # with `Experiment.engine`
+    servers: ServerSampler | None = None  # with `Experiment.engine`
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> RolloutSampler:
         """The engine that samples: the sampler of this process, or servers."""
-        return self.servers or InProcess(self.sampler, self.experiment.model)
+        return self.servers or InProcess(self.sampler)
 
 
 def make_runtime(experiment: Experiment) -> Runtime:

@@ -26,7 +26,6 @@ import numpy as np
 from gspax.config import ModelConfig, Sampling
 from gspax.config.protocols import Tokenizer
 from gspax.errors import UserError
-from gspax.model import decoding
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.run import interrupt
@@ -212,26 +211,6 @@ def assemble(tokens_PS: Array, state: State, *, options: SampleOptions) -> Rollo
         passes_B=rows.passes_B,
     )
     return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
-
-
-def score_rows(
-    params: Params, rows: Sequence[Sequence[int]], model: ModelConfig, mesh: jax.sharding.Mesh
-) -> list[np.ndarray]:
-    """The log-probs, float32, of the tokens of each row after its first, at temperature 1. Collective.
-
-    Args:
-      params: inference weights.
-      rows: all of them, on every process.
-    """
-    shards = batch_shards(mesh)
-    filled = [*rows, *[[0]] * (-len(rows) % shards)]
-    placed = pad_rows(filled, bucket(max(map(len, filled)), SMALLEST_BUCKET))
-    tokens_PS, length_P = multihost.to_devices(placed, named_sharding(mesh, "batch"))
-    logp_PS = multihost.to_host(_score(params, model, tokens_PS, length_P, mesh=mesh))
-    return [logp_PS[number, 1 : len(row)] for number, row in enumerate(rows)]
-
-
-_score = jax.jit(decoding.score, static_argnames=("config", "mesh"))
 
 
 def split_rows(options: SampleOptions, prompts: int) -> SampleOptions:

@@ -1,12 +1,8 @@
-"""Which server a request goes to, and what happens while one of them does not answer.
+"""Load balancing and failover across the servers of a run.
 
 Requests are balanced by the tokens that a server still has to sample; the samples of a group go to one server, which
 then computes their prompt once. A server that does not answer is `gone`: a thread of its own looks for it, brings it
 to the newest weights, and from then on it gets requests again.
-
-Every process asks for its own rows, but only process 0 gives servers weights and looks for those that are gone: loads
-by several processes would look like those of other runs. The others learn from it which servers are there
-(`remote.agree`).
 """
 
 from __future__ import annotations
@@ -18,9 +14,10 @@ from typing import NamedTuple
 
 from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
-from gspax.parallel import watchdog
 from gspax.rollout.servers.server import Answer, Ask, Server
+from gspax.rollout.servers.weights import Written
 
+LOOK = 10.0  # seconds that a server may take to say which weights it has
 PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two looks at a server that is gone
 ATTEMPTS = 10  # times that a request is sent; more servers than that do not die by chance
 
@@ -33,23 +30,16 @@ class Given(NamedTuple):
     instance: str
 
 
-class State(NamedTuple):
-    """What processes agree on, by address."""
-
-    gone: dict[str, str]  # why, of the servers that do not answer
-    instance: dict[str, str]  # of the weights
-
-
 class Servers:
     """The servers of a run, for any number of threads.
 
     Args:
       servers: at least one.
       timeout: seconds in which one of them must be there.
-      install: gives a server the newest weights and checks it; raises what servers raise. None: another process does.
+      install: gives a server the newest weights and checks it; raises what servers raise.
     """
 
-    def __init__(self, servers: Sequence[Server], timeout: float, install: Callable[[Server], object] | None) -> None:
+    def __init__(self, servers: Sequence[Server], timeout: float, install: Callable[[Server], object]) -> None:
         self._by_address = {server.address: server for server in servers}
         self._timeout, self._install = timeout, install
         self._unfinished = dict.fromkeys(self._by_address, 0)  # tokens, by address
@@ -57,11 +47,12 @@ class Servers:
         self._instance = dict[str, str]()  # of the weights, by address
         self._gone = dict[str, str]()  # why, of those that do not answer, by address
         self._problem = ""  # of a server that is back, but is not to be used
+        self.answered = 0  # requests
         self.pushes = 0  # that have begun: servers that are gone then need the weights of the newest
         self._changed = threading.Condition()
 
     def present(self) -> list[Server]:
-        """The servers that are not gone."""
+        """Return the servers that are not gone."""
         with self._changed:
             return [server for address, server in self._by_address.items() if address not in self._gone]
 
@@ -70,24 +61,13 @@ class Servers:
         with self._changed:
             self._instance[address] = instance
 
-    def state(self) -> State:
-        """A copy, for the other processes."""
+    def instance(self, address: str) -> str:
+        """Return which load of the weights a server has; empty before the first."""
         with self._changed:
-            return State(dict(self._gone), dict(self._instance))
+            return self._instance.get(address, "")
 
-    def take_over(self, state: State) -> None:
-        """Replace the state by that of process 0."""
-        with self._changed:
-            self._gone, self._instance = dict(state.gone), dict(state.instance)
-
-    def lose_too(self, other: State) -> None:
-        """Lose the servers that another process has lost, unless they have got the weights again since."""
-        for address, reason in other.gone.items():
-            if other.instance.get(address) == self._instance.get(address):
-                self.lose(self._by_address[address], reason)
-
-    def ask(self, group: int, ask: Ask, stop: threading.Event) -> Given | None:
-        """Send a request to one server after the other until one answers; None if none is there (`wait`).
+    def ask(self, group: int, ask: Ask, stop: threading.Event) -> Given:
+        """Send a request to one server after the other until one answers.
 
         A server may have restarted meanwhile, unnoticed: the answer counts if its state still has the `instance`.
 
@@ -96,12 +76,11 @@ class Servers:
         """
         reason = ""
         for _ in range(ATTEMPTS):
-            if (taken := self._take(group, ask.most, stop)) is None:
-                return None
-            server, instance = taken
+            server, instance = self._take(group, ask.most, stop)
             try:
                 answer = server.sample(ask)
-                watchdog.progress()
+                with self._changed:
+                    self.answered += 1
                 return Given(answer, server.address, instance)
             except UnreachableError as problem:
                 reason = str(problem)
@@ -115,7 +94,7 @@ class Servers:
         raise FailureError(f"engine: a request was sent {ATTEMPTS} times and never answered: {reason}")
 
     def wait(self, stop: threading.Event) -> list[str]:
-        """The addresses of the servers that are there: at least one, unless another process looks for them.
+        """Wait until a server is there, and return the addresses of those that are.
 
         Raises:
           FailureError: none is there within the timeout, or `stop` is set.
@@ -125,29 +104,24 @@ class Servers:
             while True:
                 if stop.is_set():
                     raise FailureError("engine: the request was ended")
-                self.raise_problem()
+                if self._problem:
+                    raise FailureError(self._problem)
                 there = [address for address in self._by_address if address not in self._gone]
-                if there or self._install is None:
+                if there:
                     return there
                 if time.monotonic() > end:
-                    raise FailureError(describe_gone(self._timeout, self._gone))
+                    raise FailureError(_describe_gone(self._timeout, self._gone))
                 self._changed.wait(PAUSE)
 
-    def _take(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str] | None:
-        """The server of a group, or for a new group the one with the fewest unfinished tokens, and its instance."""
+    def _take(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str]:
+        """Return the server of a group, for a new group that with the fewest unfinished tokens, and its instance."""
         with self._changed:
-            if not (there := self.wait(stop)):
-                return None
+            there = self.wait(stop)
             address = self._group.get(group, "")
             if address not in there:
                 address = self._group[group] = min(there, key=self._unfinished.__getitem__)
             self._unfinished[address] += tokens
             return self._by_address[address], self._instance.get(address, "")
-
-    def raise_problem(self) -> None:
-        """FailureError if a server that was gone is back, but cannot be used."""
-        if self._problem:
-            raise FailureError(self._problem)
 
     def forget_groups(self) -> None:
         """Before other groups are sampled."""
@@ -160,14 +134,13 @@ class Servers:
             if server.address in self._gone:
                 return
             self._gone[server.address] = reason
-        if (install := self._install) is not None:
-            warn(f"engine: {reason}; its requests are sent again, to another server or once it is back")
-            threading.Thread(target=self._look_for, args=(server, install), name="gspax_lost", daemon=True).start()
+        warn(f"engine: {reason}; its requests are sent again, to another server or once it is back")
+        threading.Thread(target=self._look_for, args=(server,), name="gspax_lost", daemon=True).start()
 
-    def _look_for(self, server: Server, install: Callable[[Server], object]) -> None:
+    def _look_for(self, server: Server) -> None:
         def give(server: Server) -> None:
             pushes = self.pushes
-            install(server)
+            self._install(server)
             with self._changed:
                 if pushes != self.pushes:  # one that begins later finds the server present
                     raise UnreachableError(f"{server.address}: newer weights were pushed while it loaded older ones")
@@ -191,16 +164,43 @@ class Servers:
             server.close()
 
 
-def describe_gone(timeout: float, gone: Mapping[str, str]) -> str:
-    """A sentence about servers that have not answered for so many seconds, with the reasons by address."""
+def _describe_gone(timeout: float, gone: Mapping[str, str]) -> str:
+    """Describe servers that have not answered for `timeout` seconds, with the reasons by address."""
     return (
         f"engine: no server for {timeout:g} seconds (engine.timeout): {'; '.join(gone.values())}. Completed steps are "
         "saved: start it again and repeat the command"
     )
 
 
+def find_restarted(servers: Servers, written: Written) -> dict[str, str]:
+    """Lose the servers that were started again, and return the instances of those that have the newest weights.
+
+    Raises:
+      FailureError: another run has pushed to a server.
+    """
+    instances = dict[str, str]()
+    for server in servers.present():
+        try:
+            loaded = server.state(LOOK)
+        except UnreachableError as problem:
+            servers.lose(server, str(problem))
+            continue
+        except RefusedError as problem:
+            raise FailureError(f"engine: {problem}") from None
+        if loaded.version is None:
+            servers.lose(server, f"{server.address} was started again")
+        elif loaded.digest != written.digest or loaded.instance != servers.instance(server.address):
+            raise FailureError(
+                f"engine: {server.address}: wanted version {written.version} of this run, it has other weights, "
+                f"version {loaded.version}: does another run push to it?"
+            )
+        else:
+            instances[server.address] = loaded.instance
+    return instances
+
+
 def bring_back(server: Server, install: Callable[[Server], object]) -> Iterator[str]:
-    """Install the newest weights as soon as a server answers; yields why it does not.
+    """Install the newest weights as soon as a server answers, and yield why it does not.
 
     Raises:
       FailureError: it answers, and cannot be used.

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from gspax.config import ModelConfig
+from gspax.config import ModelConfig, Sampling
+from gspax.errors import FailureError
 from gspax.learner.objective import Scores
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
+from gspax.rollout.servers.server import Ask, pad_sets
 from gspax.types import Params
 
 LONGEST = 64  # tokens of a sequence
@@ -28,6 +30,8 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
 FLOORS = {"float32": 5e-5, "bfloat16": 0.05}  # below it no later probe is too large
 GROWTH = 8.0  # times the first probe, that a later one may reach: logits grow in training, and rounding with them
 
+# The tokens, log-probs, and sets of an `Answer`, as they travel between processes
+Sampled = tuple[list[int], list[float], list[list[int]]]
 ScoreRows = Callable[..., Scores]  # a compiled `learner.train_step.make_score`
 
 
@@ -82,6 +86,15 @@ def choose_rows(rows: Sequence[Sequence[int]], expert_KLTA: np.ndarray | None, c
     return chosen
 
 
+def choose(
+    score: ScoreRows, params: Params, mesh: jax.sharding.Mesh, model: ModelConfig, count: int, length: int
+) -> list[list[int]]:
+    """Choose the sequences of the probes, equal in all runs of a model; they use as many experts as possible."""
+    found = candidates(4 * count, length, model.vocab_size)
+    _, expert_KLTA = learner_scores(score, params, found, mesh)
+    return [found[number] for number in choose_rows(found, expert_KLTA, count, model.num_experts)]
+
+
 def _used(expert_LTA: np.ndarray, experts: int) -> set[tuple[int, int]]:
     """The (layer, expert) pairs of a row, without padding."""
     return {(layer, int(e)) for layer, ids in enumerate(expert_LTA) for e in np.unique(ids) if e < experts}
@@ -90,6 +103,32 @@ def _used(expert_LTA: np.ndarray, experts: int) -> set[tuple[int, int]]:
 def largest_difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
     """The mean of |difference| over a row's log-probs, the largest of all rows; NaN if a number is none."""
     return float(np.max([np.abs(own - other).mean() for own, other in zip(ours, theirs, strict=True)]))
+
+
+def sampled_difference(
+    score: ScoreRows,
+    params: Params,
+    mesh: jax.sharding.Mesh,
+    probes: Sequence[Sequence[int]],
+    answers: Sequence[Sampled],
+    *,
+    size: int,
+    vocab_size: int,
+) -> float:
+    """Return the largest difference for tokens that a server sampled after the probes' beginnings. Collective.
+
+    Args:
+      score: at the run's temperature.
+      size: of sampling masks; 0: none.
+      vocab_size: that masks are padded with.
+    """
+    whole = []
+    for row, (tokens, _, _) in zip(probes, answers, strict=True):
+        whole.append([*row[: max(1, len(row) - len(tokens))], *tokens])
+    sets = [pad_sets(kept, size, vocab_size) for _, _, kept in answers] if size else []
+    ours, _ = learner_scores(score, params, whole, mesh, sets)
+    theirs = [np.array(logps, np.float32) for _, logps, _ in answers]
+    return largest_difference([own[-len(logps) :] for own, logps in zip(ours, theirs, strict=True)], theirs)
 
 
 def tolerance(model: ModelConfig, given: float, first: float | None) -> float:
@@ -101,3 +140,19 @@ def tolerance(model: ModelConfig, given: float, first: float | None) -> float:
     if given:
         return given
     return limit if first is None else min(limit, max(floor, GROWTH * first))
+
+
+def require_equal(difference: float, limit: float, what: str, address: str = "a server") -> None:
+    """FailureError if log-probs differ by more than rounding; NaN does."""
+    if not difference <= limit:
+        raise FailureError(
+            f"engine: {address} does not compute what the learner trained: log-probs of {what} differ by "
+            f"{difference:.2g} on average, wanted at most {limit:.2g} (engine.tolerance); nothing was sampled with "
+            "these weights"
+        )
+
+
+def to_ask(row: Sequence[int], number: int, sampling: Sampling, mask_size: int) -> Ask:
+    """Ask for a few tokens after the beginning of a probe, which no stop token ends."""
+    most = min(CONTINUED, sampling.max_tokens)
+    return Ask(row[: max(1, len(row) - most)], most, number, sampling, False, (), False, mask_size)

@@ -42,18 +42,28 @@ class Row:
 
 
 def begin(request: Request) -> dict[int, Row]:
-    """This process's rows by number. UserError for a prompt that is empty or too long."""
+    """Begin the rows of all groups, by number, on all processes. Collective.
+
+    Raises:
+      UserError: a prompt is empty or too long.
+    """
     options, group = request.options, request.options.sampling.group
-    rows = dict[int, Row]()
-    for place, ready in enumerate(request.ready):
-        if ready is None:
-            continue
-        check_length(ready.prompt, options.sampling.max_prompt_tokens, f"problem {request.prompt_ids[place]}: ")
+
+    def read() -> dict[int, list[int]]:
+        prompts = {place: ready.prompt for place, ready in enumerate(request.ready) if ready is not None}
+        for place, prompt in prompts.items():
+            check_length(prompt, options.sampling.max_prompt_tokens, f"problem {request.prompt_ids[place]}: ")
+        return {place: [int(token) for token in prompt] for place, prompt in prompts.items()}
+
+    prompts, rows = dict[int, list[int]](), dict[int, Row]()
+    for part in multihost.gather(multihost.all_or_raise(read)):
+        prompts |= part
+    for place, prompt in sorted(prompts.items()):
         first = int(request.prompt_ids[place]) * (group - options.greedy)
         for number in range(group):
             greedy = number >= group - options.greedy or options.sampling.temperature == 0
             id_ = (first + number) % 2**32
-            rows[place * group + number] = Row([int(token) for token in ready.prompt], id_, place, greedy)
+            rows[place * group + number] = Row(prompt, id_, place, greedy)
     return rows
 
 
@@ -137,8 +147,8 @@ def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
 
 
 def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout:
-    """The rollout of B rows, each process's on its devices. Collective."""
-    longest = max(multihost.gather(max((len(row.prompt) for row in rows.values()), default=0)))
+    """Assemble the rollout of B rows, each process's on its devices."""
+    longest = max(len(row.prompt) for row in rows.values())
     T = min(options.sampling.max_prompt_tokens, bucket(longest, SMALLEST_BUCKET)) + options.sampling.max_tokens
     arrays = {
         "tokens_BT": np.zeros((B, T), np.int32),

@@ -1,4 +1,4 @@
-"""The interface of one server for `remote.Remote`, whichever program it runs (`vllm`, `sglang`)."""
+"""The interface of one server for `sampler.ServerSampler`, whichever program it runs (`vllm`, `sglang`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import io
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from gspax.config import ModelConfig, Sampling, sparse_numbers
-from gspax.errors import UserError, shorten
+from gspax.errors import FailureError, UserError, shorten
 from gspax.experiment.validation.servers import is_address
 from gspax.http_client import SMALL, Client, RefusedError, UnreachableError
-from gspax.rollout.contract import Served
 from gspax.rollout.servers.weights import Written
 from gspax.sampler.stops import Matcher, always_stopping, find_stop
 
@@ -60,6 +60,18 @@ class Answer(NamedTuple):
     cut: Sequence[bool] = ()
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """The state that a server reports."""
+
+    address: str
+    version: int | None  # of the weights that it samples with; None before the first push and after a restart
+    digest: str = ""  # of all checksums of these weights (`weights.Manifest`)
+    limits: dict[str, int] = field(default_factory=dict)  # `max_tokens` of prompt and completion, `vocab_size`, …
+    dtype: str = ""  # that it computes in
+    instance: str = ""  # another one after each load: what has been answered before was not of these weights
+
+
 class Server(Protocol):
     """One server. All methods raise `UnreachableError` or `RefusedError`, with its address."""
 
@@ -82,7 +94,7 @@ class Server(Protocol):
     def resume(self) -> None:
         """Go on with them."""
 
-    def state(self, timeout: float) -> Served:
+    def state(self, timeout: float) -> Loaded:
         """The version that is loaded, and the limits."""
 
     def close(self) -> None:
@@ -105,6 +117,25 @@ class Endpoint:
     def close(self) -> None:
         """End all requests."""
         self._client.close()
+
+
+def require_fit(loaded: Loaded, model: ModelConfig, length: int, *, keep_experts: bool) -> None:
+    """FailureError unless a server has the run's model and room for its prompts and completions."""
+    limits = loaded.limits
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if limits.get(name, value := getattr(model, name)) != value:
+            raise FailureError(f"engine: {loaded.address}: wanted the run's model, {name} {value}, got {limits[name]}")
+    if limits.get("max_tokens", length) < length:
+        raise FailureError(
+            f"engine: {loaded.address}: wanted a context of {length} tokens for the longest prompt and completion, got "
+            f"{limits['max_tokens']}"
+        )
+    if loaded.dtype and loaded.dtype != model.dtype:
+        raise FailureError(f"engine: {loaded.address}: wanted {model.dtype} (model.dtype), got {loaded.dtype}")
+    if keep_experts and not limits.get("routed_experts", 1):
+        raise FailureError(
+            f'engine: {loaded.address}: wanted a server that returns experts, for routing_replay="sampler"'
+        )
 
 
 def longest_answer(model: ModelConfig, prompt: int, new: int, listed: int = 0) -> int:

@@ -21,11 +21,11 @@ import numpy as np
 from gspax.config import ModelConfig
 from gspax.errors import shorten
 from gspax.http_client import RefusedError
-from gspax.rollout.contract import Served
 from gspax.rollout.servers.server import (
     Answer,
     Ask,
     Endpoint,
+    Loaded,
     check_answer,
     has_stopped,
     longest_answer,
@@ -126,7 +126,7 @@ class SGLang(Endpoint):
         """POST /continue_generation."""
         self._client.post("/continue_generation", {})
 
-    def state(self, timeout: float) -> Served:
+    def state(self, timeout: float) -> Loaded:
         """GET /get_model_info and /get_server_info. Neither has the sizes of the model: the probe compares these."""
         info = self._client.get("/get_model_info", timeout=timeout)
         settings = self._client.get("/get_server_info", timeout=timeout)
@@ -140,7 +140,7 @@ class SGLang(Endpoint):
             limits["max_tokens"] = length
         dtype = str(settings.get("dtype", ""))
         own = int(version) if is_ours else None
-        return Served(self.address, own, digest, limits, "" if dtype == "auto" else dtype, instance)
+        return Loaded(self.address, own, digest, limits, "" if dtype == "auto" else dtype, instance)
 
 
 def command(model_folder: Path, model: ModelConfig, length: int, address: str, *, experts: bool, cpu: bool) -> str:

@@ -19,11 +19,11 @@ import numpy as np
 from gspax.config import ModelConfig
 from gspax.errors import shorten
 from gspax.http_client import BrokenError, RefusedError
-from gspax.rollout.contract import Served
 from gspax.rollout.servers.server import (
     Answer,
     Ask,
     Endpoint,
+    Loaded,
     check_answer,
     has_stopped,
     keep_set,
@@ -133,7 +133,7 @@ class VLLM(Endpoint):
         """POST /resume."""
         self._client.post("/resume")
 
-    def state(self, timeout: float) -> Served:
+    def state(self, timeout: float) -> Loaded:
         """Our worker extension. RefusedError if workers differ, or the server was started otherwise."""
         states = self._workers("gspax_state", timeout=timeout)
         first = states[0]
@@ -153,7 +153,7 @@ class VLLM(Endpoint):
                     take(loaded, "digest", str),
                     take(loaded, "instance", str),
                 )
-            return Served(self.address, version, digest, limits, take(first, "dtype", str), instance)
+            return Loaded(self.address, version, digest, limits, take(first, "dtype", str), instance)
 
     def _workers(self, method: str, *args: str, timeout: float | None = None) -> list[dict[str, Any]]:
         """The results of a method of our extension, one for each worker."""
