@@ -50,7 +50,7 @@ class ChatTokenizer(HFTokenizer):
         """Encode a chat of several turns, up to the start of the assistant's next turn.
 
         Args:
-            messages: the chat; `system` is put before it, unless it begins with a system message.
+          messages: the chat; `system` is put before it, unless it begins with a system message.
           tools: JSON schemas of the functions that the assistant may call, for the template's `tools`.
         """
         if self.system is not None and not (messages and messages[0]["role"] == "system"):

@@ -37,12 +37,12 @@ class ChatTemplate:
     """A chat template with its special tokens and settings.
 
     Attributes:
-        where: the folder, for error messages.
+      where: the folder, for error messages.
       texts: the templates by name, "default" if it is the only one.
-        special: the special tokens that the template may refer to, such as `bos_token`.
+      special: the special tokens that the template may refer to, such as `bos_token`.
       added: the texts of the tokenizer's added tokens.
-        stops: the texts of the tokenizer's stop ids.
-        thinking: the value of the template's `enable_thinking`.
+      stops: the texts of the tokenizer's stop ids.
+      thinking: the value of the template's `enable_thinking`.
     """
 
     where: str

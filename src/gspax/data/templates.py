@@ -33,7 +33,7 @@ def render(template: str, variables: Mapping[str, object]) -> str:
     """Render a template to a text of at most `template_child.LONGEST` characters.
 
     Raises:
-        TemplateError: the template fails, or exceeds the limit of memory or of time.
+      TemplateError: the template fails, or exceeds the limit of memory or of time.
       UserError: jinja2 is not installed.
     """
     if find_spec("jinja2") is None:

@@ -20,14 +20,14 @@ def read_token_bytes(decoder: object, ids: Mapping[str, int], size: int, *, firs
     """Return the bytes of each id below `size`; empty for an id without a token, as in the decoder.
 
     Args:
-        decoder: the tokenizer's decoder, as `tokenizer.json` describes it.
-        ids: the token ids by token.
+      decoder: the tokenizer's decoder, as `tokenizer.json` describes it.
+      ids: the token ids by token.
       size: the number of ids.
-        first: return the bytes at the start of a text, where some decoders drop a space.
-        where: the folder, for error messages.
+      first: return the bytes at the start of a text, where some decoders drop a space.
+      where: the folder, for error messages.
 
     Raises:
-        UserError: the bytes of a token depend on its neighbors in this decoder.
+      UserError: the bytes of a token depend on its neighbors in this decoder.
     """
     decode = _find_decoder(decoder, where)
     texts = [b""] * size

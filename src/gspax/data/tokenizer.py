@@ -31,7 +31,7 @@ def tokenizer_problems(tokenizer: object, vocab_size: int, *, demonstrations: bo
 
     Args:
       tokenizer: any object.
-        vocab_size: the vocabulary size of the model.
+      vocab_size: the vocabulary size of the model.
       demonstrations: whether completions are encoded too, each followed by a stop id.
     """
     methods = ["encode", "decode"] + ["encode_completion"] * demonstrations

@@ -89,7 +89,7 @@ def tfds(
         of a prepared version.
       split: the split of the training problems, or a slice such as `train[:90%]`.
       heldout: the split of the held-out problems.
-        data_dir: the folder of the prepared data sets; None for the library's default.
+      data_dir: the folder of the prepared data sets; None for the library's default.
     """
     read = partial(tensorflow_datasets, name, data_dir=None if data_dir is None else os.fspath(data_dir))
     return _source(read, split, heldout, settings)
@@ -143,7 +143,7 @@ def _table_problems(key: str, source: object) -> Iterator[str]:
     """Yield a sentence for each table of a source that cannot be opened; it begins with the path of the field.
 
     Args:
-        key: the path of the source, such as "data".
+      key: the path of the source, such as "data".
       source: a `RowSource`, a benchmark, or any other object, which has no tables.
     """
     for field in dataclasses.fields(source) if is_record(source) else ():

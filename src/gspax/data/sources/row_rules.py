@@ -62,7 +62,7 @@ class PassRate:
         whose reward failed (`error`) do not count. Prompts are compared as the policy read them, so the run must have
         had the same `template`.
       low: the smallest mean reward that is accepted.
-        high: the largest mean reward that is accepted.
+      high: the largest mean reward that is accepted.
       unseen: whether to "drop" or "keep" a prompt without samples.
     """
 

@@ -154,7 +154,7 @@ class Scan:
       table: the table.
       train: the numbers of the rows with training problems.
       heldout: the numbers of the rows with held-out problems.
-        heldout_prompts: the digests of the held-out prompts.
+      heldout_prompts: the digests of the held-out prompts.
       has_context: whether some problem has messages before its prompt, for which a chat tokenizer is needed.
       bad: the rows that cannot be used.
       filtered: the number of rows that each filter left out.

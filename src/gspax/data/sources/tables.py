@@ -203,7 +203,7 @@ class Loaded:
 
     Attributes:
       load: returns the object.
-        name: the prefix of a row's location.
+      name: the prefix of a row's location.
     """
 
     load: Callable[[], Indexed] = field(repr=False)
