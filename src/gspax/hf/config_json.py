@@ -1,4 +1,4 @@
-"""`config.json` of a checkpoint of one of the `hf.families` <-> `ModelConfig`.
+"""Reads and writes `config.json` of the checkpoints of `hf.families` as a `ModelConfig`.
 
 Both the Hub's names and those of transformers 5 (`num_local_experts`, `dtype`, `rope_parameters`, `layer_types`) are
 read. Every key is in one of four tables: copied, translated, of a permitted value, or harmless; any other key is an
@@ -56,22 +56,22 @@ PERMITTED: dict[str, tuple[Json, ...]] = {  # the only values that gspax impleme
     **{"chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,), "tie_encoder_decoder": (None, False)},
     **{"add_cross_attention": (False,), "cross_attention_hidden_size": (None,), "pruned_heads": (None, {})},
     "per_layer_config": (None,),
-    "auto_map": (None,),  # code that comes with the checkpoint
+    "auto_map": (None,),  # code in the checkpoint's folder
     "qkv_bias": (False,),
     "shared_expert_intermediate_size": (None, 0),
 }
-HARMLESS = (  # keys that do not affect what gspax computes; `is_harmless` knows more by their form
+HARMLESS = (  # keys that do not affect what gspax computes; `is_harmless` recognizes more by their form
     *("transformers_version", "unsloth_fixed", "unsloth_version", "name_or_path", "model_name"),  # who wrote the file
     *OF_MTP,
     *("moe_capacity", "pretraining_tp", "gradient_checkpointing"),  # how it was trained
     *("router_aux_loss_coef", "router_z_loss_coef", "tf_legacy_loss"),  # losses that the experiment may name
-    *("tokenizer_class", "prefix", "finetuning_task", "task_specific_params"),  # what it was trained with, and for
+    *("tokenizer_class", "prefix", "finetuning_task", "task_specific_params"),  # tokenizer and task of the training
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),  # what transformers returns
-    *("use_cache", "torchscript", "use_bfloat16", "attn_implementation"),  # its speed
+    *("use_cache", "torchscript", "use_bfloat16", "attn_implementation"),  # speed in transformers
     *("id2label", "label2id", "num_labels", "problem_type"),  # of a classifier
     "is_decoder",  # of models that may be an encoder
     "ignore_keys_at_rope_validation",  # what transformers 5.0 checks when it reads a file
-    # of generation, where older versions of transformers wrote its settings into this file
+    # generation settings, which older versions of transformers wrote into this file
     *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
     *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_return_sequences"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "output_scores"),
@@ -80,12 +80,12 @@ HARMLESS = (  # keys that do not affect what gspax computes; `is_harmless` knows
 )
 # Token ids: gspax takes those of the tokenizer and generation_config.json, and marks padding by segments
 OF_TOKENS = ("_token_id", "_token_ids", "_token_index")
-HARMLESS_ROPE = ("attn_factor",)  # of DeepSeek-R1-0528-Qwen3-8B; what transformers reads is `attention_factor`
+HARMLESS_ROPE = ("attn_factor",)  # in DeepSeek-R1-0528-Qwen3-8B; transformers reads `attention_factor`
 ACTIVATIONS: dict[str, dict[str, Json]] = {
     "silu": {"hidden_act": "silu"},
     "gelu_tanh": {"hidden_activation": "gelu_pytorch_tanh"},
 }
-MROPE = ("mrope_section", "mrope_interleaved")  # of images; a text's tokens have one position, and this is RoPE
+MROPE = ("mrope_section", "mrope_interleaved")  # for images; the tokens of a text have one position, as in RoPE
 OF_WRAPPER = (  # keys around a text model
     *("text_config", "vision_config", "tie_word_embeddings", "language_model_only"),
 )
@@ -94,7 +94,7 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
 ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear", LongRope: "longrope"}
-BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which nothing reads
+BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # unused with an alpha
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
 OBJECTS = {"router": Router, "latent": Latent, "delta": GatedDelta}
 for part, kind in OBJECTS.items():
@@ -103,21 +103,21 @@ HINTS |= {"dense_layers": HINTS["intermediate_size"], "shared_experts": HINTS["v
 
 
 def is_harmless(key: str) -> bool:
-    """Whether a key of any family's file cannot change what the model computes.
+    """Return whether a key of any family's file cannot change what the model computes.
 
-    That is a name, a path, a note, a token's id, a setting of training or generation, or a private attribute of
+    Such a key is a name, a path, a note, a token id, a setting of training or generation, or a private attribute of
     transformers, which begins with an underscore.
     """
     return key in HARMLESS or key.startswith("_") or key.endswith(OF_TOKENS)
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The model of `directory/config.json`, with the defaults of `dtype`, `remat` and `checkpoint`.
+    """Read the model of `directory/config.json`, with the defaults of `dtype`, `remat` and `checkpoint`.
 
-    The dtype in the file is the tensors' and says nothing about the computation.
+    The dtype in the file is that of the tensors, not of the computation.
 
     Raises:
-      UserError: no such file, or it needs something that gspax does not implement; the message names the key.
+      UserError: there is no such file, or it needs something that gspax does not implement; the message names the key.
     """
     path = to_path(directory) / "config.json"
     if not path.exists():
@@ -131,9 +131,9 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 @lru_cache
 def family_of(config: ModelConfig) -> str:
-    """The `model_type` whose checkpoints hold such a model: `config.model_type`, or the first that has these parts.
+    """Return the `model_type` of the checkpoints of such a model: `config.model_type`, or the first family that fits.
 
-    UserError if there is none.
+    UserError if no family fits.
     """
     fitting = [name for name in FAMILIES if _fits(config, name)]
     if fitting and not config.model_type:
@@ -153,7 +153,7 @@ def family_of(config: ModelConfig) -> str:
 
 
 def _fits(config: ModelConfig, name: str) -> bool:
-    """Whether the `config.json` of a family describes the model, but for what `to_json` refuses by name."""
+    """Return whether a family's `config.json` can describe the model, except for what `to_json` rejects by name."""
     family = FAMILIES[name]
     shared = "shared_experts" in family.copied or "shared_expert_intermediate_size" in family.copied
     kinds = (family.experts, shared, family.delta, "latent.rank" in family.copied)
@@ -173,7 +173,7 @@ def _fits(config: ModelConfig, name: str) -> bool:
 
 
 def _get(config: ModelConfig, part: str) -> Any:
-    """A field of a model, or of its router, or one of `Family.copied` that others follow from."""
+    """Return a field of a model or its router, or one of the numbers in `Family.copied` that imply other fields."""
     if part == "dense_layers":
         return next((n for n, layer in enumerate(layers_of(config)) if layer.sparse), config.num_hidden_layers)
     if part == "shared_experts":
@@ -188,7 +188,7 @@ def _get(config: ModelConfig, part: str) -> Any:
 
 
 def to_json(config: ModelConfig) -> dict[str, Json]:
-    """`config.json` of an exported checkpoint, in the Hub's names, which both transformers 4 and 5 read.
+    """Return `config.json` of an exported checkpoint, with the Hub's names, which transformers 4 and 5 read.
 
     `torch_dtype` is `config.dtype`, until the writer replaces it by the dtype of the tensors; `remat` and `checkpoint`
     are not part of a checkpoint.
@@ -206,7 +206,7 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
 
 
 def _content(config: ModelConfig, name: str) -> dict[str, Json]:
-    """`to_json` as a family writes it, of a model without a wrapper."""
+    """Return `config.json` of a model of this family, without a wrapper."""
     family = FAMILIES[name]
     content: dict[str, Json] = {"architectures": [family.architecture], "model_type": name}
     for part, key in family.copied.items():
@@ -236,7 +236,7 @@ def _content(config: ModelConfig, name: str) -> dict[str, Json]:
 
 
 def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
-    """`rope_scaling`, without what has its default."""
+    """Return `rope_scaling`, without fields that have their defaults, or None."""
     scaling = config.rope_scaling
     if scaling is None:
         return None
@@ -250,7 +250,7 @@ def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
 
 
 def _window_json(config: ModelConfig, name: str) -> dict[str, Json]:
-    """The keys of sliding windows."""
+    """Return the keys that describe sliding windows."""
     layers, family = config.num_hidden_layers, FAMILIES[name]
     sliding = config.sliding_layers if config.sliding_window else ()
     kinds: list[Json] = [SLIDING if layer in sliding else FULL for layer in range(layers)]
@@ -271,7 +271,7 @@ def _window_json(config: ModelConfig, name: str) -> dict[str, Json]:
 
 
 def _parse(raw: Mapping[str, Json]) -> ModelConfig:
-    """The model of a parsed `config.json`. ValueError with a one-sentence message."""
+    """Convert a parsed `config.json` to a model. ValueError with a one-sentence message."""
     name = raw.get("model_type")
     if isinstance(name, str) and name not in FAMILIES | ALIASES:
         for part in (MISSING.get(name), *(TOWERS[key] for key in TOWERS if key in raw)):
@@ -287,7 +287,7 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
 
 
 def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
-    """The model of a family that a parsed `config.json` describes, whether or not it can be built."""
+    """Convert a parsed `config.json` of a family to a model, even if that model cannot be built."""
     family = FAMILIES[name]
     expect("architectures", raw.get("architectures"), (None, [family.architecture]))
     raw = {key: _of_all_layers(value) if key in family.by_layer else value for key, value in raw.items()}
@@ -312,7 +312,7 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
 
 
 def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
-    """ValueError unless every key is known, and has a permitted value if no field holds it."""
+    """Raise a ValueError unless every key is known, and has a permitted value if no field represents it."""
     known = {name for key in family.copied.values() for name in (key.name, key.other)} - {""}
     known |= {*TRANSLATED, *filter(is_harmless, raw), *family.harmless}
     if family.quantized and _object(raw, "quantization_config").get("quant_method") == family.quantized:
@@ -326,7 +326,7 @@ def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
 
 
 def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:
-    """The values of keys that other keys of the file replace."""
+    """Return the values of keys that other keys of the file replace."""
     values: dict[str, Json] = {}
     if family.ungrouped is not None and _first(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
         values |= {"n_group": 1, "topk_group": 1}
@@ -344,13 +344,13 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
 
 
 def _delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
-    """The layers with a gated delta net: by default three of four."""
+    """Return the layers with a gated delta net: by default three of four."""
     interval = _read(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4)
     return _listed(raw, [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)], (FULL, LINEAR), LINEAR)
 
 
 def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
-    """The text model of a checkpoint with a vision tower, whose keys are not read."""
+    """Convert the text model of a checkpoint with a vision tower; the tower's keys are not read."""
     text_type, architecture = WRAPPERS[name]
     expect("architectures", raw.get("architectures"), (None, [architecture]))
     for key in raw:
@@ -365,12 +365,12 @@ def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
 
 
 def _of_all_layers(value: Json) -> Json:
-    """The value of every layer, if there is a list with one for each and all are the same."""
+    """Return the common value of a list with one entry for each layer; any other value unchanged."""
     return value[0] if isinstance(value, list) and value and all(each == value[0] for each in value) else value
 
 
 def _permitted(family: Family, raw: Mapping[str, Json]) -> dict[str, tuple[Json, ...]]:
-    """The only values of the keys that no field holds."""
+    """Return the permitted values of the keys that no field represents."""
     permitted: dict[str, tuple[Json, ...]] = {key: (None, value) for key, value in family.implied.items()}
     permitted |= PERMITTED | {"use_qk_norm": (family.implied.get("qk_norm"),)} | family.permitted
     if "moe_intermediate_size" in family.by_layer:
@@ -381,7 +381,7 @@ def _permitted(family: Family, raw: Mapping[str, Json]) -> dict[str, tuple[Json,
 
 
 def _copied(raw: Mapping[str, Json], part: str, key: Key) -> Any:
-    """The value of a field that has a key."""
+    """Return the value of a field that is copied from a key."""
     if key.name == "rotary_dim":  # read in `_rope`
         return None
     name = key.other if raw.get(key.name) is None and raw.get(key.other) is not None else key.name
@@ -389,9 +389,9 @@ def _copied(raw: Mapping[str, Json], part: str, key: Key) -> Any:
 
 
 def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) -> dict[str, Any]:
-    """The fields of `ModelConfig` about RoPE. As in transformers, the older object wins, also over the top level."""
+    """Return the RoPE fields of `ModelConfig`. As in transformers, the older object wins, also over the top level."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or family.rope
-    own = None  # of the layers with a window
+    own = None  # RoPE parameters of the layers with a window
     _require_agreement(raw, family)
     if family.sliding_theta:  # `rope_parameters` then has one object for each kind of layers
         each = _object(raw, "rope_parameters")
@@ -404,7 +404,7 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
     scaling = _scaling(rope, raw, family, context)
     fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    if isinstance(scaling, LongRope):  # longer sequences only in a run that says so
+    if isinstance(scaling, LongRope):  # a run has to ask for longer sequences
         fields["max_position_embeddings"] = scaling.original_max_position_embeddings
     if own is not None:
         expect("rope_type", _first(own, ("rope_type", "type"), "default"), ("default",))
@@ -423,7 +423,7 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
 
 
 def _require_agreement(raw: Mapping[str, Json], family: Family) -> None:
-    """ValueError unless `rope_parameters` says the same as `rope_scaling`, where a file has both and one is dropped."""
+    """Raise a ValueError if `rope_parameters` and `rope_scaling` disagree in a file of which only one is read."""
     older, newer = raw.get("rope_scaling"), raw.get("rope_parameters")
     if family.sliding_theta or not (older and newer and isinstance(older, dict) and isinstance(newer, dict)):
         return
@@ -439,7 +439,7 @@ def _require_agreement(raw: Mapping[str, Json], family: Family) -> None:
 
 
 def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
-    """The object of a key; null and absent count as empty."""
+    """Return the object of a key; null and absent count as empty."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise ValueError(f"{key}: wanted an object or null, got {show(value)}")
@@ -447,7 +447,7 @@ def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
 
 
 def _scaling(rope: Mapping[str, Json], raw: Mapping[str, Json], family: Family, context: int) -> RopeScaling | None:
-    """`rope_scaling` of `ModelConfig`."""
+    """Return `rope_scaling` of `ModelConfig`."""
     kind = _first(rope, ("rope_type", "type"), "default")
     kind = expect("rope_type", "longrope" if kind == "su" else kind, ("default", *family.ropes))
     scaling = next((each for each, name in ROPE_TYPES.items() if name == kind), None)
@@ -459,7 +459,7 @@ def _scaling(rope: Mapping[str, Json], raw: Mapping[str, Json], family: Family, 
     if scaling is None:
         return None
     values: dict[str, Json] = {ORIGINAL: context} | {key: value for key, value in rope.items() if value is not None}
-    if kind == "longrope":  # whose lengths stand beside the object, which may repeat them
+    if kind == "longrope":  # its lengths are beside the object, which may repeat them
         original = _read(hints[ORIGINAL], raw, ORIGINAL, REQUIRED)
         for key, beside in ((ORIGINAL, original), ("max_position_embeddings", context)):
             values[key] = expect(key, rope.get(key) or beside, (beside,))
@@ -469,10 +469,10 @@ def _scaling(rope: Mapping[str, Json], raw: Mapping[str, Json], family: Family, 
 
 
 def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
-    """`sliding_window` and `sliding_layers`.
+    """Return `sliding_window` and `sliding_layers`.
 
     transformers applies the window to every layer of a Qwen3-MoE and ignores `max_window_layers` and `layer_types`
-    there; a file in which one of them disagrees is rejected.
+    there; a file in which one of these disagrees is rejected.
     """
     if family.window in ("switch", "none"):
         permitted = (False,) if family.window == "none" else (False, True)
@@ -481,7 +481,7 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
         first = _read(int, raw, "max_window_layers", 0 if family.experts else 28)
         kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
         _require_window(raw, on=on)
-    else:  # null is none, whatever an absent key stands for
+    else:  # null means no window, whatever the default for an absent key
         _require_window(raw, on=True)
         absent = {"sliding_window": family.sliding_window}
         window = _read(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
@@ -496,13 +496,13 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
 
 
 def _require_window(raw: Mapping[str, Json], *, on: bool) -> None:
-    """ValueError if a window that is on has no position: to transformers that is not the absence of a window."""
+    """Raise a ValueError if the window is on with size 0, which transformers does not read as no window."""
     if on and raw.get("sliding_window") == 0:
         raise ValueError("sliding_window: wanted null or at least 1, got 0")
 
 
 def _listed(raw: Mapping[str, Json], kinds: list[str], permitted: tuple[str, ...], wanted: str) -> tuple[int, ...]:
-    """The layers of the wanted kind by `layer_types`, or else by these kinds."""
+    """Return the layers of the wanted kind according to `layer_types` or, if it is absent, to `kinds`."""
     listed = _first(raw, ("layer_types",), list[Json](kinds))
     if not isinstance(listed, list) or len(listed) != len(kinds):
         raise ValueError(f"layer_types: wanted a list of {len(kinds)} names, got {show(listed)}")
@@ -510,12 +510,12 @@ def _listed(raw: Mapping[str, Json], kinds: list[str], permitted: tuple[str, ...
 
 
 def _first(raw: Mapping[str, Json], keys: Collection[str], default: Json) -> Json:
-    """The value of the first of these keys that has one; null counts as absent."""
+    """Return the value of the first of these keys that has one; null counts as absent."""
     return next((raw[key] for key in keys if raw.get(key) is not None), default)
 
 
 def expect(key: str, value: Json, permitted: Collection[T]) -> T:
-    """The value of a key, one of the permitted ones. ValueError otherwise."""
+    """Return the value of a key if it is one of the permitted ones. ValueError otherwise."""
     for choice in permitted:
         if value == choice and isinstance(value, bool) == isinstance(choice, bool):
             return choice
@@ -523,9 +523,9 @@ def expect(key: str, value: Json, permitted: Collection[T]) -> T:
 
 
 def _read(hint: type[T], raw: Mapping[str, Json], key: str, default: object) -> T:
-    """The value of a key as an annotated type: null counts as absent, integers may be floats, lists become tuples.
+    """Convert the value of a key to an annotated type; null counts as absent, and lists become tuples.
 
-    ValueError if it has another type, or is outside the annotation's ranges.
+    An integer is accepted as a float. ValueError if the type is wrong, or the value is outside the annotation's ranges.
     """
     value: Any = default if raw.get(key) is None else raw[key]
     if value is REQUIRED:

@@ -1,7 +1,7 @@
-"""The families of checkpoints, one `Family` for each `model_type`: to add a family is to add one here.
+"""The families of checkpoints, one `Family` for each `model_type`. To support a family, add one here.
 
-A `Family` says how `config.json` describes a model, which `hf.config_json` reads and writes, and how its tensors are
-named, by rows of `hf.rows`, with which `hf.names` reads and writes them. This module imports no accelerator code.
+A `Family` says how `config.json` describes a model, for `hf.config_json`, and how its tensors are named, by rows of
+`hf.rows`, for `hf.names`. This module imports no accelerator code.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ PLAIN: dict[str, Json] = {"qk_norm": False, "qkv_bias": False, "attention_bias":
 class Key(NamedTuple):
     """The key of `config.json` that holds a field."""
 
-    name: str  # as it is written
-    default: object = REQUIRED  # of a file without it
-    other: str = ""  # its name in some files
-    null: bool = False  # a 0 is a null in the file
+    name: str  # as gspax writes it
+    default: object = REQUIRED  # the value if a file lacks the key
+    other: str = ""  # another name that some files use
+    null: bool = False  # whether the file has null for 0
 
 
-Fields = dict[str, Key]  # of ModelConfig
+Fields = dict[str, Key]  # the keys of fields of ModelConfig
 
 
 def _same(**defaults: object) -> Fields:
-    """Fields that have the names of their keys, with the default of each."""
+    """Return fields whose keys have the same names, with the given defaults."""
     return {name: Key(name, default) for name, default in defaults.items()}
 
 
 def _sizes(*, eps: float = 1e-6, context: int = 32768, dense: bool = True, tied: bool = False) -> Fields:
-    """What every family has; `intermediate_size` only with dense layers, and with the default of the others."""
+    """Return the fields of every family; `intermediate_size` only if there are dense layers."""
     needed = ("vocab_size", "hidden_size", *(["intermediate_size"] if dense else []), "num_hidden_layers")
     return {name: Key(name) for name in (*needed, "num_attention_heads", "num_key_value_heads")} | _same(
         rms_norm_eps=eps, tie_word_embeddings=tied, initializer_range=0.02, max_position_embeddings=context
@@ -50,7 +50,7 @@ def _experts(
     active: str = "num_experts_per_tok",
     width: str = "moe_intermediate_size",
 ) -> Fields:
-    """The experts' number, how many of them a token has, and their width, by the keys of each."""
+    """Return the fields of the experts: their number, the number of active ones, and their width."""
     count = Key(name, other=other)
     return {"num_experts_per_tok": Key(active), "moe_intermediate_size": Key(width), "num_experts": count}
 
@@ -58,7 +58,7 @@ def _experts(
 def _routed(
     groups: int = 1, top_groups: int = 1, scale: float = 1.0, *, dense: int, shared: object, other: str = LOCAL
 ) -> Fields:
-    """The experts of DeepSeek-V2 and those after it: their groups, leading dense layers, and shared experts."""
+    """Return the fields of experts as in DeepSeek-V2 and later: groups, leading dense layers, and shared experts."""
     return _experts("n_routed_experts", other) | {
         "router.groups": Key("n_group", groups),
         "router.top_groups": Key("topk_group", top_groups),
@@ -69,7 +69,7 @@ def _routed(
 
 
 QK_NORM: dict[str, Json] = {"qk_norm": True}
-# The router of DeepSeek-V3 and of those after it.
+# The router of DeepSeek-V3 and later.
 SIGMOID: dict[str, Json] = {"router.scoring": "sigmoid", "router.correction_bias": True}
 SIGMOID_KEYS: dict[str, tuple[Json, ...]] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 GELU = "gelu_pytorch_tanh"
@@ -80,12 +80,12 @@ LATENT: Fields = {
     "latent.nope_dim": Key("qk_nope_head_dim"),
     "latent.value_dim": Key("v_head_dim"),
 }
-# Computed from others, or of a loss in training.
+# Keys that follow from others, or that belong to a training loss.
 BESIDE_LATENT = ("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")
 
 
 def _code(version: str) -> dict[str, Json]:
-    """The code that comes with the files of DeepSeek, which became transformers' own classes."""
+    """Return the `auto_map` of DeepSeek's files, whose code became part of transformers."""
     return {
         "AutoConfig": f"configuration_deepseek.Deepseek{version}Config",
         "AutoModel": f"modeling_deepseek.Deepseek{version}Model",
@@ -93,7 +93,7 @@ def _code(version: str) -> dict[str, Json]:
     }
 
 
-# Qwen3-Next and Qwen3.5: three layers of four have a gated delta net, unless the file says which.
+# Qwen3-Next and Qwen3.5: three of four layers have a gated delta net, unless the file says which.
 DELTA: Fields = {
     "delta.key_heads": Key("linear_num_key_heads", 16),
     "delta.value_heads": Key("linear_num_value_heads", 32),
@@ -104,21 +104,21 @@ DELTA: Fields = {
     "attention_bias": Key("attention_bias", False),
 }
 GATED = QK_NORM | {"attention_gate": True, "norm_plus_one": True}
-STEPS = _same(decoder_sparse_step=1, mlp_only_layers=())  # which layers of Qwen's have experts
+STEPS = _same(decoder_sparse_step=1, mlp_only_layers=())  # the layers with experts in Qwen's models
 GATED_KEYS: dict[str, tuple[Json, ...]] = {
     **{"attn_output_gate": (None, True), "output_gate_type": (None, "swish"), "mamba_ssm_dtype": (None, "float32")},
     "mlp_only_layers": (None, list[Json]()),
 }
-OF_MTP = (  # the keys of layers that predict several tokens ahead, which are not run
+OF_MTP = (  # keys of layers that predict several tokens ahead, which gspax does not run
     *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
 )
-# Of the first files of Phi-3: what became transformers' own class.
+# The code in the first files of Phi-3, which became part of transformers.
 PHI3_CODE: dict[str, Json] = {
     "AutoConfig": "configuration_phi3.Phi3Config",
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
 }
-PHI4_CODE: Json = PHI3_CODE | {"AutoTokenizer": "Xenova/gpt-4o"}  # of Phi-4-mini
+PHI4_CODE: Json = PHI3_CODE | {"AutoTokenizer": "Xenova/gpt-4o"}  # Phi-4-mini
 
 
 @dataclass(frozen=True)
@@ -126,37 +126,37 @@ class Family:
     """How the checkpoints of one `model_type` describe a model and name its tensors.
 
     A field of `ModelConfig` that is neither copied nor implied has its default in all models of the family. Fields of
-    the router are written `router.scale`. `dense_layers` and `shared_experts` are numbers that other fields follow
-    from: of the leading layers without experts, and of experts for every token, each as wide as the others.
+    the router are written `router.scale`. `dense_layers` and `shared_experts` are numbers that imply other fields: the
+    number of leading layers without experts, and the number of shared experts, which are as wide as the others.
     """
 
     architecture: str
-    copied: Fields  # fields that have a key
-    parts: dict[str, Json] = field(default_factory=dict)  # fields that all its models share, where not as in `PLAIN`
-    permitted: dict[str, tuple[Json, ...]] = field(default_factory=dict)  # further keys, and the only values of each
-    harmless: tuple[str, ...] = ()  # further keys that do not affect what gspax computes, or are read by themselves
-    head_dim: int = 0  # of a file without one; 0: hidden_size / num_attention_heads
-    has_head_dim: bool = True  # False: its files have no such key, unless the size is another than that
-    # Which layers a window is on: those that `layer_types` or `max_window_layers` says, if the switch
-    # `use_sliding_window` is on; all layers, if there is one; none; or those that `layer_types` says, or all but every
-    # n-th layer.
+    copied: Fields  # the fields that have a key
+    parts: dict[str, Json] = field(default_factory=dict)  # fields with one value in the family, if not as in `PLAIN`
+    permitted: dict[str, tuple[Json, ...]] = field(default_factory=dict)  # further keys, with their permitted values
+    harmless: tuple[str, ...] = ()  # further keys that have no effect in gspax, or are read by separate code
+    head_dim: int = 0  # default of the key; 0: hidden_size / num_attention_heads
+    has_head_dim: bool = True  # False: its files have no such key, unless the size differs from that quotient
+    # The layers with a window: "switch": those that `layer_types` or `max_window_layers` says, if the switch
+    # `use_sliding_window` is on; "all": all layers, if there is a window; "none"; an integer n: those that
+    # `layer_types` says, or all but every n-th layer.
     window: Literal["switch", "all", "none"] | int = "none"
-    sliding_window: int = 0  # of a file without the key, with window "all" or a number
-    theta: float = 1e4  # the RoPE base of a file without one
-    rope: dict[str, Json] = field(default_factory=dict)  # `rope_scaling` of a file without it
-    sliding_theta: float = 0.0  # RoPE base of the layers with a window, where these have a RoPE of their own
-    dense_or_sparse: str = ""  # a key that says the same as that of leading layers, by layer
-    ungrouped: Json = None  # the value of `topk_method` with which its router ignores groups; None: there is none
+    sliding_window: int = 0  # default of the key, if `window` is "all" or a number
+    theta: float = 1e4  # default RoPE base
+    rope: dict[str, Json] = field(default_factory=dict)  # default of `rope_scaling`
+    sliding_theta: float = 0.0  # default RoPE base of the layers with a window, if they have a separate RoPE
+    dense_or_sparse: str = ""  # a key that lists each layer as dense or sparse
+    ungrouped: Json = None  # the `topk_method` whose router ignores groups; None: there is none
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
-    ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # its rope_types other than "default"
-    quantized: str = ""  # the `quant_method` of its files, which are read
-    ahead: bool = False  # its files may have layers that predict several tokens ahead (MTP), which are copied
+    ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # supported rope_types besides "default"
+    quantized: str = ""  # the `quant_method` of files that can be read
+    ahead: bool = False  # whether files may have layers that predict several tokens ahead (MTP), which are copied
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
-    layer: tuple[Row, ...] = rows.LAYER  # its tensors, of a layer without its MLP ...
-    dense: tuple[Row, ...] = rows.DENSE  # ... of a dense one ...
-    sparse: tuple[Row, ...] = rows.SPARSE  # ... and of one with experts
-    aliases: tuple[str, ...] = ()  # model_types of files that are its own in all but this name
-    wrapper: tuple[str, str] | None = None  # model_type and class of files that hold a vision tower beside its models
+    layer: tuple[Row, ...] = rows.LAYER  # the tensors of a layer without its MLP,
+    dense: tuple[Row, ...] = rows.DENSE  # of a dense MLP,
+    sparse: tuple[Row, ...] = rows.SPARSE  # and of an MLP with experts
+    aliases: tuple[str, ...] = ()  # model_types whose files differ from this family's only in that name
+    wrapper: tuple[str, str] | None = None  # model_type and class of files that add a vision tower to its models
 
     @property
     def experts(self) -> bool:
@@ -165,7 +165,7 @@ class Family:
 
     @property
     def delta(self) -> bool:
-        """Whether they have gated delta nets, in the layers that `layer_types` says."""
+        """Whether the family's models have gated delta nets, in the layers that `layer_types` says."""
         return "delta.key_heads" in self.copied
 
     @property
@@ -225,11 +225,11 @@ FAMILIES = {
         permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE, PHI4_CODE)}
         | {"mlp_bias": (None, False), "lm_head_bias": (None, False)}
         | {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
-        harmless=("original_max_position_embeddings",),  # of "longrope"
+        harmless=("original_max_position_embeddings",),  # used by "longrope"
         has_head_dim=False,
         window="all",
         ropes=("longrope",),
-        written={"pad_token_id": None},  # whose default a small vocabulary does not have
+        written={"pad_token_id": None},  # the default is outside a small vocabulary
         layer=rows.PHI3_LAYER,
         dense=rows.PHI3_DENSE,
     ),
@@ -428,9 +428,9 @@ FAMILIES = {
     ),
 }
 
-# The text models of checkpoints with a vision tower, by the `model_type` of the whole, and its class.
+# The family and class of checkpoints with a vision tower, by the `model_type` of the whole checkpoint.
 WRAPPERS = {each.wrapper[0]: (name, each.wrapper[1]) for name, each in FAMILIES.items() if each.wrapper is not None}
-# The families of other model_types.
+# The families of model_types that share another family's code.
 ALIASES = {alias: name for name, each in FAMILIES.items() for alias in each.aliases}
 ALIASES |= {wrapper: text for wrapper, (text, _) in WRAPPERS.items()}
 
@@ -460,5 +460,5 @@ _MISSING: dict[str, tuple[str, ...]] = {
     ),
     "a recurrent layer": ("recurrent_gemma", "rwkv", "xlstm"),
 }
-MISSING = {name: part for part, names in _MISSING.items() for name in names}  # what gspax does not have, by model_type
-TOWERS = {"vision_config": "a vision tower", "audio_config": "an audio tower"}  # of other families than `WRAPPERS`
+MISSING = {name: part for part, names in _MISSING.items() for name in names}  # the unsupported part, by model_type
+TOWERS = {"vision_config": "a vision tower", "audio_config": "an audio tower"}  # in families besides `WRAPPERS`

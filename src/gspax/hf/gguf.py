@@ -1,7 +1,7 @@
-"""GGUF files of llama.cpp, written as the Hugging Face checkpoints that they were made from.
+"""Converts GGUF files of llama.cpp to the Hugging Face checkpoints that they were made from.
 
-The package `gguf` dequantizes the tensors; what quantization lost stays lost. Keys follow the rule of `config.json`: a
-key that may change what the model computes and is not read is an error.
+The package `gguf` dequantizes the tensors; the precision that quantization lost is not restored. As in `config.json`,
+a key that may change what the model computes and is not read is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspax.errors import UserError, describe_error, how_to_install
 from gspax.hf import gguf_tokenizer, tensors
 
 Config = dict[str, Any]  # the content of config.json
-Change = Callable[[np.ndarray, Config], np.ndarray]  # of a tensor, from GGUF's convention to the checkpoint's
+Change = Callable[[np.ndarray, Config], np.ndarray]  # converts a tensor from GGUF's convention to the checkpoint's
 
 PROJECTIONS = ("gate", "up", "down")
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -62,7 +62,7 @@ EXPERT_SIZES = {
 
 
 def pair_halves(heads: str) -> Change:
-    """Returns the inverse of llama.cpp's order of the rows of queries and keys, in which RoPE rotates neighbors."""
+    """Return a function that inverts llama.cpp's order of query and key rows, in which RoPE rotates neighbors."""
 
     def reorder(tensor: np.ndarray, config: Config) -> np.ndarray:
         count = config[heads]
@@ -73,24 +73,24 @@ def pair_halves(heads: str) -> Change:
 
 
 def minus_one(tensor: np.ndarray, config: Config) -> np.ndarray:
-    """Returns the scale of a norm as its difference from 1, as Gemma's checkpoints hold it."""
+    """Subtract 1 from the scale of a norm, as Gemma's checkpoints store it."""
     return tensor - np.float32(1)
 
 
 def gemma3_scale(config: Config) -> Config:
-    """Returns the scale of Gemma 3's queries: that of a head, but in the model of 62 layers (27B)."""
+    """Return the scale of Gemma 3's queries: the head size, except in the 27B model (62 layers)."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": head_dim if config["num_hidden_layers"] == 62 else config["head_dim"]}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the files of one `general.architecture` describe and store a model."""
+    """The layout of the files of one `general.architecture`: names, sizes, and conversions of tensors."""
 
     model_type: str
-    layer: Mapping[str, str]  # the name in the checkpoint of each tensor of a layer; {} is the number of an expert
+    layer: Mapping[str, str]  # GGUF name -> name in the checkpoint, of a layer's tensors; {} is the expert's number
     sizes: Mapping[str, str] = field(default_factory=lambda: SIZES)
-    implied: Callable[[Config], Config] = lambda config: {}  # what its files do not say
+    implied: Callable[[Config], Config] = lambda config: {}  # fields that the files do not contain
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 
@@ -119,31 +119,31 @@ MIXTURE_OF_LLAMAS = Architecture(
     SIZES | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     changes=ROTATED,
 )
-REPEATED = {  # keys that repeat what others say
+REPEATED = {  # keys that repeat other keys
     "vocab_size": "vocab_size",
     "attention.value_length": "head_dim",
     "rope.dimension_count": "head_dim",
 }
-FACTORS = "rope_freqs.weight"  # by which Llama 3 divides the frequencies of RoPE
+FACTORS = "rope_freqs.weight"  # the divisors of Llama 3's RoPE frequencies
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file
 
 
 def is_gguf(source: str) -> bool:
-    """Returns whether a checkpoint is named as a GGUF file."""
+    """Return whether a checkpoint's name is that of a GGUF file."""
     return source.endswith(".gguf")
 
 
 def unpack(file: Path, folder: Path, dtype: str) -> None:
-    """Writes the checkpoint that a GGUF file was made from: config.json, the tokenizer's files, and safetensors.
+    """Write the checkpoint that a GGUF file was made from: config.json, the tokenizer's files, and safetensors.
 
     Args:
-      file: a whole model; the parts of a split one must be joined first.
-      folder: exists and is empty.
-      dtype: of the tensors: `float32`, which holds every dequantized number exactly, or `bfloat16`.
+      file: a whole model; join the parts of a split one first.
+      folder: an existing, empty folder.
+      dtype: the dtype of the tensors: `float32`, which represents every dequantized number exactly, or `bfloat16`.
 
     Raises:
-      UserError: the file is damaged or no GGUF file; its architecture, a key, its tokenizer, or the type of a tensor is
-        not implemented; or the package `gguf` is not installed.
+      UserError: the file is damaged or not a GGUF file; its architecture, a key, its tokenizer, or the type of a tensor
+        is not implemented; or the package `gguf` is not installed.
     """
     try:
         from gguf import GGUFReader, dequantize
@@ -189,7 +189,7 @@ def unpack(file: Path, folder: Path, dtype: str) -> None:
 
 
 def read_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Architecture, Config]:
-    """Returns how a file stores its model, and the content of config.json. ValueError with one sentence."""
+    """Return the architecture of a file, and the content of config.json. ValueError with one sentence."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"general.architecture: wanted one of {', '.join(ARCHITECTURES)}, got {show(name)}")
@@ -221,7 +221,7 @@ def read_config(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 def list_published(name: str, shape: tuple[int, ...], architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors of the checkpoint, with their shapes, that a tensor holds: one, or one for each expert."""
+    """Return the names and shapes of the checkpoint's tensors in a GGUF tensor: one, or one for each expert."""
     block, role, kind = split_name(name)
     target = (architecture.layer if block else WHOLE).get(role)
     if target is None or kind not in ("weight", "bias"):
@@ -231,7 +231,7 @@ def list_published(name: str, shape: tuple[int, ...], architecture: Architecture
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Returns the layer, the role, and the kind of a tensor: `blk.3.attn_q.weight` is ("3", "attn_q", "weight")."""
+    """Split a tensor's name into layer, role, and kind: `blk.3.attn_q.weight` is ("3", "attn_q", "weight")."""
     rest, _, kind = name.rpartition(".")
     if rest.startswith("blk."):
         block, _, role = rest.removeprefix("blk.").partition(".")
@@ -240,10 +240,10 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def llama3_scaling(factors: np.ndarray, config: Config) -> Config:
-    """Returns `rope_scaling` of Llama 3.1 and later, whose files hold only the factors that follow from it.
+    """Return `rope_scaling` of Llama 3.1 and later, whose files contain only the factors that follow from it.
 
     Raises:
-      ValueError: other numbers than those of Llama 3 give these factors.
+      ValueError: the factors do not follow from Llama 3's numbers.
     """
     scaling: Config = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
@@ -256,7 +256,7 @@ def llama3_scaling(factors: np.ndarray, config: Config) -> Config:
 
 
 def _take_scaling(own: dict[str, Any]) -> Config:
-    """Takes the keys of RoPE's scaling out of those of an architecture, and returns `rope_scaling`, if there is one."""
+    """Remove the keys of RoPE scaling from `own`, and return `rope_scaling`, empty if there is none."""
     kind = own.pop("rope.scaling.type", "none")
     if kind == "none":
         return {}
@@ -269,5 +269,5 @@ def _take_scaling(own: dict[str, Any]) -> Config:
 
 
 def _shortest(value: Any) -> Any:
-    """Returns the shortest decimal number that is this float32: 1e-06 for 9.99999997e-07."""
+    """Return the shortest decimal number that rounds to this float32: 1e-06 for 9.99999997e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

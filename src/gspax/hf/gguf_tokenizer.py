@@ -1,4 +1,4 @@
-"""The tokenizer in the metadata of a GGUF file, written as the files of a Hugging Face tokenizer."""
+"""Converts the tokenizer in the metadata of a GGUF file to the files of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPACE = "\u2581"  # SentencePiece's sign for a space
 
 
 def _split(digits: str) -> dict[str, Any]:
-    """Returns the pre-tokenizer of Qwen2 and of Llama 3, which differ in how many digits stand together."""
+    """Return the pre-tokenizer of Qwen2 and of Llama 3, which differ in how they group digits."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -35,14 +35,14 @@ PRE_TOKENIZERS = {  # by `tokenizer.ggml.pre`
 
 
 def write(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json, and generation_config.json.
+    """Write tokenizer.json, tokenizer_config.json, and generation_config.json.
 
     Args:
-      metadata: of the file; the keys that begin with `tokenizer.` are read.
-      folder: to write to.
+      metadata: the file's metadata; the keys that begin with `tokenizer.` are read.
+      folder: the folder to write to.
 
     Raises:
-      ValueError: the kind of the tokenizer is not implemented, or a key is missing; one sentence names it.
+      ValueError: the kind of tokenizer is not implemented, or a key is missing; one sentence names it.
     """
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     kind = own.get("model")
@@ -82,7 +82,7 @@ SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "u
 
 
 def _byte_pairs(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parts of tokenizer.json of pairs of bytes, as in GPT-2."""
+    """Return the parts of tokenizer.json of a byte-pair tokenizer, as in GPT-2."""
     pre = own.get("pre", "gpt-2")
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
@@ -93,7 +93,7 @@ def _byte_pairs(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sentence_pieces(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parts of tokenizer.json of SentencePiece's pairs, whose order is that of the scores."""
+    """Return the parts of tokenizer.json of a SentencePiece tokenizer, whose merges are ordered by score."""
     vocabulary = _vocabulary(own)
     pairs = merges(own["tokens"], own["token_type"], own["scores"])
     begins = own.get("add_space_prefix", True)
@@ -111,12 +111,12 @@ def _sentence_pieces(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Returns the pairs that SentencePiece merges, the first first: that of the piece with the highest score.
+    """Return the merges of a SentencePiece tokenizer in order: the piece with the highest score comes first.
 
     Args:
-      tokens: by id.
-      types: of the tokens; only normal ones and those that a user defined, such as runs of spaces, are merged.
-      scores: of the tokens.
+      tokens: the tokens by id.
+      types: the types of the tokens; only normal and user-defined ones, such as runs of spaces, are merged.
+      scores: the scores of the tokens.
     """
     ids = {token: i for i, token in enumerate(tokens) if types[i] in (NORMAL, USER_DEFINED)}
     found = [
@@ -129,12 +129,12 @@ def merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float])
 
 
 def _vocabulary(own: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the ids of the tokens, without those that only fill the embedding."""
+    """Return the ids of the tokens, without unused ones that only pad the embedding."""
     return {token: i for i, token in enumerate(own["tokens"]) if own["token_type"][i] != UNUSED}
 
 
 def _begin_with(token: str, i: int) -> dict[str, Any]:
-    """Returns the post-processor that puts a token before every text."""
+    """Return the post-processor that puts a token before every text."""
     first = {"SpecialToken": {"id": token, "type_id": 0}}
     single, pair = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     return {

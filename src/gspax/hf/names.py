@@ -1,6 +1,6 @@
-"""The published tensors that hold gspax's parameters, for import and export: one table for both.
+"""Maps gspax's parameters to published tensors, for import and export: one table for both.
 
-The rows of a family's table are in `hf.rows`, and which family has which is in `hf.families`.
+The rows of the tables are in `hf.rows`; `hf.families` says which family has which rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gspax.hf.families import FAMILIES, WRAPPERS, Family
 from gspax.hf.rows import OUTER, Row, fused_rows, replaced
 from gspax.hf.tensors import Part
 
-STRIP, GAP = 2**17, 32  # elements of a strip and after each of its rows, in `copy`
+STRIP, GAP = 2**17, 32  # in `copy`: elements of a strip, and padding after each of its rows
 
 
-FUSED_NAME, MXFP4_NAME = "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_blocks"  # tell layouts of experts apart
+FUSED_NAME, MXFP4_NAME = "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_blocks"  # identify expert layouts
 TOWER = "model.visual."
 LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"mtp\.|model\.mtp_")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
@@ -29,26 +29,26 @@ BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a parameter that one published tensor, or a part of one, holds."""
+    """The part of a parameter that is stored in one published tensor, or in a part of one."""
 
     published: str  # the tensor's name
     index: tuple[int, ...]  # into the parameter's leading axes: layer of the stack, expert
     row: Row
-    part: Part | None = None  # of the tensor; None: all of it
+    part: Part | None = None  # the part of the tensor; None: all of it
 
 
 def list_chunks(
     config: ModelConfig, parameters: Mapping[str, tuple[int, ...]], *, fused: bool = False
 ) -> dict[str, list[Chunk]]:
-    """The chunks of each parameter.
+    """Return the chunks of each parameter.
 
     Args:
-      parameters: their shapes by their paths, such as `runs/0/attention/query`.
-      fused: whether a layer's experts are one tensor; of gpt-oss, whether that is in 4 bits (mxfp4).
+      parameters: the parameters' shapes by their paths, such as `runs/0/attention/query`.
+      fused: whether a layer's experts are one tensor; for gpt-oss, whether that tensor is in 4 bits (mxfp4).
     """
     table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
     family = FAMILIES[family_of(config)]
-    stacks: dict[tuple[int, ...], list[int]] = {}  # and the layers in each of them
+    stacks: dict[tuple[int, ...], list[int]] = {}  # the layers of each stack
     for number, place in enumerate(layer_places(config)):
         stacks.setdefault(place.stack, []).append(number)
     for stack, layers in stacks.items():
@@ -69,7 +69,7 @@ def list_chunks(
 
 
 def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
-    """Which part of its tensor each row is, given the shapes of a layer's parameters in the table's order."""
+    """Return each row's part of its tensor, given the shapes of a layer's parameters in the table's order."""
     ends: dict[str, int] = {}
     places: dict[Row, tuple[int, int, int]] = {}
     for row, shape in shapes.items():
@@ -82,39 +82,40 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
 
 
 def _layer_rows(config: ModelConfig, family: Family) -> tuple[Row, ...]:
-    """The rows of a layer without its MLP, whichever mixer it has."""
+    """Return the rows of a layer without its MLP, for any mixer."""
     if config.latent is None or config.latent.query_rank:
         return family.layer
     return replaced(family.layer, Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H"))
 
 
 def _mlp_rows(family: Family, *, sparse: bool, fused: bool) -> tuple[Row, ...]:
-    """The rows of a layer's MLP."""
+    """Return the rows of a layer's MLP."""
     if not sparse:
         return family.dense
     return fused_rows(family.sparse, mxfp4=family.quantized == "mxfp4") if fused else family.sparse
 
 
 def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
-    """Whether these tensors are in the other layout of experts (`list_chunks`)."""
+    """Return whether these tensors have the fused layout of experts (`list_chunks`)."""
     name = MXFP4_NAME if FAMILIES[family_of(config)].quantized else FUSED_NAME
     return any(tensor.endswith(name) for tensor in tensors)
 
 
 def published_name(tensor: str, config: ModelConfig) -> str:
-    """The name of a text model's tensor in its checkpoint, which may have a vision tower beside it."""
+    """Return the name of a text model's tensor in its checkpoint, which may also contain a vision tower."""
     return re.sub(r"^model\.", "model.language_model.", tensor) if config.model_type in WRAPPERS else tensor
 
 
 def carries(config: ModelConfig) -> bool:
-    """Whether the checkpoints of the model's family may have tensors that `is_carried`."""
+    """Return whether checkpoints of the model's family may have tensors for which `is_carried` holds."""
     return FAMILIES[family_of(config)].ahead
 
 
 def is_carried(tensor: str, config: ModelConfig) -> bool:
-    """Whether a published tensor is not read, and an export has it as it is.
+    """Return whether a published tensor is not read, but copied unchanged to an export.
 
-    It is of a vision tower, or of layers that predict several tokens ahead (MTP): those after the last, or by its name.
+    Such a tensor belongs to a vision tower, or to layers that predict several tokens ahead (MTP): layers after the last
+    one, or tensors with such a name.
     """
     layer = LAYER_NUMBER.match(tensor)
     after_last = layer is not None and int(layer[1]) >= config.num_hidden_layers
@@ -123,14 +124,14 @@ def is_carried(tensor: str, config: ModelConfig) -> bool:
 
 
 def is_unread(tensor: str, config: ModelConfig) -> bool:
-    """Whether a published tensor is no part of the model: computed from the configuration, or carried."""
+    """Return whether a published tensor is not a parameter: computed from the configuration, or carried."""
     return BUFFER.fullmatch(tensor) is not None or is_carried(tensor, config)
 
 
 def tensor_shapes(
     table: Mapping[str, Sequence[Chunk]], parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each published tensor by its name.
+    """Return the shape of each published tensor by its name.
 
     Args:
       table: `list_chunks` of the parameters.
@@ -144,7 +145,7 @@ def tensor_shapes(
 
 
 def published_shape(row: Row, shape: Sequence[int], part: Part | None = None) -> tuple[int, ...]:
-    """The shape of the published tensor that holds a chunk of shape `shape`, alone or as a part."""
+    """Return the shape of the published tensor that contains a chunk of shape `shape`, alone or as a part."""
     groups, ours, joined = _axes(row)
     sizes = {"1": 1} | dict(zip(ours, shape, strict=True))
     lengths = [math.prod(sizes[letter] for letter in group) for group in groups]
@@ -155,7 +156,7 @@ def published_shape(row: Row, shape: Sequence[int], part: Part | None = None) ->
 
 
 def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """A view, with our axes and of shape `shape`, of a published tensor or of the part of it that the row is."""
+    """Return a view of a published tensor, or of the row's part of it, with gspax's axes and shape `shape`."""
     groups, ours, _ = _axes(row)
     letters = "".join(groups).replace("1", "")  # an axis of length one
     sizes = dict(zip(ours, shape, strict=True))
@@ -163,7 +164,7 @@ def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def to_published(row: Row, array: np.ndarray) -> np.ndarray:
-    """The inverse of `to_ours`: a chunk as a contiguous published tensor, or as the part of it that the row is."""
+    """Invert `to_ours`: return a chunk as a contiguous published tensor, or as the row's part of it."""
     groups, ours, _ = _axes(row)
     ordered = array.transpose([ours.index(letter) for letter in "".join(groups).replace("1", "")])
     tensor = np.empty(ordered.shape, array.dtype)
@@ -172,13 +173,13 @@ def to_published(row: Row, array: np.ndarray) -> np.ndarray:
 
 
 def leading_axis(row: Row) -> int:
-    """Our axis that the first axis of the published tensor is, or begins with."""
+    """Return gspax's axis that is, or begins, the first axis of the published tensor."""
     groups, ours, _ = _axes(row)
     return ours.index("".join(groups).replace("1", "")[0])
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, where source may be a transposed view and of another dtype.
+    """Copy `source` into `target`; `source` may be a transposed view and have another dtype.
 
     The source is copied in strips in its memory order, with a gap after each row: rows whose lengths are powers of two
     would otherwise evict each other from the cache. That makes it five times as fast.
@@ -201,7 +202,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _axes(row: Row) -> tuple[list[str], str, str]:
-    """`"(N H)+ D -> D N H"` as (["NH", "D"], "DNH", "NH"), the last before a plus; without one, empty."""
+    """Parse `"(N H)+ D -> D N H"` to (["NH", "D"], "DNH", "NH"); the last is the axes before a plus, or empty."""
     published, ours = row.axes.replace(" ", "").split("->")
     joined = re.search(r"(\w)\+|\((\w+)\)\+", published)
     groups: list[str] = []
@@ -216,7 +217,7 @@ def _axes(row: Row) -> tuple[list[str], str, str]:
 
 
 def _joined(row: Row, shape: Sequence[int]) -> tuple[int, int]:
-    """The sizes of the axes before those with a plus, and of these, each multiplied."""
+    """Return the product of the sizes of the axes before those with a plus, and the product of the latter's sizes."""
     groups, ours, joined = _axes(row)
     sizes, letters = {"1": 1} | dict(zip(ours, shape, strict=True)), "".join(groups)
     before = letters[: letters.index(joined)]

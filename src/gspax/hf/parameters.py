@@ -1,6 +1,6 @@
-"""The parameters of a published checkpoint: read onto the devices of a mesh, or written in the Hub's layout.
+"""Reads the parameters of a published checkpoint onto the devices of a mesh, and writes them in the Hub's layout.
 
-Each host reads each tensor once, and keeps its shards. transformers, vLLM and SGLang load the files that are written.
+Each host reads each tensor once, and keeps its shards. transformers, vLLM and SGLang load the written files.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from gspax.parallel import multihost
 from gspax.types import Params, named_leaves
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PIECE = 2**22  # numbers that are read at a time into a buffer: touching new memory costs more than reading
+PIECE = 2**22  # numbers read into a buffer at a time: touching new memory costs more than reading
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file, as in transformers up to version 4
 Box = tuple[tuple[int, int], ...]  # start and stop of each axis
 
 
-Rows = tuple[int, int, int]  # first and last of the first axis of a tensor, or of the beginning of it, and its size
-Table = Mapping[str, Sequence[Chunk]]  # of each parameter by its path
-Read = Callable[[str, Rows, Part | None], np.ndarray]  # these rows of a tensor, or of a part of it, by its name
+Rows = tuple[int, int, int]  # first and last index on a tensor's first axis (or the start of it), and its size
+Table = Mapping[str, Sequence[Chunk]]  # the chunks of each parameter by its path
+Read = Callable[[str, Rows, Part | None], np.ndarray]  # reads these rows of the named tensor, or of a part of it
 
 
 class Readable(Protocol):
-    """An array, or an object that reads a part of one when it is indexed."""
+    """An array, or an object that reads part of an array when it is indexed."""
 
     def __getitem__(self, index: tuple[int, ...], /) -> np.ndarray: ...
 
 
 def named_shapes(tree: Params) -> dict[str, tuple[int, ...]]:
-    """The shapes of the leaves of a parameter tree by their path."""
+    """Return the shapes of the leaves of a parameter tree by path."""
     return {name: leaf.shape for name, leaf in named_leaves(tree).items()}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of a model by its path."""
+    """Return the shape of each parameter of a model by path."""
     return named_shapes(transformer.abstract_params(config))
 
 
@@ -59,18 +59,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
-    """The parameters of a checkpoint folder.
+    """Read the parameters of a checkpoint folder.
 
-    A host holds its devices' shards of one parameter, and a piece of a tensor per core; on CPU the arrays share the
-    shards' memory. All headers are validated before the first tensor is read.
+    A host keeps its devices' shards of one parameter, and a piece of a tensor per core, in memory; on CPU the arrays
+    share the shards' memory. All headers are validated before the first tensor is read.
 
     Args:
-      folder: with `model.safetensors`, or several files and their index; experts in either layout.
-      config: as in its `config.json`.
-      wanted: `ShapeDtypeStruct`s with shardings; the tensors are cast to their dtypes.
+      folder: contains `model.safetensors`, or several files and their index; experts in either layout.
+      config: the model in the folder's `config.json`.
+      wanted: `ShapeDtypeStruct`s with shardings; the tensors are cast to these dtypes.
 
     Raises:
-      UserError: files or tensors are missing, unexpected, corrupt, not finite or of another shape; the message names
+      UserError: tensors or files are missing, unexpected, corrupt, not finite or of another shape; the message names
         them.
     """
     found = tensors.find(folder)
@@ -106,7 +106,7 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
 def _validate(
     folder: Path, config: ModelConfig, stored: Mapping[str, Stored], expected: dict[str, tuple[int, ...]]
 ) -> None:
-    """UserError unless the tensors are those of the model. A tied model may have a copy of its embedding as head."""
+    """Raise a UserError unless the tensors are the model's. A tied model may have a copy of its embedding as head."""
     copied_head = config.tie_word_embeddings and HEAD in stored
     table = names.published_name(EMBEDDING, config)
     if copied_head:
@@ -123,7 +123,7 @@ def _validate(
 def _read_parameter(
     chunks: Sequence[Chunk], read: Read, leaf: jax.ShapeDtypeStruct, pool: ThreadPoolExecutor
 ) -> jax.Array:
-    """One array on its devices."""
+    """Read one parameter onto its devices."""
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     if not indices:
         return multihost.remote_array(leaf)
@@ -140,7 +140,7 @@ def _copy_chunk(chunk: Chunk, read: Read, shards: Mapping[Box, np.ndarray], shap
     """
     depth = len(chunk.index)
     whole, axis = shape[depth:], names.leading_axis(chunk.row)
-    holders = {  # by its bounds in the chunk, the part of each shard
+    holders = {  # the part of each shard by its bounds in the chunk
         box[depth:]: shard[tuple(i - first for i, (first, _) in zip(chunk.index, box, strict=False))]
         for box, shard in shards.items()
         if all(first <= i < last for i, (first, last) in zip(chunk.index, box, strict=False))
@@ -164,7 +164,7 @@ def _copy_chunk(chunk: Chunk, read: Read, shards: Mapping[Box, np.ndarray], shap
 
 
 def _pieces(chunk: Chunk, shape: tuple[int, ...], axis: int) -> list[tuple[int, int]]:
-    """Where each piece of a chunk begins and ends on the axis that its tensor begins with; a range of it is one."""
+    """Return (begin, end) of each piece of a chunk on its tensor's leading axis; a range of that axis is one piece."""
     size = shape[axis]
     rows = (
         size if chunk.part is not None and chunk.part.outer % size else max(1, PIECE * size // max(1, math.prod(shape)))
@@ -177,7 +177,7 @@ def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
 
 
 def empty_aligned(box: Box, dtype: DTypeLike) -> np.ndarray:
-    """An uninitialized array aligned to 64 bytes, whose memory jax shares on CPU instead of copying it."""
+    """Allocate an uninitialized array aligned to 64 bytes, whose memory jax shares on CPU instead of copying it."""
     shape = [last - first for first, last in box]
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     buffer = np.empty(size + 64, np.uint8)
@@ -200,15 +200,15 @@ def write_checkpoint(
     """Write config.json and safetensors in the Hub's order and layout; tied models have no `lm_head.weight`.
 
     Args:
-      folder: exists and is empty.
-      parameter: returns a parameter by its path, such as `runs/0/attention/query`. Called once for each, and what it
-        returns is indexed once for each layer in order, so that neither parameters nor the layers of one need be in
+      folder: an existing, empty folder.
+      parameter: returns a parameter by its path, such as `runs/0/attention/query`. Called once for each; its result
+        is indexed once for each layer in order, so that neither all parameters nor all layers of one need to be in
         memory together.
       dtype: the dtype of the tensors, `bfloat16` or `float32`.
       shard_size: the maximum size of a file, in bytes of tensors.
-      more: further keys of config.json, such as `eos_token_id`.
-      origin: the tensors of the checkpoint that the model descends from. Its layout of experts is written, those of its
-        tensors that are float32 among others that are not stay so, and what is not read (`names.is_carried`) is copied.
+      more: additional keys of config.json, such as `eos_token_id`.
+      origin: the tensors of the checkpoint that the model was trained from. Its layout of experts is kept, float32
+        tensors among tensors of another dtype stay float32, and unread tensors (`names.is_carried`) are copied.
     """
     write_config(folder, config, dtype, more)
     origin = origin or {}
@@ -233,7 +233,7 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, more: Mapping[st
 def published_tensors(
     config: ModelConfig, *, fused: bool = False
 ) -> tuple[Table, dict[str, tuple[int, ...]], dict[str, np.dtype]]:
-    """`list_chunks` of a model, and its published tensors in the Hub's order: shapes, and own dtypes of some."""
+    """Return `list_chunks` of a model, its tensors' shapes in the Hub's order, and the float32 tensors' dtypes."""
     parameters = parameter_shapes(config)
     table = names.list_chunks(config, parameters, fused=fused)
     shapes = dict(sorted(names.tensor_shapes(table, parameters).items(), key=lambda item: _model_order(item[0])))
@@ -251,8 +251,8 @@ def publish(
 
     Args:
       table: `list_chunks` of the model.
-      parameter: as in `write_checkpoint`; also called for parameters of which nothing is written.
-      dtypes: of the tensors that are written.
+      parameter: as in `write_checkpoint`; also called for parameters without any tensor to write.
+      dtypes: the dtypes of the tensors to write.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, chunks in table.items():
@@ -269,7 +269,7 @@ def publish(
 
 
 def _kept_float32(config: ModelConfig, origin: Mapping[str, Stored]) -> dict[str, np.dtype]:
-    """The float32 tensors of a checkpoint whose embedding is not, such as the decay rates of Qwen3.5's delta nets."""
+    """Return the float32 tensors of a checkpoint whose embedding is not float32, such as Qwen3.5's decay rates."""
     embedding, single = origin.get(names.published_name(EMBEDDING, config)), np.dtype(np.float32)
     if embedding is None or embedding.dtype == single:
         return {}
@@ -277,7 +277,7 @@ def _kept_float32(config: ModelConfig, origin: Mapping[str, Stored]) -> dict[str
 
 
 def _model_order(tensor: str) -> tuple[int, int]:
-    """Sort key: embedding, layers, norm and head; within a layer the order of the table."""
+    """Return a sort key: embedding, layers, norm and head; within a layer the order of the table."""
     parts = tensor.replace("language_model.", "").split(".")
     if parts[1] == "layers":
         return 1, int(parts[2])

@@ -1,4 +1,4 @@
-"""LoRA adapters in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`, in and out.
+"""Reads and writes LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
 PEFT names the factors of a module `base_model.model.MODULE.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank],
 and adds alpha / rank · B A to its weight [out, in]. The modules are named in `hf.names`; each expert is a module. A
@@ -47,7 +47,7 @@ MODULES = {  # the weights of `Lora.attention`, `Lora.mlp`, and `Lora.delta` in 
 JOINED = {module: weights for part in MODULES.values() for module, weights in part.items() if len(weights) > 1}
 # Mixtral's experts, and the queries of latent attention.
 OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "q_b_proj": "q_proj"}
-FUSED = r".*\.gate_up_proj"  # of all experts of a layer, in PEFT's patterns of ranks and alphas
+FUSED = r".*\.gate_up_proj"  # all experts of a layer, in PEFT's patterns of ranks and alphas
 PREFIX = "base_model.model."
 READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 PERMITTED: dict[str, tuple[Json, ...]] = {
@@ -66,7 +66,7 @@ HARMLESS = (  # keys that do not change what the tensors mean; any other key mus
 
 
 def peft(folder: str | os.PathLike[str]) -> Lora:
-    """The LoRA setting of an adapter that PEFT or `gspax export --adapter` wrote, for a run that starts from it.
+    """Return the LoRA setting of an adapter that PEFT or `gspax export --adapter` wrote, to start a run from it.
 
         model=hf("Qwen/Qwen3-0.6B"), lora=peft("adapters/first")
 
@@ -74,7 +74,7 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
       folder: as for `hf`; only the configuration and the names of the tensors are read here.
 
     Raises:
-      UserError: no such files, an adapter of another kind, or of other modules than gspax adapts.
+      UserError: there are no such files, the adapter is of another kind, or it adapts modules that gspax does not.
     """
     rank, alpha = _read_config(Path(folder))
     modules = {module for name in _stored(Path(folder)) for module in name.split(".")[-3:-2]}
@@ -100,7 +100,7 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
 def read_adapters(
     folder: Path, config: ModelConfig, lora: Lora, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """The factors of an adapter, float32, by paths such as `runs/0/attention/query/a`.
+    """Read the factors of an adapter, float32, by paths such as `runs/0/attention/query/a`.
 
     Args:
       shapes: the shape of each factor by its path (`learner.adapters.abstract`).
@@ -175,14 +175,14 @@ def write_adapters(
 
 
 def _targets(config: ModelConfig, lora: Lora, pieces: Mapping[str, Sequence[_Piece]]) -> dict[str, object]:
-    """The keys of `adapter_config.json` by which PEFT finds the modules of these tensors.
+    """Return the keys of `adapter_config.json` by which PEFT finds the modules of these tensors.
 
-    They are the last part of the modules' names. For a model with experts, PEFT 0.21 with transformers 5 replaces such
-    a name by the experts' parameter and loses the modules of the same name that are no experts, in dense layers; for
-    Qwen2-MoE it does not replace it and adapts the shared expert. For these two the parameters are named themselves.
+    These are the last part of the modules' names. For a model with experts, PEFT 0.21 with transformers 5 replaces such
+    a name by the experts' parameter and loses the modules of the same name in dense layers; for Qwen2-MoE it does not
+    replace the name and adapts the shared expert. For these two cases the parameters themselves are named.
     """
     modules = list(dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in pieces))
-    times = {name.split(".")[-3]: len(held) for name, held in pieces.items() if len(held) > 1}  # of the rank
+    times = {name.split(".")[-3]: len(held) for name, held in pieces.items() if len(held) > 1}  # multiples of the rank
     leaves = list(dict.fromkeys(module.split(".")[-1] for module in modules))
     of_experts = {module.split(".")[-1] for module in modules if ".experts." in module}
     if len(of_experts) not in (0, 3) and not of_experts <= {"down_proj", "w2"}:
@@ -204,7 +204,7 @@ def _targets(config: ModelConfig, lora: Lora, pieces: Mapping[str, Sequence[_Pie
 
 
 class _Piece(NamedTuple):
-    """A factor in a tensor of PEFT, alone or beside those of the other weights of a module."""
+    """A factor in a tensor of PEFT, alone or next to those of the other weights of a module."""
 
     path: str
     place: tuple[int, ...]  # in the factor's leading axes
@@ -213,7 +213,7 @@ class _Piece(NamedTuple):
 
 
 def _own(tensor: np.ndarray, piece: _Piece) -> np.ndarray:
-    """A view of a tensor's numbers that are the factor's: of A [rank, in], of B [..., rank]."""
+    """Return a view of the factor's numbers in a tensor: of A [rank, in], of B [..., rank]."""
     if piece.path.endswith("/a"):
         return tensor[piece.ranks]
     part = piece.part or tensors.Part(1, 0, len(tensor), len(tensor))
@@ -222,7 +222,7 @@ def _own(tensor: np.ndarray, piece: _Piece) -> np.ndarray:
 
 
 def _pieces(config: ModelConfig, lora: Lora, paths: Iterable[str]) -> dict[str, list[_Piece]]:
-    """The factors in each tensor of PEFT by its name."""
+    """Return the factors in each tensor of PEFT by its name."""
     from gspax.hf.parameters import parameter_shapes  # imports jax, which reading a configuration needs not
 
     factors, pieces = set(paths), dict[str, list[_Piece]]()
@@ -245,7 +245,7 @@ def _pieces(config: ModelConfig, lora: Lora, paths: Iterable[str]) -> dict[str, 
 def _published_shapes(
     config: ModelConfig, lora: Lora, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of PEFT's matrices by name. gspax holds the transpose: a is [in..., rank]."""
+    """Return the shapes of PEFT's matrices by name. gspax stores the transpose: a is [in..., rank]."""
     published_shapes: dict[str, tuple[int, ...]] = {}
     for published, (first, *more) in _pieces(config, lora, shapes).items():
         size, rank = math.prod(shapes[first.path][len(first.place) :]) // lora.rank, lora.rank * (1 + len(more))
@@ -265,7 +265,7 @@ def _stored(folder: Path) -> dict[str, tensors.Stored]:
 
 
 def _read_config(folder: Path) -> tuple[int, float]:
-    """The rank and alpha of an adapter, which `use_rslora` divides by the square root of the rank."""
+    """Return an adapter's rank and alpha; with `use_rslora` alpha is multiplied by the square root of the rank."""
     path = folder / CONFIG
     if not path.exists():
         where = "" if folder.is_absolute() else f" (the working directory is {Path.cwd()})"
@@ -285,7 +285,7 @@ def _read_config(folder: Path) -> tuple[int, float]:
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
             raise ValueError(f"lora_alpha: wanted a number above 0, got {show(alpha)}")
         times = {FUSED: 2} | {module: len(weights) for module, weights in JOINED.items()}
-        pattern = raw.get("rank_pattern")  # with that of alphas, it keeps their quotient
+        pattern = raw.get("rank_pattern")  # the pattern of alphas keeps alpha / rank the same
         joined = pattern if isinstance(pattern, dict) and not raw.get("use_rslora") else {}
         for key, one in (("rank_pattern", rank), ("alpha_pattern", alpha)):
             if (found := raw.get(key) or {}) != (wanted := {module: times.get(module, 1) * one for module in joined}):

@@ -31,13 +31,13 @@ class Row:
     ours: str
     published: str
     axes: str  # "published -> ours"
-    float32: bool = False  # whether the published tensor is that in every export
+    float32: bool = False  # whether every export writes the tensor in float32
 
 
 def mlp(
     ours: str, published: str, projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Row, ...]:
-    """The gate, up and down projections of a feed-forward network."""
+    """Return the rows of the gate, up and down projections of a feed-forward network."""
     axes = {"gate": "F D -> D F", "up": "F D -> D F", "down": "D F -> F D"}
     return tuple(
         Row(f"{ours}/{name}", f"{published}.{projection}.weight", axes[name])
@@ -64,10 +64,10 @@ LAYER = (
     Row("attention/key_norm/scale", "self_attn.k_norm.weight", "H -> H"),
     Row("attention/sinks", "self_attn.sinks", "N -> N"),
     Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
-    Row("attention_out_norm/scale", "post_attention_layernorm.weight", "D -> D"),  # of layers with four norms, ...
+    Row("attention_out_norm/scale", "post_attention_layernorm.weight", "D -> D"),  # in layers with four norms
     Row("mlp_out_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
 )
-LATENT = (  # in place of the rows of other attention
+LATENT = (  # replace the rows of ordinary attention
     Row("attention_norm/scale", "input_layernorm.weight", "D -> D"),
     Row("attention/query_latent", "self_attn.q_a_proj.weight", "Q D -> D Q"),
     Row("attention/query_norm/scale", "self_attn.q_a_layernorm.weight", "Q -> Q"),
@@ -82,7 +82,7 @@ LATENT = (  # in place of the rows of other attention
 )
 DENSE = mlp("mlp", "mlp")
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
-EXPERTS = mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which is also the one that is written
+EXPERTS = mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which exports use too
 SPARSE = (*ROUTER, *EXPERTS)
 FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/gate", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
@@ -96,7 +96,7 @@ MIXTRAL = (
 
 
 def correction(published: str, axes: str = "E -> E") -> Row:
-    """The bias that chooses experts and does not weigh them."""
+    """Return the row of the bias that affects the choice of experts but not their weights."""
     return Row("mlp/correction_bias", f"{published}.e_score_correction_bias", axes, float32=True)
 
 
@@ -115,7 +115,7 @@ GPT_OSS = (  # gates and ups alternate
     Row("mlp/down", "mlp.experts.down_proj", "E F D -> E F D"),
     Row("mlp/down_bias", "mlp.experts.down_proj_bias", "E D -> E D"),
 )
-MXFP4 = (  # of published files: the rows whose numbers have 4 bits, and other axes
+MXFP4 = (  # in published files: the rows whose numbers have 4 bits, with other axes
     Row("mlp/gate", "mlp.experts.gate_up_proj_blocks", "E (F 1+) D -> E D F"),
     Row("mlp/up", "mlp.experts.gate_up_proj_blocks", "E (F 1+) D -> E D F"),
     Row("mlp/down", "mlp.experts.down_proj_blocks", "E D F -> E F D"),
@@ -133,7 +133,7 @@ FUSED_NAMES = (("block_sparse_moe.", "mlp."), ("mlp.moe_statics.", "mlp.gate.moe
 
 
 def replaced(rows: Sequence[Row], *own: Row) -> tuple[Row, ...]:
-    """`rows`, with those of `own` in the places of the rows of the same parameters."""
+    """Return `rows`, with the rows of `own` replacing those of the same parameters."""
     by_parameter = {row.ours: row for row in own}
     return tuple(by_parameter.get(row.ours, row) for row in rows)
 
@@ -197,7 +197,7 @@ QWEN3_NEXT_LAYER = (  # by key head
 
 
 def fused_rows(rows: Sequence[Row], *, mxfp4: bool) -> tuple[Row, ...]:
-    """The rows of a layer's experts where these are one tensor, as transformers 5 names them, or mxfp4 ones."""
+    """Return a layer's rows with all experts in one tensor, named as in transformers 5, or in mxfp4."""
     if mxfp4:
         return replaced(rows, *MXFP4)
     rest = [row for row in rows if "{expert}" not in row.published]

@@ -1,4 +1,4 @@
-"""Locating a checkpoint, a folder or a name on the Hugging Face Hub. This module imports no accelerator code."""
+"""Locates a checkpoint: a folder or a name on the Hugging Face Hub. This module imports no accelerator code."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from gspax.errors import UserError
 from gspax.hf.config_json import read_config
 
 CONFIG = ("config.json",)
-RUN = "experiment.json"  # in the directory of a run
-COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # of the weights
+RUN = "experiment.json"  # in a run directory
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files next to the weights
 
 
 def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
-    """The model of a published checkpoint, of one written by `gspax convert`, or of a run, to start from or to teach.
+    """Return the model of a published checkpoint, of one that `gspax convert` wrote, or of a run.
 
     This reads `config.json`, or a run's `experiment.json`; the weights are read, and downloaded if necessary, when the
-    run starts. Those of a run are of its newest checkpoint then.
+    run starts. For a run, they are those of its newest checkpoint at that time.
 
     Args:
       checkpoint: a folder, also of a bucket (gs://BUCKET/NAME), or a name on the Hub, such as "Qwen/Qwen3-30B-A3B";
@@ -51,7 +51,7 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
 
 
 def read_model(recorded: Mapping[str, Any], file: Path) -> tuple[ModelConfig, Lora | None]:
-    """The model and the adapters of a run, from its experiment.json. UserError if that is of another version."""
+    """Read the model and the adapters of a run from its experiment.json. UserError if another version wrote it."""
     try:
         return parse(ModelConfig, recorded["model"]), parse(Lora, recorded["lora"]) if recorded.get("lora") else None
     except (KeyError, TypeError) as problem:
@@ -59,7 +59,7 @@ def read_model(recorded: Mapping[str, Any], file: Path) -> tuple[ModelConfig, Lo
 
 
 def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
-    """Copy each companion from the first folder that has it, and return the names of the copied files.
+    """Copy each companion file from the first folder that has it, and return the names of the copied files.
 
     Raises:
       UserError: a link in one of the folders leads out of it.

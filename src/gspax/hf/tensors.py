@@ -1,4 +1,4 @@
-"""The safetensors format: finding the tensors of a folder, and reading and writing them one at a time.
+"""The safetensors format: finds the tensors of a folder, and reads and writes them one at a time.
 
 A file is 8 bytes (the length of the header, little-endian), the header, a JSON object `name -> dtype, shape, byte
 range`, and the tensors' bytes. A checkpoint of several files has an index. The `safetensors` package maps files into
@@ -28,8 +28,8 @@ BYTES = np.dtype(np.uint8)
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 MOST_AXES = 32
-STRIP = 2**18  # numbers that are looked at together
-SHORT = 512  # bytes: where a part has shorter stretches, all of its tensor is read
+STRIP = 2**18  # numbers checked at a time
+SHORT = 512  # bytes: if a part has shorter contiguous ranges, the whole tensor is read
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # E2M1, by its 4 bits
 FP4_BLOCK = 32  # numbers with one scale
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
@@ -44,7 +44,7 @@ class Stored:
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int  # byte offset in the file
-    packed: tuple[Stored, Stored] | None = None  # of a tensor in 4 bits (mxfp4), which is read as bfloat16, its two
+    packed: tuple[Stored, Stored] | None = None  # blocks and scales of a 4-bit tensor (mxfp4), read as bfloat16
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +53,7 @@ class Stored:
 
 
 class Part(NamedTuple):
-    """A range of a tensor, seen as [outer, total, inner]: `length` from `start` on of the axis in the middle."""
+    """A range of a tensor seen as [outer, total, inner]: `length` indices of the middle axis, from `start` on."""
 
     outer: int
     start: int
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 def find(folder: Path) -> dict[str, Stored]:
-    """The tensors of a checkpoint folder by name, from the headers of all its files; no tensor is read.
+    """Find the tensors of a checkpoint folder by name, from the headers of all its files; no tensor is read.
 
     Raises:
       UserError: a file is missing, truncated or corrupt, or there is no safetensors file. Pickles are rejected.
@@ -83,7 +83,7 @@ def find(folder: Path) -> dict[str, Stored]:
 
 
 def join_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors with each pair of `_blocks` and `_scales` as one of bfloat16 numbers, which has the blocks' name.
+    """Join each pair of `_blocks` and `_scales` to one tensor of bfloat16 numbers, which has the name of the blocks.
 
     The format (OCP Microscaling Formats 1.0): 32 numbers E2M1, two in a byte, the first in its low bits, have a scale,
     a power of two, whose exponent plus 127 is a byte.
@@ -99,7 +99,7 @@ def join_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def narrow(stored: Stored, first: int, last: int, size: int) -> Stored:
-    """The numbers from `first` to `last` of a tensor whose first axis, or the beginning of it, has this size."""
+    """Return numbers `first` to `last` of a tensor whose first axis, or the beginning of that axis, has this size."""
     if (first, last) == (0, size):
         return stored
     packed = None
@@ -111,7 +111,7 @@ def narrow(stored: Stored, first: int, last: int, size: int) -> Stored:
 
 
 def require_shapes(folder: Path, tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """UserError unless the tensors of a folder are exactly those of the model, by name and shape."""
+    """Raise a UserError unless the tensors of a folder are exactly the model's, by name and shape."""
     for name, shape in shapes.items():
         if name not in tensors:
             missing = len(shapes.keys() - tensors.keys()) - 1
@@ -125,7 +125,7 @@ def require_shapes(folder: Path, tensors: Mapping[str, Stored], shapes: Mapping[
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor -> file, from the index; empty for a single file, which has no index."""
+    """Read the file of each tensor from the index; empty for a single file, which has no index."""
     index = folder / INDEX
     if not index.is_file():
         if (folder / SINGLE).is_file():
@@ -150,7 +150,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file by name. UserError unless the header describes the whole file."""
+    """Read the tensors of one file by name. UserError unless the header describes the whole file."""
     header, size = _read_object_start(file) if is_bucket(file) else _read_start(file)
     length = len(header)
     try:
@@ -174,7 +174,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _read_start(file: Path) -> tuple[bytes, int]:
-    """The header and the size of a file. UserError if it is too short."""
+    """Read the header and the size of a file. UserError if it is too short."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -184,7 +184,7 @@ def _read_start(file: Path) -> tuple[bytes, int]:
 
 
 def _read_object_start(file: Path) -> tuple[bytes, None]:
-    """The header of an object, whose size is not known. UserError if it is too short."""
+    """Read the header of an object in a bucket, whose size is unknown. UserError if it is too short."""
     (start,) = objects.read_ranges(file, [(0, 8)]) or [b""]
     length = int.from_bytes(start, "little")
     found = objects.read_ranges(file, [(8, length)]) if 0 < length <= LONGEST_HEADER else None
@@ -216,15 +216,15 @@ def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = N
     """Read one tensor, or a part of it.
 
     Args:
-      stored: its location.
-      buffer: bytes to read into, if they suffice: allocating memory costs more than reading.
-      part: what to read; None: all of it.
+      stored: the tensor's location.
+      buffer: bytes to read into, if large enough: allocating memory costs more than reading.
+      part: the part to read; None: all of it.
 
     Returns:
-      The tensor, or the numbers of the part, [outer, length, inner], in one axis.
+      The tensor, or the numbers of the part [outer, length, inner], flattened.
 
     Raises:
-      UserError: the file is too short, or the tensor holds NaN or an infinite number.
+      UserError: the file is too short, or the tensor contains NaN or infinity.
     """
     if stored.packed is not None or (part is not None and _stretch(stored, part) < SHORT):
         numbers = read(stored) if stored.packed is None else _unpack(*map(read, stored.packed))
@@ -252,7 +252,7 @@ def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = N
 
 
 def _require_finite(stored: Stored, numbers: np.ndarray) -> np.ndarray:
-    """The numbers of a tensor. UserError if one is NaN or infinite."""
+    """Return the numbers of a tensor. UserError if one is NaN or infinite."""
     if stored.dtype == BYTES:
         return numbers
     bits = numbers.reshape(-1).view(f"u{stored.dtype.itemsize}")
@@ -264,20 +264,20 @@ def _require_finite(stored: Stored, numbers: np.ndarray) -> np.ndarray:
 
 
 def _unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The bfloat16 numbers of `join_mxfp4`."""
+    """Decode blocks and scales of mxfp4 (`join_mxfp4`) to bfloat16."""
     blocks = blocks.reshape(-1, FP4_BLOCK // 2)
     numbers = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], axis=-1).reshape(-1, FP4_BLOCK)
-    with np.errstate(over="ignore"):  # what is infinite is refused
+    with np.errstate(over="ignore"):  # infinities are rejected later
         return np.ldexp(numbers, scales.reshape(-1, 1).astype(np.int32) - 127).astype(DTYPES["BF16"])
 
 
 def _stretch(stored: Stored, part: Part) -> int:
-    """The bytes of a part that follow one another."""
+    """Return the number of contiguous bytes in each range of a part."""
     return stored.nbytes // part.outer // part.total * part.length
 
 
 def _pieces(stored: Stored, part: Part | None) -> list[tuple[int, int]]:
-    """The place in the file and the length, in bytes, of each stretch of a part."""
+    """Return the file offset and the length, in bytes, of each contiguous range of a part."""
     if part is None:
         return [(stored.start, stored.nbytes)]
     step = stored.nbytes // part.outer  # of the outer axis
@@ -294,7 +294,7 @@ def lay_out(
 ) -> dict[str, Stored]:
     """Create the files of a checkpoint with headers, index and space for every tensor, in the order of `shapes`.
 
-    The files are those of `divide`. The tensors named in `own` have the dtype there, all others `dtype`.
+    The files are those of `divide`. `own` overrides `dtype` for the tensors that it names.
     """
     own = own or {}
     files = divide(shapes, dtype, shard_size, own)
@@ -308,9 +308,9 @@ def lay_out(
 def divide(
     shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int, own: Mapping[str, np.dtype]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The shapes of the tensors of each file, by the file's name.
+    """Divide tensors into files: return the shapes of each file's tensors by the file's name.
 
-    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself.
+    A file has at most `shard_size` bytes of tensors, unless it contains a single larger tensor.
     """
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
@@ -332,7 +332,7 @@ def write_index(
     dtype: np.dtype,
     own: Mapping[str, np.dtype],
 ) -> None:
-    """Write the index of a checkpoint of several files; a single one has none."""
+    """Write the index of a checkpoint of several files; do nothing for a single file."""
     if len(files) > 1:
         shapes = {name: shape for shard in files.values() for name, shape in shard.items()}
         total = sum(math.prod(shape) * own.get(name, dtype).itemsize for name, shape in shapes.items())
@@ -369,7 +369,7 @@ def create(
 
 
 def write(stored: Stored, tensor: np.ndarray, part: Part | None = None) -> None:
-    """Write a contiguous tensor of the right dtype into its place, or a part of a tensor into its own."""
+    """Write a contiguous tensor of the stored dtype to its location, or a part of a tensor to the part's location."""
     assert tensor.dtype == stored.dtype
     if part is not None and _stretch(stored, part) < SHORT:
         shape = part.outer, part.total, math.prod(stored.shape) // part.outer // part.total
