@@ -1,9 +1,9 @@
-"""Evaluations: the held-out problems of a run, and benchmark tasks. Sample, compute rewards, and summarize.
+"""Evaluates a policy on the held-out problems of a run and on benchmark tasks: sample, compute rewards, summarize.
 
 Problems come in chunks, whose prompts are prefilled together. Held-out problems are sampled at temperature 1 and
-decoded greedily, side by side in one program. A chunk of a task has samples that share the slots of a training rollout
-(`Sampling.slots`), so their number is bounded by time, not by memory. A sample depends on the run's key, the task's
-name, its problem and its number alone.
+decoded greedily, side by side in one program. The samples of a task's chunk share the slots of a training rollout
+(`Sampling.slots`), so their number is limited by time, not by memory. A sample depends only on the run's key, the
+task's name, its problem and its number.
 
 Axes: P problems, N samples of each.
 """
@@ -46,7 +46,7 @@ SHOWN = 16  # held-out problems whose first sample the report shows
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy that is evaluated, and its experiment: model, tokenizer, and the settings of evaluations."""
+    """A policy to evaluate, with its experiment: model, tokenizer, and the settings of evaluations."""
 
     engine: RolloutSampler
     weights: Weights
@@ -55,7 +55,7 @@ class Policy:
 
 
 class Tokens(TypedDict):
-    """The lengths of completions."""
+    """Statistics of the lengths of completions, in tokens."""
 
     mean: float
     max: int
@@ -85,25 +85,25 @@ class TaskSample:
     problem: int
     sample: int  # its number, from 0
     completion: Completion
-    vote: object = None  # from `Task.vote`; None without one, and for a completion that gives no answer
+    vote: object = None  # from `Task.vote`; None without such a function, or if the completion gives no answer
 
 
 @dataclass
 class LeftOut:
-    """The problems that an evaluation cannot use, and why."""
+    """The problems that an evaluation could not use, and the reasons."""
 
-    name: str  # of the evaluation, in messages
+    name: str  # the evaluation's name in messages
     reasons: dict[int, str] = field(default_factory=dict)
 
     def warn(self, problems: int) -> None:
-        """Warn once of all of them, at the end of an evaluation of so many problems."""
+        """Warn once about all of them, at the end of an evaluation of `problems` problems."""
         if self.reasons and jax.process_index() == 0:
             count = f"{len(self.reasons):,} of {problems:,} problems left out of the evaluation"
             warn_once(f"{self.name}: {name_problems(self.reasons)}: {count}")
 
 
 def split_problems(problems: int, most: int, shards: int) -> tuple[list[range], int]:
-    """The indices of the problems in chunks, the last of which may have fewer, and the size of a chunk.
+    """Split problem indices into chunks, the last of which may be smaller, and return them with the chunk size.
 
     The size is at most `most`, rounded up to a multiple of `shards`.
     """
@@ -122,22 +122,22 @@ def complete(
     left_out: LeftOut,
     greedy: int = 0,
 ) -> dict[tuple[int, int], Completion]:
-    """The completions of these problems, by id and number of the sample, in this order. Collective.
+    """Sample the completions of problems, and return them by (id, number of the sample), in this order. Collective.
 
     Problems that cannot be loaded or whose prompts do not fit are left out.
 
     Args:
       policy: the policy that samples.
-      key: as for `sampler.sample`.
-      read: loads the problem of an id.
-      ids: at most `sampling.prompts`.
+      key: the random key, as for `sampler.sample`.
+      read: loads the problem with an id.
+      ids: the ids, at most `sampling.prompts`.
       sampling: how completions are sampled; its `prompts` is a multiple of the devices that rows are sharded over.
-      rewards: calls of the reward, of completions or of the last message of each multi-turn rollout.
-      left_out: gets the problems that are left out.
-      greedy: the number of completions in each group, the last ones, that are decoded greedily.
+      rewards: the pool of reward calls, for completions or for the last message of each multi-turn rollout.
+      left_out: collects the problems that are left out.
+      greedy: the number of completions at the end of each group that are decoded greedily.
 
     Returns:
-      Completions of `grading.reward_completions`, with texts on the process that owns the row.
+      Completions as from `grading.reward_completions`, with texts on the process that owns the row.
     """
     placed, ready, usable = _load(policy, read, ids, sampling, left_out)
     if not usable:
@@ -161,10 +161,10 @@ def complete(
 def _load(
     policy: Policy, read: Callable[[int], Problem], ids: Sequence[int], sampling: Sampling, left_out: LeftOut
 ) -> tuple[list[int], list[Ready | None], list[int]]:
-    """The id of the problem in each of `sampling.prompts` places, the problems of this process's rows, and the places
-    of the `ids` that can be used, in their order.
+    """Load a chunk: return the problem id of each of the `sampling.prompts` prompts, the problems of this process's
+    rows, and the positions of the `ids` that can be used, in their order.
 
-    The other places are filled with the first problem that can be used.
+    The other positions are filled with the first problem that can be used.
     """
     make = partial(
         prepare,
@@ -189,22 +189,22 @@ def _load(
 
 
 def count_heldout(experiment: Experiment) -> int:
-    """The held-out problems of an evaluation: `evaluation.problems`, or all if there are fewer."""
+    """Count the held-out problems of an evaluation: `evaluation.problems`, or all if there are fewer."""
     return _at_most(experiment.evaluation.problems, experiment.data)
 
 
 def _at_most(problems: int, data: HeldoutProblems) -> int:
-    """A number of problems, or all of the data if that is 0 or more than there are."""
+    """Return the smaller of `problems` and the data's number of problems; that number if `problems` is 0."""
     return count_distinct(data, problems) if problems else getattr(data, "heldout_count")  # noqa: B009 (only finite sources have it)
 
 
 def evaluate_heldout(
     policy: Policy, key: Array, rewards: Calls[Result], bar: Bar | None = None
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
-    """Mean held-out rewards, the first samples for the report, and the completions whose rewards failed. Collective.
+    """Compute mean held-out rewards; return them, samples for the report, and failed completions. Collective.
 
-    `key` is the run's. Every evaluation samples with the same noise, so that two differ by the policy alone. A chunk
-    has about the rows of a rollout; `bar` shows the problems after each.
+    `key` is the run's key. Every evaluation samples with the same noise, so that two differ only by the policy. A chunk
+    has about as many rows as a rollout; `bar` shows progress after each chunk.
 
     Raises:
       UserError: no problem can be used, or every reward has failed (`FailedRewardsError`).
@@ -245,9 +245,9 @@ def evaluate_heldout(
 
 
 def apply_defaults(task: Task, policy: Policy) -> Task:
-    """The task with the number of its problems, and with the lengths of the policy's experiment where it has none.
+    """Fill in a task's number of problems, and the lengths that it does not set from the policy's experiment.
 
-    It has `task.problems`, or all problems if that is 0 or more than there are.
+    The number is `task.problems`, or all problems if that is 0 or more than there are.
     """
     evaluation, sampling = policy.experiment.evaluation, policy.experiment.sampling
     return replace(
@@ -259,13 +259,13 @@ def apply_defaults(task: Task, policy: Policy) -> Task:
 
 
 def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> Iterator[list[TaskSample]]:
-    """The samples of a task in chunks of whole problems, the N samples of a problem adjacent. Collective.
+    """Sample a task in chunks of whole problems, with the N samples of a problem adjacent. Collective.
 
     Args:
-      task: from `apply_defaults`.
-      policy: the policy that samples; a training rollout limits what is in memory at one time.
-      key: of the run; every evaluation samples with the same noise.
-      bar: shows the problems after each chunk.
+      task: a task from `apply_defaults`.
+      policy: the policy that samples; the size of a training rollout limits the samples in memory.
+      key: the run's key; every evaluation samples with the same noise.
+      bar: shows progress after each chunk.
 
     Yields:
       Samples with texts. Problems that cannot be used are left out.
@@ -293,7 +293,7 @@ def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> 
 
 
 def plan_chunks(task: Task, training: Sampling, shards: int) -> tuple[list[range], Sampling]:
-    """The problems of each chunk, and how they are sampled.
+    """Split a task's problems into chunks, and return them with their sampling settings.
 
     A chunk has at most the prompts of a training rollout, rounded up to a multiple of `shards`; its samples share at
     most the slots of a training rollout.
@@ -312,7 +312,7 @@ def _make_sample(task: Task, problem: int, number: int, completion: Completion) 
 
 
 def _vote(task: Task, completion: str) -> object:
-    """The completion's vote; None if the task has none, or if its function fails, as for one without an answer."""
+    """Return the completion's vote; None if the task has no votes, or if its function fails or finds no answer."""
     try:
         return None if task.vote is None else task.vote(completion)
     except Exception as problem:
@@ -321,17 +321,18 @@ def _vote(task: Task, completion: str) -> object:
 
 
 def to_json(task: Task, sample: TaskSample) -> dict[str, object]:
-    """A sample as a JSON object, with a vote if the task has votes."""
+    """Convert a sample to a JSON object, with a vote if the task has votes."""
     vote = {} if task.vote is None else {"vote": sample.vote}
     return {"problem": sample.problem, "sample": sample.sample} | vote | completion_to_json(sample.completion)
 
 
 def summarize(task: Task, samples: Sequence[TaskSample]) -> Summary:
-    """The summary of a task's samples as a JSON object.
+    """Summarize a task's samples as a JSON object.
 
     `reward` is the mean reward. `pass` is pass@k by k, for rewards that are all 0 or 1; `majority` is maj@k, for tasks
-    with a vote. These have a mean over problems and a 95 % interval, clustered by problem. `truncated` and `failed` are
-    shares of the completions: ended by the length limit, and without a reward. `tokens` counts those of completions.
+    with a vote. Each is a mean over problems with a 95 % interval, clustered by problem. `truncated` and `failed` are
+    shares of the completions: truncated by the length limit, and without a reward. `tokens` has statistics of the
+    lengths of completions.
     `skipped` counts the problems of the task that could not be used.
     """
 
@@ -362,7 +363,7 @@ def summarize(task: Task, samples: Sequence[TaskSample]) -> Summary:
 
 
 def metrics(name: str, summary: Summary) -> dict[str, float]:
-    """The summary as metrics of a training run: `eval/NAME/reward`, `eval/NAME/pass_at_4`, …"""
+    """Convert a summary to metrics of a training run: `eval/NAME/reward`, `eval/NAME/pass_at_4`, …"""
     values = {
         "reward": summary["reward"]["mean"],
         "reward_low": summary["reward"]["low"],

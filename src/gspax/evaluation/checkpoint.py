@@ -1,7 +1,7 @@
-"""Evaluate a checkpoint of a run, a published checkpoint, or a state during training, and write the results.
+"""Evaluates a checkpoint of a run, a published checkpoint, or a state during training, and writes the results.
 
-A task leaves three files: TASK.json (the summary, the task's settings, the environment), TASK.jsonl (every completion
-with its reward and the reason for it) and TASK.html (a page to read them).
+A task produces three files: TASK.json (the summary, the task's settings, the environment), TASK.jsonl (every
+completion with its reward and the reason for it) and TASK.html (a page to read them).
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from gspax.run.record import to_line
 from gspax.sampler.placement import make_meshes, make_sampler
 from gspax.types import Array, TrainState
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # that generation_config.json recommends
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # settings that generation_config.json recommends
 _UNUSED = sequence([Problem("unused", "")], heldout=[Problem("not used", "")])
 
 
 def evaluate(
     runtime: Runtime, state: TrainState, folder: Path
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
-    """During training: the metrics of the held-out problems and of the tasks, and completions for the report.
+    """Evaluate during training: return metrics of held-out problems and tasks, samples for the report, and failures.
 
-    The last value has the held-out completions whose rewards failed; those of a task are in its files.
+    The failures are the held-out completions whose rewards failed; those of a task are in its files.
 
-    Completions are sampled on the sampler's devices: a disaggregated one first finishes the rollouts that it was given.
-    The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
+    Completions are sampled on the sampler's devices: a disaggregated sampler first finishes its pending rollouts.
+    The files of the tasks are written to `folder`, and replace those of an interrupted evaluation.
     """
     experiment = runtime.experiment
     policy, key = _make_policy(runtime, state)
@@ -77,10 +77,10 @@ def evaluate(
 
 
 def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks: Sequence[Task] | None = None) -> None:
-    """`gspax eval FILE`: evaluate a checkpoint (`step`, or the newest) and print the results.
+    """Evaluate a checkpoint (`step`, or the newest) for `gspax eval FILE`, and print the results.
 
-    Before a run's first checkpoint it is one of the warm start. Without `tasks`, on the held-out problems, appended to
-    evaluations.jsonl, and on the experiment's own tasks.
+    Before a run's first checkpoint, evaluate one of the warm start. Without `tasks`, evaluate the held-out problems,
+    appended to evaluations.jsonl, and the experiment's tasks.
     """
     settings, runtime = experiment.evaluation, make_runtime(experiment)
     mesh, optimizer, rewards = runtime.mesh, runtime.optimizer, runtime.rewards
@@ -94,7 +94,7 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
         state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, teacher=teacher, step=step)
     assert step is not None  # else restoring has raised
     policy, key = _make_policy(runtime, state)
-    del state  # the optimizer's memory is for the cache
+    del state  # frees the optimizer's memory for the cache
     if tasks is None:
         tasks = settings.tasks
         problems = count_heldout(experiment)
@@ -109,14 +109,14 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
 
 
 def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
-    """The policy of a state on the sampler's devices, and the run's key on the host."""
+    """Return the policy of a state on the sampler's devices, and the run's key on the host."""
     weights = runtime.engine.push(state.params, count_rollouts(runtime, state))
     policy = Policy(runtime.engine, weights, runtime.experiment, runtime.interaction)
     return policy, multihost.key_to_host(state.key)
 
 
 def find_tokenizer(checkpoint: str) -> HFTokenizer:
-    """The tokenizer of a checkpoint, with its chat template if there is one, thinking where the template knows it."""
+    """Load a checkpoint's tokenizer; if it has a chat template, one for chats with thinking."""
     folder = locate(checkpoint, SMALL)
     has_template = (folder / "chat_template.jinja").is_file()
     has_template = has_template or bool(read_settings(folder, "tokenizer_config.json").get("chat_template"))
@@ -124,7 +124,7 @@ def find_tokenizer(checkpoint: str) -> HFTokenizer:
 
 
 def make_experiment(model: ModelConfig, tokenizer: Tokenizer, tasks: tuple[Task, ...] = ()) -> Experiment:
-    """An experiment that samples with a model, in lengths that fit it; what training needs is not used."""
+    """Make an experiment that samples with a model, in lengths that fit it; its training settings are placeholders."""
     length = min(2048, model.max_position_embeddings // 2)
     return Experiment(
         name="eval",
@@ -140,19 +140,19 @@ def make_experiment(model: ModelConfig, tokenizer: Tokenizer, tasks: tuple[Task,
 
 
 def generation_settings(checkpoint: str) -> Settings:
-    """The sampling that generation_config.json recommends, as fields of a `Task`; empty if there is none."""
+    """Read the sampling that generation_config.json recommends, as fields of a `Task`; empty if there is none."""
     config = read_settings(locate(checkpoint, (*CONFIG, "generation_config.json")), "generation_config.json")
     settings = cast(Settings, {name: config[name] for name in SAMPLING if config.get(name) is not None})
     return settings if config.get("do_sample") is not False else settings | {"temperature": 0.0}
 
 
 def no_reward(problem: Problem, completion: str) -> float:
-    """The reward of an experiment that is not trained."""
+    """Reject every completion with a UserError: the reward of an experiment that is not trained."""
     raise UserError("reward: this experiment only holds a published checkpoint")
 
 
 def evaluate_published(experiment: Experiment, workdir: Path) -> None:
-    """`gspax eval --from HF`: evaluate a published model (`make_experiment`) on tasks; the files are in `workdir`."""
+    """Evaluate a published model (`make_experiment`) on tasks for `gspax eval --from HF`, and write to `workdir`."""
     model = experiment.model
     mesh = make_meshes(experiment).learner
     params = load_model(model, abstract_params(model, mesh, model.dtype))
@@ -164,21 +164,21 @@ def evaluate_published(experiment: Experiment, workdir: Path) -> None:
 
 
 def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show: bool = False) -> Summary:
-    """Run one task and write its files to `folder`. The summary, on every process. Collective.
+    """Run one task, write its files to `folder`, and return the summary on every process. Collective.
 
     Args:
-      task: its lengths are those of the policy's experiment where it has none.
+      task: the task; lengths that it does not set come from the policy's experiment.
       policy: the policy that samples.
-      key: of the run.
-      folder: of the files TASK.json, TASK.jsonl and TASK.html.
-      show: print progress and results, and write to TASK-2, … rather than over the files of an earlier evaluation.
+      key: the run's key.
+      folder: the folder of TASK.json, TASK.jsonl and TASK.html.
+      show: print progress and results, and write to TASK-2, … instead of overwriting an earlier evaluation's files.
     """
     task = apply_defaults(task, policy)
     primary = jax.process_index() == 0
     if primary:
         folder.mkdir(parents=True, exist_ok=True)
     path = _claim(folder / task.name) if show and primary else folder / task.name
-    part = _file(path, ".jsonl.part")  # the completions of an evaluation that is not finished
+    part = _file(path, ".jsonl.part")  # the completions of an unfinished evaluation
     samples: list[TaskSample] = []
     with contextlib.ExitStack() as stack:
         file = None
@@ -208,12 +208,12 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
 
 
 def _file(path: Path, suffix: str) -> Path:
-    """The path with a suffix; a dot in a task's name stays."""
+    """Append a suffix to the path; a dot in a task's name stays."""
     return path.with_name(path.name + suffix)
 
 
 def _claim(path: Path) -> Path:
-    """The path, or `path`-2, …: the first one without results and without another evaluation that writes there."""
+    """Return the first of `path`, `path`-2, … that has no results, and that no other evaluation writes to; claim it."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     for free in itertools.chain((path,), others):
         with contextlib.suppress(FileExistsError):
@@ -233,7 +233,7 @@ def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], setting
 
 
 def describe_summary(name: str, summary: Summary) -> list[str]:
-    """The summary as lines of text."""
+    """Format the summary as lines of text."""
     tokens = summary["tokens"]
     figures = {
         "mean reward": statistics.show(summary["reward"], ".4f"),

@@ -3,11 +3,12 @@ r"""Benchmarks in their published schemas, read from files or from the Hub. None
     evaluation=Evaluation(tasks=(tasks.gsm8k("gsm8k/test.jsonl", samples=4),))
     gspax eval FILE --workdir DIR --tasks gsm8k=gsm8k/test.jsonl
 
-Each function gives a `Task` for a path: a file (.jsonl or .parquet), a folder that holds the split's files, a folder
-for the `datasets` library, or a name on the Hub. Further keywords are fields of the task (`samples`, `temperature`, …);
-the settings that model cards recommend are constants: `tasks.aime24(path, samples=32, **tasks.QWEN3_THINKING)`.
+Each function returns a `Task` for a path: a file (.jsonl or .parquet), a folder that contains the split's files, a
+folder for the `datasets` library, or a name on the Hub. Further keywords are fields of the task (`samples`,
+`temperature`, …); the settings that model cards recommend are constants:
+`tasks.aime24(path, samples=32, **tasks.QWEN3_THINKING)`.
 
-With a thinking model only the text after `</think>` is rewarded, so a truncated completion gets 0.
+With a thinking model only the text after `</think>` is scored, so a truncated completion gets 0.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from gspax.storage.buckets import is_bucket, to_path
 
 StrPath = str | os.PathLike[str]
 Row = Mapping[str, Any]
-Read = Callable[[Row], tuple[Problem, str]]  # a row -> its problem, and the prompt before any template
+Read = Callable[[Row], tuple[Problem, str]]  # converts a row to a problem, and its prompt without a template
 
 
 class Settings(TypedDict, total=False):
-    """Fields of a task that a benchmark leaves to its caller."""
+    """The fields of a task that a benchmark lets its caller set."""
 
     name: str
     reward: Reward
@@ -53,7 +54,7 @@ class Settings(TypedDict, total=False):
     max_tokens: int
 
 
-# Recommended by the model cards of Qwen3; completions of 32,768 tokens are theirs too.
+# Recommended by Qwen3's model cards, which also recommend completions of 32,768 tokens.
 QWEN3_THINKING: Settings = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 32_768}
 QWEN3_INSTRUCT: Settings = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 16_384}
 
@@ -64,14 +65,14 @@ BOXED = "{prompt}\n\nPlease reason step by step, and put your final answer withi
 class Benchmark:
     """All problems of a table, in its order. Opening it reads every row once; a row that does not fit is an error.
 
-    With `len` and `[]` it is a table of problems too, for `data.sequence`.
+    With `len` and `[]`, it can also be passed to `data.sequence`.
 
     Attributes:
       table: the rows.
-      read: the problem of a row, and the text by which `data.jsonl(exclude=…)` finds it among training prompts. It
-        raises ValueError for a row that does not fit.
+      read: converts a row to a problem, and the text by which `data.jsonl(exclude=…)` finds it among training
+        prompts. It raises ValueError for a row that does not fit.
       keep: whether a row belongs to the benchmark; None for all.
-      check: why a problem cannot be graded, or None; a rule as in `checks` of a data source.
+      check: returns why a problem cannot be graded, or None; a rule as in `checks` of a data source.
     """
 
     table: Table
@@ -86,12 +87,12 @@ class Benchmark:
         return self.heldout(index)
 
     def heldout(self, index: int) -> Problem:
-        """Problem number `index`, from 0."""
+        """Return problem number `index`, from 0."""
         return self.read(self.table[self._opened[0][index]])[0]
 
     @property
     def heldout_count(self) -> int:
-        """How many problems there are."""
+        """The number of problems."""
         return len(self._opened[0])
 
     @property
@@ -105,12 +106,12 @@ class Benchmark:
         return self.table.content or f"prompts:{digest(repr(self._opened[1])):032x}"
 
     def described(self) -> dict[str, object]:
-        """The identity of the problems for `experiment.describe`: the content of files, not their paths."""
+        """Return the identity of the problems for `experiment.describe`: the content of files, not their paths."""
         return {"table": self.heldout_content, "read": self.read, "keep": self.keep}
 
     @functools.cached_property
     def _opened(self) -> tuple[list[int], list[int]]:
-        """The numbers of the rows that are kept, and the digests of their prompts."""
+        """The numbers of the benchmark's rows, and the digests of their prompts."""
         numbers, prompts, bad = [], [], BadRows()
         for i, row in enumerate(self.table.rows()):
             try:
@@ -133,19 +134,19 @@ class Benchmark:
 
 
 def gsm8k(path: StrPath = "openai/gsm8k", *, template: str = BOXED, **settings: Unpack[Settings]) -> Task:
-    """GSM8K (arXiv 2110.14168), 1,319 test problems: `question`, and a solution that ends in `#### 18` as `answer`."""
+    """Load GSM8K (arXiv 2110.14168), 1,319 test problems: `question`, and a solution ending in `#### 18`."""
     schema = Schema(prompt="question", answer="answer", template=template)
     return _math_task("gsm8k", open_table(path, config="main"), schema.read, settings)
 
 
 def math500(path: StrPath = "HuggingFaceH4/MATH-500", *, template: str = BOXED, **settings: Unpack[Settings]) -> Task:
-    """MATH-500 (arXiv 2305.20050): `problem`, `answer`, `subject`, `level` and `unique_id`."""
+    """Load MATH-500 (arXiv 2305.20050): `problem`, `answer`, `subject`, `level` and `unique_id`."""
     schema = Schema(prompt="problem", answer="answer", template=template, metadata=("subject", "level", "unique_id"))
     return _math_task("math500", open_table(path), schema.read, settings)
 
 
 def aime24(path: StrPath = "HuggingFaceH4/aime_2024", *, template: str = BOXED, **settings: Unpack[Settings]) -> Task:
-    """AIME 2024, 30 problems: `problem`, and `answer` or a `solution` with a box, in any of the published spellings."""
+    """Load AIME 2024, 30 problems: `problem`, and `answer` or a `solution` with a box, in any published spelling."""
     table = open_table(path, split="train") if not Path(path).exists() else open_table(path)
     return _math_task("aime24", table, partial(read_aime, template=template), settings)
 
@@ -159,16 +160,16 @@ def livecodebench(
     isolation: str = "bubblewrap",
     **settings: Unpack[Settings],
 ) -> Task:
-    """LiveCodeBench (arXiv 2403.07974): the rows of its `test*.jsonl` with public and private tests.
+    """Load LiveCodeBench (arXiv 2403.07974): the rows of its `test*.jsonl` with public and private tests.
 
     Naming this task runs the programs that the model writes, in the sandbox of `gspax.rewards.code`.
 
     Args:
-      path: a file, or the folder that holds them.
-      since: the first contest date that counts, such as "2024-08-01".
-      until: the first one that no longer does.
+      path: a file, or the folder that contains the files.
+      since: the first contest date to include, such as "2024-08-01".
+      until: the first later contest date to exclude.
       allow_code_execution: as for `rewards.code.reward`.
-      isolation: likewise.
+      isolation: as for `rewards.code.reward`.
       **settings: fields of the task.
     """
     keep = partial(is_between, since=since, until=until) if since or until else None
@@ -178,7 +179,7 @@ def livecodebench(
 
 
 def open_table(path: StrPath, *, split: str = "test", config: str | None = None) -> Table:
-    """The table of a path, as the module's docstring lists them. It is read when its first row is."""
+    """Open the table of a path, one of those in the module's docstring. It is read when its first row is needed."""
     name, suffixes = os.fspath(path), Path(path).suffixes
     if not suffixes if is_bucket(name) else Path(path).is_dir():
         for suffix, kind in ((".jsonl", JsonLines), (".parquet", Parquet)):
@@ -193,7 +194,7 @@ def open_table(path: StrPath, *, split: str = "test", config: str | None = None)
 
 
 def read_aime(row: Row, *, template: str = BOXED) -> tuple[Problem, str]:
-    """The problem of a row with `problem` or `Problem`, and `answer`, `Answer`, `solution` or `Solution`."""
+    """Convert a row with `problem` or `Problem`, and `answer`, `Answer`, `solution` or `Solution`, to a problem."""
     return Schema(
         prompt=_first_column(row, "problem", "Problem", "question"),
         answer=_first_column(row, "answer", "Answer", "solution", "Solution"),
@@ -202,7 +203,7 @@ def read_aime(row: Row, *, template: str = BOXED) -> tuple[Problem, str]:
 
 
 def read_livecodebench(row: Row) -> tuple[Problem, str]:
-    """The problem of a row, with its tests as the answer."""
+    """Convert a row to a problem, with its tests as the answer."""
     starter = row.get("starter_code") or ""
     how = (
         f"Complete this code, and keep its names:\n\n```python\n{starter}\n```\n\n"
@@ -219,7 +220,7 @@ def read_livecodebench(row: Row) -> tuple[Problem, str]:
 
 
 def is_between(row: Row, *, since: str = "", until: str = "") -> bool:
-    """Whether the contest of a row took place from `since` to before `until`; ISO dates compare as texts."""
+    """Return whether a row's contest took place from `since` to before `until`; ISO dates compare as texts."""
     date = str(row["contest_date"])
     return date >= since and (not until or date < until)
 
@@ -228,7 +229,7 @@ def is_between(row: Row, *, since: str = "", until: str = "") -> bool:
 @needs(math.find_missing_parser)
 @concurrent(8)
 def reward_math(problem: Problem, completion: str) -> Score:
-    """`rewards.math.reward` of the text after the thinking."""
+    """Compute `rewards.math.reward` of the text after the thinking."""
     return math.reward(problem, split_thinking(completion)[1])
 
 
@@ -241,13 +242,13 @@ reward_math.check_answer = math.check  # type: ignore[attr-defined]
 def reward_program(
     problem: Problem, completion: str, *, allow_code_execution: bool = False, isolation: str = "bubblewrap"
 ) -> Score:
-    """`rewards.code.reward` of the text after the thinking."""
+    """Compute `rewards.code.reward` of the text after the thinking."""
     answer = split_thinking(completion)[1]
     return code.reward(problem, answer, allow_code_execution=allow_code_execution, isolation=isolation)
 
 
 def vote_answer(completion: str) -> str | None:
-    """The final answer after the thinking, in a form in which equal numbers are equal texts."""
+    """Extract the final answer after the thinking, normalized so that equal numbers are equal texts."""
     answer = answers.extract(split_thinking(completion)[1])
     return None if answer is None else answers.canonical(answer)
 

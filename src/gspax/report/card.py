@@ -1,7 +1,8 @@
 """The model card of an exported run: README.md of its folder, as the Hugging Face Hub shows it.
 
-It has what the run directory records: the base model, the data, the loss and the other settings, the held-out results
-with 95 % intervals, and the commit and versions. Absolute paths are cut to their last part, secrets are left out.
+It contains what the run directory records: the base model, the data, the loss and the other settings, the held-out
+results with 95 % intervals, and the commit and versions. Absolute paths are cut to their last part; secrets are left
+out.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from gspax.run.redaction import is_secret, redact
 from gspax.storage.buckets import is_bucket
 from gspax.types import JsonObject
 
-PARTS = (  # of an experiment, in the table of settings
+PARTS = (  # sections of the experiment in the table of settings
     *("data", "reward", "environment", "advantage", "loss", "regularizers", "reference", "teacher", "correction"),
     *("sampling", "schedule", "optimizer", "lora", "warm_start", "seed"),
 )
-RULES = {"checks", "filters", "exclude"}  # of a data source: what they read is left out of the problems
-SHOWN = 8  # files of data in a sentence
+RULES = {"checks", "filters", "exclude"}  # fields of a data source whose files are not listed as problems
+SHOWN = 8  # data files listed in the sentence
 
 
 def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bool, adapter: bool) -> str:
-    """The card of the parameters after a step of a run.
+    """Render the card of the parameters after a step of a run.
 
     Args:
       run: the run directory.
-      description: its experiment (`experiment.json`).
-      step: of the checkpoint; counted in the warm start if it is one of that.
-      of_warm_start: the parameters are those of the warm start, before any reinforcement learning.
-      adapter: the folder has adapters alone.
+      description: the run's experiment (`experiment.json`).
+      step: the step of the checkpoint; a step of the warm start if `of_warm_start`.
+      of_warm_start: whether the parameters are those of the warm start, before any reinforcement learning.
+      adapter: whether the folder contains only adapters.
     """
     flat, name = flatten(description), str(description["name"])
     base, loss = _public(str(description["model"].get("checkpoint", ""))), str(flat["loss"]).rpartition(".")[2]
@@ -65,7 +66,7 @@ def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bo
 
 
 def _data(run: RunDir) -> str:
-    """The files or data sets of the problems, by their names; empty if the run read none."""
+    """List the names of the problems' files or data sets in a sentence; empty if the run read none."""
     recorded = next((data for attempt in reversed(read_attempts(run) or []) if (data := _recorded(attempt))), {})
     paths = [
         str(path)
@@ -78,18 +79,18 @@ def _data(run: RunDir) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """The names of functions or files in a sentence."""
+    """Format the names of functions or files for a sentence."""
     return ", ".join(f"`{name}`" for name in names)
 
 
 def _recorded(attempt: object) -> JsonObject:
-    """The data that an entry of environment.json names."""
+    """Return the data paths in an entry of environment.json."""
     data = attempt.get("data") if isinstance(attempt, dict) else None
     return data if isinstance(data, dict) else {}
 
 
 def _held_out(run: RunDir, step: int) -> Iterator[str]:
-    """The held-out rewards before the first update and at a step, of the evaluation with the most problems."""
+    """Yield a table of held-out rewards at step 0 and at `step`, from the evaluations with the most problems."""
     recorded = [(row, 0) for row in read_metrics(run.metrics)] if run.metrics.exists() else []
     if run.evaluations.exists():
         recorded += [(row, _problems(row)) for row in read_rows(run.evaluations)]
@@ -113,14 +114,14 @@ def _held_out(run: RunDir, step: int) -> Iterator[str]:
 
 
 def _problems(row: JsonObject) -> int:
-    """The problems of an evaluation; 0 if its row does not tell."""
+    """Return the number of problems of an evaluation; 0 if its row does not say."""
     settings = row.get("evaluation")
     count = settings.get("problems") if isinstance(settings, dict) else 0
     return count if isinstance(count, int) else 0
 
 
 def _tasks(run: RunDir, step: int) -> Iterator[str]:
-    """The results of the tasks that were evaluated at a step."""
+    """Yield a table with the results of the tasks that were evaluated at a step."""
     rows = [
         (path.stem, *cells)
         for path in sorted(run.tasks_at(step).glob("*.json"))
@@ -131,6 +132,7 @@ def _tasks(run: RunDir, step: int) -> Iterator[str]:
 
 
 def _versions(run: RunDir) -> Iterator[str]:
+    """Yield a sentence and a table with the versions, devices, and commit of the run."""
     attempt: Mapping[str, object] = (read_attempts(run) or [{}])[-1]
     packages = attempt.get("packages")
     yield f"gspax {gspax.__version__} wrote this card. The run used:"
@@ -141,11 +143,12 @@ def _versions(run: RunDir) -> Iterator[str]:
 
 
 def _public(text: str) -> str:
-    """The text of a value without secrets and without the folders of an absolute path, on one line."""
+    """Return the text of a value on one line, without secrets or the folders of an absolute path."""
     text = os.path.basename(text.rstrip("/")) if os.path.isabs(text) else text
     return " ".join(redact(text).split()).replace("|", "\\|").replace("`", "'")
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
     for row in (head, ("---",) * len(head), *rows):
         yield f"| {' | '.join(row)} |"

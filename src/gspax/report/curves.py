@@ -1,4 +1,4 @@
-"""The metrics of a run as curves: the panels, and how matplotlib draws them."""
+"""Plots the metrics of a run: selects the panels, and draws them with matplotlib."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values
 Draw = Callable[["Axes"], None]
 
 BLUE, ORANGE, GREEN, GREY, PINK = COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#b83280")
-WIDTH, HEIGHT = 4.6, 3.0  # of a panel, inches
-MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, as fractions of the panel
-MANY_POINTS = 40  # a line with more points is drawn pale, with its running mean over it
+WIDTH, HEIGHT = 4.6, 3.0  # size of a panel, inches
+MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of a panel's axes, as fractions of the panel
+MANY_POINTS = 40  # a line with at least this many points is drawn pale, with its running mean over it
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: metrics that share a unit."""
+    """One plot: metrics that share a unit."""
 
     title: str
     unit: str
@@ -107,7 +107,7 @@ PANELS = (
 
 
 def read_series(path: Path) -> Series:
-    """The steps and values of each metric in a `metrics.jsonl`; empty without such a file."""
+    """Read the steps and values of each metric in a `metrics.jsonl`; empty if there is no such file."""
     series: Series = {}
     for row in read_metrics(path) if path.exists() else ():
         for name, value in row.items():
@@ -119,9 +119,9 @@ def read_series(path: Path) -> Series:
 
 
 def select_panels(series: Series, known: Sequence[Panel]) -> tuple[list[Panel], list[str]]:
-    """The panels that have data, and the metrics that have none because they are 0 at every step.
+    """Select the panels that have data, and list the other metrics that are 0 at every step.
 
-    The known panels come first, then one for each metric that is in none of them.
+    The known panels come first, then one panel for each metric that is in none of them.
     """
     others = sorted(set(series) - {metric for panel in known for metric in panel.lines.values()})
     zero = [metric for metric in others if not any(series[metric][1])]
@@ -151,8 +151,8 @@ def draw_panel(axes: Axes, panel: Panel, series: Series) -> None:
 
 
 def style_axes(axes: Axes, title: str, x: str, y: str, *, legend: int) -> None:
-    """Set title, labels, grid and frame of a panel; above the axes a legend with `legend` columns, none for 0."""
-    # without y, matplotlib measures every tick label to place the title, a quarter of the time
+    """Set title, labels, grid and frame of a panel, and a legend with `legend` columns above the axes, none for 0."""
+    # without y, matplotlib measures every tick label to place the title, which takes a quarter of the time
     axes.set_title(title, loc="left", y=1, fontsize=11, fontweight="bold", pad=18 if legend else 6)
     axes.set_xlabel(x, color=GREY)
     axes.set_ylabel(y, color=GREY)
@@ -177,7 +177,7 @@ def style_axes(axes: Axes, title: str, x: str, y: str, *, legend: int) -> None:
 
 
 def _running_mean(value_N: np.ndarray) -> np.ndarray:
-    """Centered mean over a twentieth of the points, fewer at the ends; NaN is ignored."""
+    """Compute the centered mean over a twentieth of the points, fewer at the ends; NaN is ignored."""
     half = max(1, len(value_N) // 40)
     padded = np.pad(value_N, half, constant_values=math.nan)
     window_NM = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
@@ -186,13 +186,13 @@ def _running_mean(value_N: np.ndarray) -> np.ndarray:
 
 
 def render_figures(drawings: Mapping[str, Draw]) -> str:
-    """Drawings, by title, as the figures of a page."""
+    """Render drawings, by title, as the figures of a page."""
     figures = (f"<figure>{_render_svg(draw, title)}</figure>" for title, draw in drawings.items())
     return f"<div class=curves>{''.join(figures)}</div>"
 
 
 def _render_svg(draw: Draw, title: str) -> str:
-    """A drawing as an SVG element for HTML: no prolog, metadata or namespaces, and text as text."""
+    """Render a drawing as an SVG element for HTML: no prolog, metadata or namespaces, and text as text."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""A page to filter and read the completions of a task: one file, without network.
+"""A page for filtering and reading the completions of a task: one file, without network.
 
 Texts that a model wrote reach the page as JSON and as text nodes only, never as HTML. Formulas are drawn as MathML
 (`gspax.report.mathml`), or shown as their source.
@@ -16,9 +16,9 @@ from gspax.report import mathml
 from gspax.report.html import render_page
 from gspax.run.folders import write_atomically
 
-TEXTS = ("prompt", "answer", "completion")  # in which formulas are drawn
+TEXTS = ("prompt", "answer", "completion")  # fields whose formulas are drawn
 BUDGET = 20_000_000  # characters of completions on a page; the rest is in the .jsonl file
-LONGEST = 20_000  # characters of one text; a longer one loses its middle
+LONGEST = 20_000  # characters of one text; the middle of a longer one is cut out
 Row = Mapping[str, object]
 CONTROLS, SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".html", ".js"))
 FIELDS = ("problem", "sample", "prompt", "answer", "completion", "reward", "reason", "error", "vote", "length")
@@ -42,7 +42,7 @@ def write(path: Path, name: str, summary: Sequence[str], rows: Sequence[Row]) ->
 
 
 def select(rows: Sequence[Row], budget: int = BUDGET) -> list[dict[str, object]]:
-    """The fields that the page shows, of as many rows as fit into `budget` characters, at least one."""
+    """Select the fields that the page shows, for as many rows as fit into `budget` characters, at least one."""
     shown: list[dict[str, object]] = []
     for row in rows:
         budget -= sum(min(len(str(row[name])), LONGEST) for name in ("completion", "prompt"))
@@ -54,7 +54,7 @@ def select(rows: Sequence[Row], budget: int = BUDGET) -> list[dict[str, object]]
 
 
 def shorten(value: object) -> object:
-    """A text of at most `LONGEST` characters and a note; other values as they are."""
+    """Cut the middle out of a text longer than `LONGEST`, and note that; return other values unchanged."""
     if not isinstance(value, str) or len(value) <= LONGEST:
         return value
     half = LONGEST // 2
@@ -62,7 +62,7 @@ def shorten(value: object) -> object:
 
 
 def convert(rows: Sequence[Row]) -> dict[str, object]:
-    """The script's data: rows, in whose texts a number stands for a formula, and (source, tree) of the formulas."""
+    """Return the script's data: the rows, with a number for each formula, and (source, tree) of the formulas."""
     numbers: dict[str, int] = {}
     trees: dict[str, mathml.Tree] = {}
 

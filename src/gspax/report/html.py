@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: no network; untrusted text is escaped."""
+"""Builds self-contained HTML pages: no network; untrusted text is escaped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from gspax.experiment.description import show
 from gspax.report import mathml
 
-SHOWN_CHARACTERS = 1000  # of a text
+SHOWN_CHARACTERS = 1000  # characters shown of a text
 
 STYLE = Path(__file__).with_name("page.css")
 
 
 def render_page(name: str, sections: list[tuple[str, str]]) -> str:
-    """The page, with the sections that have a body under their headings."""
+    """Render a page; sections without a body are left out."""
     bodies = "".join((f"<h2>{heading}</h2>" if heading else "") + body for heading, body in sections if body)
     title = html.escape(name)
     return (
@@ -27,17 +27,17 @@ def render_page(name: str, sections: list[tuple[str, str]]) -> str:
 
 
 def render_note(text: str) -> str:
-    """A paragraph in small print."""
+    """Render a paragraph in small print."""
     return f"<p class=note>{html.escape(text)}</p>"
 
 
 def render_text(value: object) -> str:
-    """Untrusted text as HTML: escaped, truncated, with escape sequences for unprintable characters except line ends."""
+    """Render untrusted text: escaped, truncated, with escape sequences for unprintable characters except newlines."""
     return _render(str(value), lambda text: [text])
 
 
 def render_prose(text: str) -> str:
-    """Untrusted text as HTML, with the formulas drawn; a tooltip shows a formula's source."""
+    """Render untrusted text with its formulas drawn; a tooltip shows a formula's source."""
     return _render(text, mathml.split)
 
 
@@ -58,14 +58,14 @@ def _escape(text: str) -> str:
 
 
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already, under titles that are text."""
+    """Render a table: the titles are text, the cells are HTML."""
     lines = ["".join(f"<th>{html.escape(title)}</th>" for title in head)]
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
 
 
 def render_settings(rows: Mapping[str, object]) -> str:
-    """A folded table of names and values; empty if there are none."""
+    """Render a folded table of names and values; empty if there are none."""
     if not rows:
         return ""
     cells = [(render_text(name), render_text(show(value))) for name, value in rows.items()]

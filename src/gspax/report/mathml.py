@@ -1,12 +1,12 @@
-r"""The formulas of a text as MathML, which browsers draw without a script. latex2mathml converts them.
+r"""Converts the formulas of a text to MathML, which browsers draw without a script, with latex2mathml.
 
     split(r"so $x$.")  ->  ["so ", Formula(r"$x$", ("mi", {}, "x")), "."]
 
 Formulas stand between `$…$`, `$$…$$`, `\(…\)` or `\[…\]`, or are a bare `\boxed{…}`. A dollar sign is a price, not a
-delimiter, where it stands before a space or after one that closes, or a digit follows.
+delimiter, if it stands before a space, or if as the closing one it follows a space or precedes a digit.
 
-The texts are a model's: only tags and attributes of MathML that browsers draw are kept, and a formula with a part that
-latex2mathml would drop or show as a command is left as its source.
+The texts come from a model: only tags and attributes of MathML that browsers draw are kept, and a formula with a part
+that latex2mathml would drop or show as a command stays source text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TAGS |= {"mtable", "mtr", "mtd"}
 _ATTRIBUTES = {"mathvariant", "stretchy", "fence", "form", "accent", "minsize", "maxsize", "linethickness"}
 _ATTRIBUTES |= {"displaystyle", "scriptlevel", "columnalign", "rowspacing", "columnspacing"}
 _VALUE = re.compile(r"-?[a-z0-9. -]{1,20}")
-_SPACE = re.compile(r"-?[0-3](\.\d+)?em")  # a text is not pushed off the page
+_SPACE = re.compile(r"-?[0-3](\.\d+)?em")  # small, so that no text is pushed off the page
 _THIN = {"negativethinmathspace": "-0.167em"}
 _CHILDREN = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
 
@@ -54,7 +54,7 @@ class Formula:
 
 
 def split(text: str) -> list[str | Formula]:
-    """A text and the formulas in it, in order; together their sources are the text."""
+    """Split a text into plain text and formulas, in order; joined, their sources are the text."""
     parts: list[str | Formula] = []
     done = 0
     for start, end, inner in _find(text):
@@ -67,18 +67,18 @@ def split(text: str) -> list[str | Formula]:
 
 
 def convert(source: str) -> Tree | None:
-    """A formula without delimiters as a tree; None if it is not converted."""
+    """Convert a formula without delimiters to a tree; None if it cannot be converted."""
     if not source.strip() or _REFUSED.search(source):
         return None
     try:
         (row,) = Converter().convert_to_element(source.replace("{aligned}", "{align*}"))
         return _take(row)
-    except Exception:  # latex2mathml has no common type for what it cannot read, and a model can write anything
+    except Exception:  # latex2mathml raises exceptions of many types, and a model can write anything
         return None
 
 
 def render(tree: Tree) -> str:
-    """A tree as the inside of a `<math>` element."""
+    """Render a tree as the content of a `<math>` element."""
     tag, attributes, *children = tree
     inner = "".join(html.escape(child) if isinstance(child, str) else render(child) for child in children)
     opening = " ".join([tag, *(f'{name}="{value}"' for name, value in attributes.items())])
@@ -86,7 +86,7 @@ def render(tree: Tree) -> str:
 
 
 def _take(element: Element, level: int = 0) -> Tree:
-    """An element of latex2mathml with the permitted tags and attributes. ValueError for any other tag or a command."""
+    """Convert an element of latex2mathml to a tree of permitted tags and attributes. ValueError for anything else."""
     tag, attributes, text = element.tag, element.attrib, html.unescape(element.text or "")
     if level > _DEEPEST:
         raise ValueError("too deep")
@@ -96,7 +96,7 @@ def _take(element: Element, level: int = 0) -> Tree:
         return ("mrow", {"class": "boxed"}, *(_take(child, level + 1) for child in element))
     if tag not in _TAGS or re.match(r"\\.", text) or len(element) != _CHILDREN.get(tag, len(element)):
         raise ValueError(f"{tag} {text}")
-    if element.text in ("}", "&"):  # stray ones; those that TeX draws are entities here
+    if element.text in ("}", "&"):  # stray ones; latex2mathml writes those that TeX draws as entities
         raise ValueError(text)
     if tag == "mspace":
         width = _THIN.get(attributes["width"], attributes["width"])
@@ -112,7 +112,7 @@ def _take(element: Element, level: int = 0) -> Tree:
 
 
 def _find(text: str) -> Iterator[tuple[int, int, str]]:
-    """The start, the end and the inner text of each formula."""
+    """Yield the start, the end and the inner text of each formula."""
     position = 0
     while (match := _FORMULA.search(text, position)) is not None:
         start, position = match.span()
@@ -125,7 +125,7 @@ def _find(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _closing(text: str, opening: int) -> int | None:
-    """The position after the brace that closes the one at `opening`."""
+    """Return the position after the brace that closes the brace at `opening`, or None."""
     depth = 0
     for brace in re.finditer(r"\\.|[{}]", text[opening : opening + _LONGEST], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)

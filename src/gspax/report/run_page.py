@@ -1,4 +1,4 @@
-"""report.html: the improvement, curves and settings of a run.
+"""Writes report.html: the improvement, curves and settings of a run.
 
 The page is a single file that needs no network: the curves are inline SVG. Text that a model generated is escaped,
 control characters included.
@@ -35,11 +35,11 @@ from gspax.run.folders import set_aside, write_atomically
 from gspax.run.record import read_completions
 from gspax.storage.buckets import is_bucket, to_path
 
-REWARDS = PANELS[:2]  # above all that is long
-SHOWN_ROWS = 4  # of completions; the others are folded
-LONGEST = 300  # characters of a text after a run
-SHORT = 80  # characters; a longer reference is folded
-SHOWN_ERRORS = 20  # of failed rewards
+REWARDS = PANELS[:2]  # shown first, above the long sections
+SHOWN_ROWS = 4  # completions that are not folded
+LONGEST = 300  # characters of a text printed after a run
+SHORT = 80  # characters; a reference of this length or more is folded
+SHOWN_ERRORS = 20  # errors of rewards in the table
 TASK_COLUMNS = (
     *("task", "evaluated at", "problems x samples"),
     *("mean reward, 95 % interval", "pass@k", "maj@k", "truncated", "tokens"),
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
 
 
 def write(workdir: Path) -> Path:
-    """Write `report.html` of a run, finished or not; the path of the page.
+    """Write `report.html` of a run, finished or not, and return its path.
 
     Raises:
       UserError: the run has no metrics yet, or its files cannot be read.
@@ -89,7 +89,7 @@ def write(workdir: Path) -> Path:
 
 
 def summarize(workdir: Path) -> str:
-    """The held-out rewards, a completion before and after, and the paths of the files, to print after a run."""
+    """Return a summary to print after a run: held-out rewards, a completion before and after, and the files' paths."""
     run = RunDir(workdir)
     series = read_series(run.metrics)
     lines = [
@@ -98,13 +98,13 @@ def summarize(workdir: Path) -> str:
         if metric in series
         for steps, values in [series[metric]]
     ]
-    report = [run.report] if run.report.exists() else []  # a full disk may have no room for it
+    report = [run.report] if run.report.exists() else []  # missing if the disk was full
     files = [f"  {path}" for path in (*report, run.metrics, run.samples, run.checkpoints)]
     return "\n".join([*lines, *_first_completion(run), "Files:", *files])
 
 
 def _first_completion(run: RunDir) -> list[str]:
-    """The first held-out prompt with its completions before the first update and by the newest policy, in lines."""
+    """Return lines with the first held-out prompt, and its completions before training and by the newest policy."""
     if not (pairs := _pair_completions(run)):
         return []
     old, new = pairs[0]
@@ -113,7 +113,7 @@ def _first_completion(run: RunDir) -> list[str]:
 
 
 def _pair_completions(run: RunDir) -> list[tuple[Sample, Sample]]:
-    """Completions of the same held-out prompts before the first update and by the newest policy."""
+    """Pair the completions of each held-out prompt before the first update and by the newest policy."""
     if not (run.before.exists() and run.after.exists()):
         return []
     after = {sample.prompt: sample for sample in _read_samples(run.after)}
@@ -131,7 +131,7 @@ def _curves(series: Series, known: Sequence[Panel]) -> str:
 
 
 def _headline(series: Series) -> str:
-    """The improvement, in a sentence and a row of numbers."""
+    """Render the improvement as a sentence and a row of numbers."""
     tiles, sentence = [], ""
     if "eval/greedy_reward" in series:
         values = series["eval/greedy_reward"][1]
@@ -156,7 +156,7 @@ def _headline(series: Series) -> str:
 
 
 def _completions(run: RunDir) -> str:
-    """A table of the pairs of completions, most of them folded."""
+    """Render a table of paired completions, most of them folded."""
     rows = [(_show_problem(old), _show_reward(old), _show_reward(new)) for old, new in _pair_completions(run)]
     if not rows:
         return ""
@@ -167,14 +167,14 @@ def _completions(run: RunDir) -> str:
 
 
 def _show_problem(sample: Sample) -> str:
-    """A prompt, and below it the reference."""
+    """Render a prompt, and below it the reference answer."""
     is_open = " open" if len(sample.answer) < SHORT else ""
     reference = f"<details{is_open}><summary>reference</summary>{render_prose(sample.answer)}</details>"
     return render_prose(sample.prompt) + (reference if sample.answer else "")
 
 
 def _tasks(run: RunDir) -> str:
-    """A line for each evaluation of a task (`TASK.json`), with a link to its completions."""
+    """Render a row for each evaluation of a task (`TASK.json`), with a link to its completions."""
     lines = []
     for path in sorted(run.tasks.glob("*/*.json")):
         name = path.name.removesuffix(".json")
@@ -187,7 +187,7 @@ def _tasks(run: RunDir) -> str:
 
 
 def read_task(path: Path, page: str) -> list[str] | None:
-    """The columns about a task's file; None, with a warning, if it cannot be read."""
+    """Return the table columns of a task's file; None, with a warning, if it cannot be read."""
     try:
         return describe_task(read_json(path)["summary"])
     except (UserError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
@@ -196,7 +196,7 @@ def read_task(path: Path, page: str) -> list[str] | None:
 
 
 def describe_task(summary: Mapping[str, Any]) -> list[str]:
-    """The columns about a summary (`evaluation.benchmark.Summary`), with pass@k and maj@k of the largest k."""
+    """Return the columns of a summary (`evaluation.benchmark.Summary`), with pass@k and maj@k for the largest k."""
     largest = []
     for of_k in (summary.get("pass") or {}, summary.get("majority") or {}):
         k = max(of_k, key=int, default="")
@@ -213,7 +213,7 @@ def describe_task(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _failures(run: RunDir) -> str:
-    """The completions whose reward failed: how many for each error, and the newest of them."""
+    """Render the completions whose reward failed: the count of each error, and the newest example."""
     newest: dict[str, tuple[int, Sample]] = {}
     count, files = Counter[str](), sorted(run.samples.glob("failed_*.jsonl"))
     for path in files:
@@ -235,7 +235,7 @@ def _failures(run: RunDir) -> str:
 
 
 def _read_samples(path: Path) -> list[Sample]:
-    """The completions of a file, without foreign rows."""
+    """Read the completions of a file; rows of other kinds are skipped."""
     return [
         Sample(row["prompt"], str(row.get("answer", "")), row["completion"], row["reward"], str(row.get("error")))
         for row in read_completions(path)
@@ -243,6 +243,6 @@ def _read_samples(path: Path) -> list[Sample]:
 
 
 def _show_reward(sample: Sample) -> str:
-    """A completion and its reward."""
+    """Render a completion and its reward."""
     kind = "right" if sample.reward >= 1 else "wrong" if sample.reward <= 0 else "partly"
     return f"{render_prose(sample.completion)} <span class='reward {kind}'>{sample.reward:g}</span>"

@@ -37,13 +37,13 @@ class Interval(TypedDict):
 
 
 def to_json(estimate: Estimate) -> Interval:
-    """The estimate as a JSON object."""
+    """Convert an estimate to a JSON object; NaN becomes None."""
     low, high = (None if math.isnan(bound) else bound for bound in (estimate.low, estimate.high))
     return {"mean": estimate.mean, "low": low, "high": high}
 
 
 def show(interval: Interval, spec: str = ".3f") -> str:
-    """The mean of an estimate, and its interval if it has one, each in the given format.
+    """Format the mean of an estimate, and its interval if it has one.
 
     >>> show({"mean": 0.5, "low": 0.25, "high": 0.75}, ".2f")
     '0.50 [0.25, 0.75]'
@@ -53,7 +53,7 @@ def show(interval: Interval, spec: str = ".3f") -> str:
 
 
 def estimate(value_P: np.ndarray) -> Estimate:
-    """The mean of one value per problem, with its confidence interval.
+    """Estimate the mean of one value per problem, with its confidence interval.
 
     Values in [0, 1] get a Wilson interval at the effective sample size mean · (1 - mean) / SE², which stays in [0, 1]
     and has a width even if all values are equal (there the effective size is P). Others get mean ± t · SE. SE is the
@@ -79,7 +79,7 @@ def estimate(value_P: np.ndarray) -> Estimate:
 
 
 def estimate_mean(value_N: np.ndarray) -> Estimate:
-    """The mean of independent values, such as one per seed, as mean ± t · SE.
+    """Estimate the mean of independent values, such as one per seed, as mean ± t · SE.
 
     >>> estimate_mean(np.array([0.5, 0.75, 1.0])).mean
     0.75
@@ -93,7 +93,7 @@ def estimate_mean(value_N: np.ndarray) -> Estimate:
 
 
 def estimate_gap(before_N: np.ndarray, after_M: np.ndarray) -> Estimate:
-    """The difference of the means of two independent samples, `after - before`, with Welch's interval.
+    """Estimate the difference of the means of two independent samples, `after - before`, with Welch's interval.
 
     The bounds are NaN if either has a single value.
 
@@ -114,7 +114,7 @@ def estimate_gap(before_N: np.ndarray, after_M: np.ndarray) -> Estimate:
 
 
 def estimate_difference(before_P: np.ndarray, after_P: np.ndarray) -> Estimate:
-    """The mean of `after_P - before_P`, both of the same problems, as mean ± t · SE of the paired differences.
+    """Estimate the mean of `after_P - before_P`, both of the same problems, as mean ± t · SE of paired differences.
 
     >>> estimate_difference(np.array([0.0, 0.5, 0.25]), np.array([0.5, 0.5, 1.0])).mean
     0.4166666666666667
@@ -125,7 +125,7 @@ def estimate_difference(before_P: np.ndarray, after_P: np.ndarray) -> Estimate:
 
 
 def pass_at_k(correct_PN: np.ndarray, k: int) -> np.ndarray:
-    """The probability that at least one of k samples is correct, estimated without bias from N, float64 [P].
+    """Estimate the probability that at least one of k samples is correct, without bias, from N samples, float64 [P].
 
     With c of N samples correct it is 1 - C(N - c, k) / C(N, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
 
@@ -140,7 +140,7 @@ def pass_at_k(correct_PN: np.ndarray, k: int) -> np.ndarray:
 
 
 def majority_at_k(answer_PN: Sequence[Sequence[Hashable]], reward_PN: np.ndarray, k: int) -> np.ndarray:
-    """The expected reward of the most frequent answer of k samples, chosen without replacement, float64 [P].
+    """Compute the expected reward of the most frequent answer of k samples without replacement, float64 [P].
 
     Samples without an answer (None) do not vote, and without any vote the reward is 0. Answers that tie count in equal
     parts. An answer's reward is its mean over the samples that gave it. Exact for k = N; otherwise the mean over 1,000
@@ -169,7 +169,7 @@ def _majority(answers: Sequence[Hashable], reward_N: np.ndarray, subset_DK: np.n
 
 
 def sizes(samples: int) -> tuple[int, ...]:
-    """The k that pass@k and maj@k are reported for: the powers of two up to N, and N.
+    """Return the k for which pass@k and maj@k are reported: the powers of two up to N, and N.
 
     >>> sizes(12)
     (1, 2, 4, 8, 12)
@@ -184,7 +184,7 @@ def _samples(array_PN: np.ndarray, k: int) -> int:
 
 
 def _student_quantile(freedom: float) -> float:
-    """Half the width of a 95 % interval in standard errors."""
+    """Return half the width of a 95 % interval in standard errors."""
     from scipy.special import stdtrit  # a dependency of jax
 
     return float(stdtrit(freedom, 0.975))
