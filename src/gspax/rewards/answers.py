@@ -1,6 +1,6 @@
-r"""Final answers in completions: where they stand, and which of them are equal without computer algebra.
+r"""Finds final answers in completions, and decides which are equal without computer algebra.
 
-`extract` finds an answer in one of five forms. `compare` decides what strings and rational numbers decide; the rest
+`extract` finds an answer in one of five forms. `compare` decides what strings and rational numbers can decide; the rest
 needs a parser of mathematics (`gspax.rewards.math`). `extract` takes time linear in the text, whatever a policy writes.
 """
 
@@ -29,7 +29,7 @@ _FRACTION = re.compile(rf"([-+]?)({_DIGITS})?\\?frac(?:\{{([-+]?\d+)\}}\{{(\d+)\
 _BASED = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _UNIT = re.compile(r"(?<=[\d.}])(?:\s+[a-z]{2,})+\.?$", re.IGNORECASE)
 _POWER_OF_UNIT = re.compile(r"\\(?:mbox|text|textrm|mathrm) ?\{[^{}]*[a-z.] *\} ?\^ ?\{?(\d)\}?$", re.IGNORECASE)
-# Words that change a number, or that say it is not one. As units they would be dropped.
+# Words that change a number, or that say it is not one. If they were treated as units, they would be dropped.
 _SCALES = {"dozen": 12, "hundred": 100} | {
     name: 10 ** (3 * i) for i, name in enumerate(("thousand", "million", "billion", "trillion"), 1)
 }
@@ -40,7 +40,7 @@ _NOT_UNITS = {
     *("negative", "minus", "plus", "times", "over", "mod", "modulo", "halves"),
     *(*_SCALES, *_POWERS, *_PARTS, *(f"{part}s" for part in _PARTS)),
 }
-# Marks that a parser drops although they change the meaning: an answer with one equals no answer without it.
+# Marks that a parser drops although they change the meaning: an answer with one never equals one without.
 _CHANGES = re.compile(
     rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:{'|'.join(_SCALES)})s?\b"
     rf"|\d (?:{'|'.join((*_POWERS, *_PARTS))}|halve|mod(?:ulo)?)s?\b"
@@ -49,10 +49,10 @@ _SCALED = re.compile(
     rf"(.*?\d)\s*(?:\\(?:text|textrm|mbox|mathrm)\s*\{{\s*)?({'|'.join(_SCALES)})s?((?:\s+[a-z]+)*)\s*\}}?",
     re.IGNORECASE,
 )
-# What a policy writes around an answer in Markdown or LaTeX, and before or after it in its sentence.
+# Markdown or LaTeX that a policy writes around an answer, and words before or after it in the sentence.
 _EMPHASIS = re.compile(r"(?<![\w*)}\]\\])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]*[^\s*`])\1(?![\w*({\[])")
 _QUOTED = re.compile(r"""(?:"([^"\n]+)"|“([^“”\n]+)”|«([^«»\n]+)»|'([^'\n]+)'|‘([^‘’\n]+)’)[.!]?""")
-_CLOSING = re.compile(r"(?:\*{2,3}|`+)(?=[.!]?$)|(?<=[.!])\*$")  # of an emphasis that begins before the answer
+_CLOSING = re.compile(r"(?:\*{2,3}|`+)(?=[.!]?$)|(?<=[.!])\*$")  # the end of an emphasis that begins before the answer
 _STYLE = re.compile(
     r"\\(?:textbf|textit|text|mathbf|mathrm|boldsymbol|bm|bf|emph|underline)\s?\{\s*([-+$\\\d.,/% ]+)\}"
 )
@@ -66,7 +66,7 @@ _SENTENCE_END = re.compile(  # before a capital letter, or after a number and be
     r"(?<=[\w)}\]$%*`])[.!](?=\s+[A-Z*])|(?<=[\d)}\]$%*`])[.!](?=\s+[$€£]?\d\S*+(?:\s++\S++){3})"
 )
 _WORD = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}")
-_ECHO = re.compile(r"[$*`\"' ]*answer\b", re.IGNORECASE)  # of the prompt
+_ECHO = re.compile(r"[$*`\"' ]*answer\b", re.IGNORECASE)  # repeats the prompt
 _EQUATION = re.compile(r"\W*[a-zA-Z]\w{0,3}\W*=")
 _RELATION = re.compile(
     r"\s*(?:\\(?:geq?|leq?|geqslant|leqslant|gt|lt)(?![a-zA-Z])|[≥≤<>]"
@@ -84,13 +84,13 @@ _HEADING = re.compile(r"\d+[.)]\s+[A-Za-z]")
 _PLACEHOLDER = re.compile(
     r"\W*(?:none|null|nan|n/?a|nil|to ?do|tbd|unknown|missing|x{3,})\W*|[?._…\s-]+", re.IGNORECASE
 )
-_MOST_WORDS = 8  # of prose in an answer
+_MOST_WORDS = 8  # words of prose in an answer
 _MOST_WORDS_AFTER_IS = 3
 _LONGEST_LINE = 4000  # characters of an answer's line
-_MOST_MARKS = 16  # that are looked at, from the end
+_MOST_MARKS = 16  # marks tried, from the end
 _SPACES = re.compile(r"(?:\s|\\[,;:! ]|\\(?:quad|left|right)(?![a-zA-Z])|~)+")
 _GAP = r"(?:\s|\\[,;: ]|~)++"
-_ALONE = r"(?<![\^_\d.a-zA-Z])(?<![a-zA-Z] )"  # digits that are not those of a word, an index or an exponent
+_ALONE = r"(?<![\^_\d.a-zA-Z])(?<![a-zA-Z] )"  # precedes digits that do not belong to a word, index or exponent
 _GROUPS = re.compile(rf"{_ALONE}(?<![,/])[1-9]\d{{0,2}}(?:{_GAP}\d{{3}}){{1,6}}+(?![\d/])")
 _MIXED = re.compile(
     rf"{_ALONE}(?<!/)(\d{{1,3}}(?:,\d{{3}}){{1,6}}+|\d{{1,15}}+){_GAP}(\d{{1,15}})/(\d{{1,15}})(?![\d/])"
@@ -100,14 +100,14 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
 def extract(completion: str, *, form: str | None = None) -> str | None:
-    r"""The final answer of a completion, or None if there is none.
+    r"""Extract the final answer of a completion, or None if there is none.
 
     Args:
       completion: any text.
       form: "boxed" (the last complete `\boxed{}`), "hash" (the rest of the line after the last `####`), "tag" (the last
         `<answer>…</answer>`), "answer" (what follows the last `Answer:` or "answer is", up to the end of the line, of
-        the sentence, or a reason), "number" (the last number), or None for the first of these that is there, in this
-        order. A Markdown heading is no `####` mark: a mark has a number, or is the last line.
+        the sentence, or a reason), "number" (the last number), or None for the first of these forms that occurs, in
+        this order. A `####` that starts a Markdown heading is no mark: a mark precedes a number or ends the text.
     """
     if form is not None and form not in FORMS:
         raise UserError(f"form: wanted one of {', '.join(FORMS)} or None, got {form!r}")
@@ -118,13 +118,13 @@ def extract(completion: str, *, form: str | None = None) -> str | None:
 
 
 def reference(answer: str) -> str:
-    r"""The answer inside a reference solution that ends in `\boxed{}` or `####`; a bare answer as it is."""
+    r"""Return the answer in a reference solution that ends in `\boxed{}` or `####`; a bare answer unchanged."""
     marked = answer.rpartition("####")[2].strip().partition("\n")[0] if "####" in answer else ""
     return (_boxed(answer) or marked or answer).strip()
 
 
 def find_problem(answer: str) -> str:
-    r"""Why an answer of the data has no final answer to compare with; empty if it has one."""
+    r"""Explain why an answer of the data contains no final answer; empty if it contains one."""
     final = reference(answer)
     if _BOX.search(answer) and not _boxed(answer):
         return f"wanted a final answer in the box, got {answer[-80:]!r}"
@@ -140,18 +140,18 @@ def find_problem(answer: str) -> str:
 
 
 def compare(expected: str, answer: str) -> bool | None:
-    """Whether two answers are equal, where strings and rational numbers decide it; None where they do not.
+    """Return whether two answers are equal if strings and rational numbers decide it, else None.
 
     Differences below one part in 10⁵ between a decimal and another number are not decided: one may be rounded. Digits
     with a space between them are a mixed number (`3 1/2`) or groups of three (`1 234`). Others, such as `1 2`, equal
-    only themselves; math-verify would add them.
+    only themselves; math-verify would add the numbers.
     """
     expected, answer = _bare(expected), _bare(answer)
     if not expected or not answer:
         return False
     if expected == answer:
         return True
-    if _DOTS.search(expected + answer):  # a parser drops them with what they stand for
+    if _DOTS.search(expected + answer):  # a parser drops them together with the omitted part
         first, second = (_DOTS.sub("…", text).replace(" ", "") for text in (expected, answer))
         return first == second
     wanted, got = _number(expected), _number(_without_unit(answer))
@@ -160,7 +160,7 @@ def compare(expected: str, answer: str) -> bool | None:
     if (_is_bound(expected) and got is not None) or (_is_bound(answer) and wanted is not None):
         return False
     powers = [match[1] for match in map(_POWER_OF_UNIT.search, (expected, answer)) if match]
-    if len(set(powers)) == 2:  # square inches are no cubic inches; a parser drops units with their powers
+    if len(set(powers)) == 2:  # square inches are not cubic inches; a parser drops units with their powers
         return False
     if "_" in expected + answer and (equal := _compare_bases(expected, answer)) is not None:
         return equal
@@ -173,12 +173,12 @@ def compare(expected: str, answer: str) -> bool | None:
 
 
 def _is_bound(answer: str) -> bool:
-    """Whether an answer says `at least 5`, `5 or more`, and the like."""
+    """Return whether an answer is a bound, such as `at least 5` or `5 or more`."""
     return bool(_RELATION.match(answer) or _RELATION_AFTER.search(answer))
 
 
 def join_digits(answer: str) -> str:
-    r"""An answer whose mixed numbers and groups of three digits are written without spaces, as parsers read them.
+    r"""Write mixed numbers and groups of three digits in an answer without spaces, as parsers read them.
 
     >>> join_digits("3 1/2"), join_digits(r"(1\,234, 5 678)"), join_digits("1 2")
     ('3\\frac{1}{2}', '(1234, 5678)', '1 2')
@@ -194,7 +194,7 @@ def join_digits(answer: str) -> str:
 
 
 def canonical(answer: str) -> str:
-    r"""A text that equal numbers share, for counting answers: `0.5`, `\frac{1}{2}` and `1/2` give `1/2`.
+    r"""Return a text that equal numbers share, for counting answers: `0.5`, `\frac{1}{2}` and `1/2` give `1/2`.
 
     Other answers are compared as texts, so equal formulas may differ.
 
@@ -207,9 +207,9 @@ def canonical(answer: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the last box whose braces close; the innermost if boxes are nested.
+    """Return the content of the last box whose braces close; the innermost if boxes are nested; None if none closes.
 
-    Escaped braces are characters.
+    Escaped braces count as characters.
     """
     boxes = {match.end() - 1 for match in _BOX.finditer(text)}
     opened: list[int] = []
@@ -225,7 +225,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _hash(text: str) -> str | None:
-    """The rest of the line after the last mark that is no heading, or the next line if that is empty."""
+    """Return the rest of the line after the last `####` that is no heading, or the next line if it is empty."""
     *before, last = text.split("####")[-_MOST_MARKS:] if "####" in text else [""]
     parts = [*before[1:], last] if len(before) else []
     for part in reversed(parts):
@@ -248,19 +248,19 @@ def _tag(text: str) -> str | None:
 
 
 def _after_answer(text: str) -> str | None:
-    """What follows the last `Answer:` or "answer is" that has an answer after it."""
+    """Return the answer after the last `Answer:` or "answer is" that precedes one."""
     for mark in reversed([*_MARK.finditer(text)][-_MOST_MARKS:]):
         rest = text[mark.end() : mark.end() + _LONGEST_LINE]
         answer = rest.lstrip(" \t*`").lstrip("\n")
         line = answer.partition("\n")[0]
         before = mark.group() + rest[: len(rest) - len(answer)]
-        if emphasis := before[len(before.rstrip("*`")) :]:  # which ends in the line
+        if emphasis := before[len(before.rstrip("*`")) :]:  # the emphasis ends in the line
             line = line.replace(emphasis, "", 1)
         for end in (_SENTENCE_END, _REASON):
             if match := end.search(line):
                 line = line[: match.start()]
         most = _MOST_WORDS if mark.group().rstrip("*_`")[-1] in ":：=" else _MOST_WORDS_AFTER_IS
-        if "=" in line and not _EQUATION.match(line):  # a calculation: its result
+        if "=" in line and not _EQUATION.match(line):  # a calculation: keep its result
             line = line.rpartition("=")[2]
         is_echo = _ECHO.match(line) or not line.strip("$*`\"' .")
         if len(_WORD.findall(line)) <= most and not is_echo:
@@ -278,7 +278,7 @@ FORMS = {"boxed": _boxed, "hash": _hash, "tag": _tag, "answer": _after_answer, "
 
 
 def _tidy(answer: str) -> str:
-    """An answer without the marks of Markdown and of LaTeX's styles around it, and without "the answer is"."""
+    """Remove Markdown and LaTeX styles around an answer, and a leading "the answer is"."""
     answer = _STYLE.sub(r"\1", _EMPHASIS.sub(r"\2", answer[:_LONGEST_LINE].strip())) + answer.strip()[_LONGEST_LINE:]
     answer = _CLOSING.sub("", answer.strip("`").removeprefix("**"))
     if quoted := _QUOTED.fullmatch(answer):
@@ -288,7 +288,7 @@ def _tidy(answer: str) -> str:
 
 
 def _bare(answer: str) -> str:
-    """An answer without math delimiters, a final full stop, and commands that change only its looks."""
+    """Remove math delimiters, a final period, and commands that only affect the looks of an answer."""
     answer = join_digits(_tidy(answer)).strip().rstrip(".").strip()
     for left, right in _DELIMITERS:
         inner = answer[len(left) : len(answer) - len(right)]
@@ -299,7 +299,7 @@ def _bare(answer: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """A number with thousands separators, a currency or a word such as million, or a closed form; None for others."""
+    """Parse a number with separators, currency or a word such as million, or a closed form; None for other texts."""
     text = _CURRENCY.sub("", text).strip()
     if len(text) > 400 or ", " in text or _APART.search(text):
         return None
@@ -324,7 +324,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _compare_bases(expected: str, answer: str) -> bool | None:
-    r"""Integers in a stated base, as `52_8`. An answer may leave out the base that is expected."""
+    r"""Compare integers in a stated base, such as `52_8`. An answer may omit the expected base."""
     wanted, got = _based(expected), _based(answer)
     if wanted is not None:
         return answer == wanted[0] if got is None and answer.isalnum() else None if got is None else got == wanted

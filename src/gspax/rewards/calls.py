@@ -1,9 +1,9 @@
-"""Calls of user code on the host, each with a deadline: rewards and environment steps.
+"""Calls user code on the host, each call with a deadline: rewards and environment steps.
 
-A function runs in threads, on batches, or as coroutines. A call that raises, exits or is late costs its own completions
-only: its result is a sentence that says why. A late thread is abandoned, not stopped, and another thread takes its
-place; Python cannot interrupt a thread that holds the interpreter's lock, as `7 ** 10 ** 9` does. For such functions
-there is `gspax.rewards.guard`.
+A function runs in threads, on batches, or as coroutines. A call that raises, exits or is late fails only its own
+completions: its result is a sentence that says why. A late thread is abandoned, not stopped, and another replaces
+it; Python cannot interrupt a thread that holds the interpreter's lock, as `7 ** 10 ** 9` does. Run such functions
+in `gspax.rewards.guard`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SPARE = 1.0  # seconds beyond its deadline after which a coroutine is assumed t
 
 @dataclass(frozen=True)
 class Failure:
-    """A call without a result."""
+    """The result of a call that failed, with the reason."""
 
     reason: str
 
@@ -48,14 +48,14 @@ class Batched:
 
         reward=Batched(partial(score, model="judge"))
 
-    A batch holds the completions that have arrived together, of one group or of several; its size must not change a
+    A batch contains the completions that arrive together, of one group or of several; its size must not change a
     reward. `function` may be async.
     """
 
     function: BatchReward
 
     def __call__(self, problem: Problem, completion: str) -> object:
-        """The reward of one completion."""
+        """Compute the reward of one completion."""
         return self.function([problem], [completion])[0]
 
 
@@ -79,7 +79,7 @@ def compares_answers(function: F) -> F:
 
 
 def require_answer(problem: Problem) -> str:
-    """The problem's answer. UserError if it has none."""
+    """Return the problem's answer. UserError if it has none."""
     if not problem.answer:
         prompt = shorten(repr(problem.prompt))
         raise UserError(f"reward: wanted problems with an answer (Problem.answer), got none for the prompt {prompt}")
@@ -87,10 +87,10 @@ def require_answer(problem: Problem) -> str:
 
 
 def needs(find_missing: Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
-    """Declare what a function needs beside gspax: a package, a program, a variable of the environment.
+    """Declare what a function needs besides gspax: a package, a program, an environment variable.
 
     Args:
-      find_missing: says, from the function's keywords, what this machine or the setting lacks; empty if nothing.
+      find_missing: says, given the function's keywords, what this machine or setting lacks; empty if nothing.
     """
 
     def declare(function: F) -> F:
@@ -102,13 +102,13 @@ def needs(find_missing: Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
 
 @dataclass(eq=False)
 class _Call(Generic[T]):
-    arguments: tuple[object, object]  # of the function: a subject and a text, or sequences of them if it is batched
+    arguments: tuple[object, object]  # a subject and a text, or sequences of them if the function is batched
     futures: list[Future[T]]
-    began: float | None = None  # by time.monotonic; moved by the time spent waiting
-    waits: float | None = None  # the time since which the call has been waiting for other calls
+    began: float | None = None  # start by time.monotonic; moved forward by the time spent waiting
+    waits: float | None = None  # time since which the call has been waiting for other calls
 
     def settle(self, results: Sequence[T] | UserError) -> bool:
-        """Set the futures. False, without effect, if they are set already."""
+        """Set the futures. Return False, without effect, if they are already set."""
         try:
             for number, future in enumerate(self.futures):
                 if isinstance(results, UserError):
@@ -120,7 +120,7 @@ class _Call(Generic[T]):
         return True
 
     def seconds(self) -> float:
-        """The time that the call has run, without waits; 0 if it is not running."""
+        """Return the time that the call has run, without waits; 0 if it is not running."""
         now = time.monotonic() if self.waits is None else self.waits
         return 0.0 if self.began is None or self.done else now - self.began
 
@@ -129,14 +129,14 @@ class _Call(Generic[T]):
         return all(future.done() for future in self.futures)
 
 
-_current = threading.local()  # `call`: the one that this thread runs
+_current = threading.local()  # its attribute `call` is the call that this thread runs
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Stop the clock of this thread's call while it waits for something that it shares with other calls.
 
-    TimeoutError in a call that was late: more work for it would only delay the others.
+    Raises TimeoutError in a call that was late: more work for it would only delay the others.
     """
     call: _Call[object] | None = getattr(_current, "call", None)
     if call is None or call.began is None:
@@ -159,7 +159,7 @@ class Calls(Generic[T]):
       function: takes a subject (a problem, or an environment's state) and a text; may be async or `Batched`.
       grading: the limits of time and concurrency.
       read: turns the function's return value into a result.
-      fail: makes the result of a call that failed, from one sentence.
+      fail: turns a sentence into the result of a failed call.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Calls(Generic[T]):
         self.close()
 
     def submit(self, subjects: Sequence[object], texts: Sequence[str]) -> list[Future[T]]:
-        """Start calls, each with the subject and the text of one index. A future raises UserError at most."""
+        """Start a call for each subject and text. Return futures, whose only exception is UserError."""
         if self._batched:
             calls = [_Call[T]((subjects, texts), [Future() for _ in texts])] if texts else []
         else:
@@ -199,7 +199,7 @@ class Calls(Generic[T]):
         return [future for call in calls for future in call.futures]
 
     def close(self) -> None:
-        """End the threads that are not in a call. Further calls start others."""
+        """End the threads that are not in a call. Further calls start new threads."""
         with self._lock:
             self._closed.set()
             if self._server is not None:
@@ -207,7 +207,7 @@ class Calls(Generic[T]):
             self._server, self._pending = None, []
 
     def _watch(self, server: _Threads[T] | _EventLoop[T], closed: threading.Event) -> None:
-        """Abandon late calls, and let others run while they go on."""
+        """Abandon late calls, and let other calls run in the meantime."""
         limit = self.grading.timeout + (_SPARE if self._is_async else 0.0)
         while not closed.wait(min(0.1, self.grading.timeout / 4)):
             with self._lock:
@@ -222,13 +222,13 @@ class Calls(Generic[T]):
             return call.settle(self._failed(call, error))
 
     async def _call_async(self, call: _Call[T], stopped: threading.Event) -> None:
-        """Run a call, which has no result if its event loop has stopped: it may begin again on another."""
+        """Run a call. It gets no result if its event loop was stopped, because it may start again on another."""
         deadline = asyncio.timeout(self.grading.timeout)
         try:
             async with deadline:
                 results = self._results(call, await self.function(*call.arguments))
             call.settle(results)
-        except BaseException as error:  # CancelledError included: the function may await what others have cancelled
+        except BaseException as error:  # CancelledError included: the function may await a task that others canceled
             if isinstance(error, asyncio.CancelledError) and stopped.is_set():
                 raise
             call.settle(self._late(call) if deadline.expired() else self._failed(call, error))
@@ -240,7 +240,7 @@ class Calls(Generic[T]):
         return self._fail_all(call, f"wanted a value for each of {len(call.futures)} completions, got {len(values)}")
 
     def _failed(self, call: _Call[T], error: BaseException) -> list[T] | UserError:
-        """The results of a call that raised; a UserError itself, because then a setting is wrong."""
+        """Return the results of a call that raised; a UserError is returned itself, because a setting is wrong."""
         if isinstance(error, UserError):
             return error
         return self._fail_all(call, describe_error(error))
@@ -253,7 +253,7 @@ class Calls(Generic[T]):
 
 
 class _Threads(Generic[T]):
-    """Threads that each make one call at a time."""
+    """A set of threads, each of which makes one call at a time."""
 
     def __init__(self, serve: Callable[[_Call[T]], bool], count: int) -> None:
         self._serve, self._numbers = serve, itertools.count(1)
@@ -265,7 +265,7 @@ class _Threads(Generic[T]):
         self._queue.put(call)
 
     def replace(self, pending: Sequence[_Call[T]]) -> None:
-        """Start a thread, which makes the pending calls that a late one would have made."""
+        """Start a thread, which takes over the pending calls of a late one."""
         threading.Thread(target=self._run, name=f"gspax-call-{next(self._numbers)}", daemon=True).start()
 
     def stop(self) -> None:
@@ -274,9 +274,9 @@ class _Threads(Generic[T]):
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             call.began, _current.call = time.monotonic(), call
-            if not self._serve(call):  # late: another thread has taken the place of this one
+            if not self._serve(call):  # late: another thread has replaced this one
                 return
-        self.stop()  # the next thread
+        self.stop()  # passes the signal on to the next thread
 
 
 class _EventLoop(Generic[T]):
@@ -290,7 +290,7 @@ class _EventLoop(Generic[T]):
         asyncio.run_coroutine_threadsafe(self._run(call, self._stopped), self._loop)
 
     def replace(self, pending: Sequence[_Call[T]]) -> None:
-        """Begin the pending calls again on another loop, because a late one blocks this one."""
+        """Restart the pending calls on another loop, because a late call blocks this one."""
         self.stop()
         self._start()
         for call in pending:
@@ -307,7 +307,7 @@ class _EventLoop(Generic[T]):
         threading.Thread(target=self._run_loop, args=(self._loop,), name="gspax-call-loop", daemon=True).start()
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        with asyncio.Runner(loop_factory=lambda: loop):  # it cancels what is left, and closes the loop
+        with asyncio.Runner(loop_factory=lambda: loop):  # cancels the remaining tasks, and closes the loop
             loop.run_forever()
 
     async def _run(self, call: _Call[T], stopped: threading.Event) -> None:
@@ -318,12 +318,12 @@ class _EventLoop(Generic[T]):
 
 
 def inner_function(function: UserFunction) -> UserFunction:
-    """The function inside `Batched` and `functools.partial`."""
+    """Return the function inside `Batched` and `functools.partial`."""
     return unwrap(function.function if isinstance(function, Batched) else function)
 
 
 def members(function: UserFunction) -> list[UserFunction]:
-    """The rewards in the keywords `reward` and `rewards` of a composition."""
+    """Return the rewards in the keywords `reward` and `rewards` of a composition."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     several = bound.get("rewards")
     one = [bound["reward"]] if "reward" in bound else []
@@ -331,26 +331,26 @@ def members(function: UserFunction) -> list[UserFunction]:
 
 
 def _declared(function: UserFunction, default: int) -> int:
-    """The number of threads that may call a function at once."""
+    """Return the number of threads that may call a function at once."""
     declared = int(getattr(inner_function(function), "concurrency", default))
     return declared or min((_declared(member, 1) for member in members(function)), default=1)
 
 
 def _is_async(function: UserFunction) -> bool:
-    """Whether a function returns a coroutine."""
+    """Return whether a function returns a coroutine."""
     inner = inner_function(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def find_rewards(function: UserFunction) -> Iterator[UserFunction]:
-    """A reward and the rewards inside it, if it is a composition such as `weighted_sum` or `guard`."""
+    """Yield a reward and the rewards inside it, if it is a composition such as `weighted_sum` or `guard`."""
     yield function
     for member in members(function):
         yield from find_rewards(member)
 
 
 def find_missing(function: UserFunction) -> Iterator[str]:
-    """What this machine lacks for a function and for the rewards inside it, by what each of them `needs`."""
+    """Yield what this machine lacks for a function and for the rewards inside it, as declared by `needs`."""
     for each in find_rewards(function):
         find = getattr(inner_function(each), "find_missing", None)
         if find and (reason := find(keywords(each.function if isinstance(each, Batched) else each))):
@@ -358,7 +358,7 @@ def find_missing(function: UserFunction) -> Iterator[str]:
 
 
 def find_async_members(function: UserFunction) -> Iterator[tuple[UserFunction, UserFunction]]:
-    """Pairs of a composition of gspax and an async reward inside it, which it would not await."""
+    """Yield pairs of a composition of gspax and an async reward inside it, which it would not await."""
     for member in members(function) if is_gspax(function) else ():
         if _is_async(member):
             yield inner_function(function), inner_function(member)

@@ -1,4 +1,4 @@
-"""Programs: 1 if a completion's program passes all tests of the problem, else 0.
+"""Rewards programs: 1 if a completion's program passes all tests of the problem, else 0.
 
     reward=partial(rewards.code.reward, allow_code_execution=True)
 
@@ -33,7 +33,7 @@ _LONGEST = 100_000  # characters of a program
 _SPARE = 30.0  # seconds beyond a test's own limit after which its worker is assumed to hang
 
 _tally = Tally()
-counts = _tally.counts  # how many completions this process has graded, by outcome
+counts = _tally.counts  # the number of completions that this process has graded, by outcome
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Limits:
     timeout: float = 6.0  # seconds, start of the interpreter included; processor time is bounded alike
     memory: int = 512  # MiB of address space of each process
     output: int = 4  # MiB of each file it writes, standard output included
-    processes: int = 16  # and threads, at a time
+    processes: int = 16  # processes and threads at a time
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -53,13 +53,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Where programs run.
+    """The isolation and the limits of programs.
 
     Attributes:
-      limits: for each test.
+      limits: the limits of each test.
       isolation: "bubblewrap", or "none" for programs that you trust: they run as processes of the trainer's user.
       python: the interpreter for the programs; None for this one if it is below /usr, else /usr/bin/python3.
-      workers: concurrent programs of this process.
+      workers: programs that this process runs at a time.
     """
 
     limits: Limits = Limits()
@@ -68,14 +68,14 @@ class Sandbox:
     workers: int = 2
 
     def pool(self) -> Pool:
-        """The worker processes of this process. UserError if programs cannot be isolated in this way here."""
+        """Return the worker pool of this process. UserError if programs cannot be isolated in this way here."""
         if reason := _missing(self.isolation):
             raise UserError(reason)
         return shared("code", self.isolation, self.python or _default_python(), workers=self.workers)
 
 
 def _missing(isolation: str) -> str:
-    """Why programs cannot be isolated in this way here; empty if they can."""
+    """Explain why programs cannot be isolated in this way here; empty if they can."""
     if isolation not in ("bubblewrap", "none"):
         return f"isolation: wanted bubblewrap or none, got {isolation!r}"
     if isolation == "bubblewrap" and sys.platform != "linux":
@@ -86,7 +86,7 @@ def _missing(isolation: str) -> str:
 
 
 def find_missing_sandbox(settings: Mapping[str, Any]) -> str:
-    """Why a reward or a tool with these keywords cannot run programs here; empty if it can."""
+    """Explain why a reward or a tool with these keywords cannot run programs here; empty if it can."""
     if (allowed := settings.get("allow_code_execution", True)) is not True:
         return NOT_ALLOWED if allowed is False else f"{NOT_ALLOWED}, got {allowed!r}"
     sandbox = settings.get("sandbox") or Sandbox(isolation=settings["isolation"])
@@ -107,11 +107,11 @@ def reward(
     workers: int = 2,
     failed: float = 0.0,
 ) -> Score:
-    """1.0 if the completion's program passes all tests of `problem.answer`, else 0.0.
+    """Compute 1.0 if the completion's program passes all tests of `problem.answer`, else 0.0.
 
     Args:
-      problem: its answer is the text of `program_tests.Tests`.
-      completion: text with the program, as `extract_program` finds it.
+      problem: the problem; its answer is the text of `program_tests.Tests`.
+      completion: text that contains the program, as `extract_program` finds it.
       allow_code_execution: must be True: this runs what a model has written.
       limits, isolation, python, workers: as in `Sandbox`.
       failed: the reward of a completion whose problem has no valid tests, or whose worker was lost, which no program
@@ -122,7 +122,7 @@ def reward(
         [completion],
         allow_code_execution=allow_code_execution,
         sandbox=Sandbox(limits, isolation, python, workers),
-        batch_timeout=math.inf,  # grading.timeout, which leaves out waiting for other programs
+        batch_timeout=math.inf,  # grading.timeout applies, and leaves out waiting for other programs
         failed=failed,
     )
     return grades[0].score
@@ -137,7 +137,7 @@ def grade(
     batch_timeout: float = 600.0,
     failed: float = 0.0,
 ) -> list[Grade]:
-    """Grades of a batch of completions, each against the tests of the same index.
+    """Grade a batch of completions, each against the tests of the same index.
 
     Outcomes are "passed", "wrong", "error", "timeout", "no program", "late", "crashed", and "raised" if an answer has
     no valid tests. `allow_code_execution` and `failed` are as in `reward`; programs that have not started within
@@ -173,9 +173,9 @@ def run_program(code: str, stdin: str = "", *, allow_code_execution: bool = Fals
 
 
 def extract_program(completion: str, function: str | None = None) -> str | None:
-    """The program in a completion; all of it where nothing is fenced; None if there is none.
+    """Extract the program in a completion: all of it if nothing is fenced; None if there is none.
 
-    It is the last of the fenced blocks of the first kind that is there:
+    Among fenced blocks, it is the last one of the first kind that occurs:
 
     - blocks that define the function, if a test calls one
     - blocks of Python, and blocks without a language that are programs
@@ -184,7 +184,7 @@ def extract_program(completion: str, function: str | None = None) -> str | None:
 
     Args:
       completion: any text; takes time linear in its length.
-      function: the name that the tests call.
+      function: the name of the function that the tests call.
     """
     if ("```" not in completion and "~~~" not in completion) or (_fits(completion) and is_program(completion)):
         return completion if _fits(completion) else None
@@ -205,7 +205,7 @@ def _fits(code: str) -> bool:
 
 
 def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: float) -> tuple[str, str]:
-    """The outcome of the first test that the program does not pass, and its detail."""
+    """Run the tests in order; return the outcome of the first that the program fails, and its detail."""
     for number, (text, expected) in enumerate(tests.cases, 1):
         if time.monotonic() >= deadline:
             return "late", ""
@@ -228,6 +228,6 @@ def _run(pool: Pool, code: str, limits: Limits, inputs: str | list[object], func
 
 
 def _default_python() -> str:
-    """An interpreter that anybody may run: one in somebody's home cannot be reached by the user nobody."""
+    """Return an interpreter that every user can run: the user nobody cannot reach one in a home directory."""
     this = os.path.realpath(sys.executable)
     return this if this.startswith("/usr/") else "/usr/bin/python3"

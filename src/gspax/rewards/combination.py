@@ -1,6 +1,6 @@
-"""Several named rewards with weights, as several numbers or as their sum; each is a metric `rewards/NAME`.
+"""Combines several named rewards with weights, as several numbers or as their sum; each is a metric `rewards/NAME`.
 
-If one of them fails (`Score.error`), the whole fails and keeps its value.
+If one of them fails (`Score.error`), the combination fails too, but has its value.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def combine(
     rewards: Mapping[str, Callable[[Problem, str], float | Score]],
     weights: Mapping[str, float] = _EMPTY,
 ) -> dict[str, Score]:
-    """Each reward times its weight, for an advantage of several rewards (`advantages.gdpo`).
+    """Multiply each reward by its weight, for an advantage of several rewards (`advantages.gdpo`).
 
         reward=partial(combine, rewards={"answer": math.reward, "format": format.match_tags})
         advantage=partial(advantages.gdpo, weights=(1.0, 0.1))
 
-    The advantage gets the rewards in the alphabetical order of their names, which `gdpo`'s weights follow. `gdpo`
-    standardizes each reward, so a positive weight given here changes the reported reward but not the advantage: the
-    weights of the advantage are its own.
+    The advantage gets the rewards in the alphabetical order of their names, and `gdpo`'s weights follow that order.
+    `gdpo` standardizes each reward, so a positive weight given here changes the reported reward but not the advantage;
+    the advantage has separate weights.
 
     Args:
-      problem: for the rewards.
-      completion: for the rewards.
-      rewards: by name; each gives one number.
-      weights: by the same names; 1 for those that are not in it.
+      problem: passed to the rewards.
+      completion: passed to the rewards.
+      rewards: functions by name, each of which returns one number.
+      weights: weights by the same names; 1 for missing names.
     """
     if unknown := sorted(set(weights) - set(rewards)):
         raise UserError(f"weights: wanted names of rewards ({', '.join(rewards)}), got {', '.join(unknown)}")
@@ -52,12 +52,12 @@ def weighted_sum(
     rewards: Mapping[str, Callable[[Problem, str], float | Score]],
     weights: Mapping[str, float] = _EMPTY,
 ) -> Score:
-    """The sum of `combine`, for an advantage of one reward."""
+    """Add up the rewards of `combine`, for an advantage of one reward."""
     return add_up(combine(problem, completion, rewards=rewards, weights=weights))
 
 
 def _weigh(name: str, value: object, weight: float) -> Score:
-    """The reward times its weight, with its error and its reason."""
+    """Multiply a reward by its weight, and keep its error and its reason."""
     try:
         score = to_score(value)
     except (TypeError, ValueError):

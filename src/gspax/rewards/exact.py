@@ -1,7 +1,7 @@
 r"""Exact values of closed forms of whole numbers: `\frac{2^{60}+1}{3 \cdot 59!}`, in LaTeX or as programs write them.
 
-A parser of mathematics compares numbers by their first decimals, so that it takes all small ones for equal. Here every
-value is a fraction, and nothing is computed whose size is not known to be bounded.
+A parser of mathematics compares numbers by their first decimals, so that all small numbers seem equal. Here every value
+is a fraction, and nothing is computed unless its size is bounded in advance.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 
 _LONGEST = 400  # characters
-_MOST_BITS = 1 << 15  # of a numerator or a denominator
+_MOST_BITS = 1 << 15  # bits of a numerator or a denominator
 _DEEPEST = 40  # nested groups
 _TOKEN = re.compile(
     r"\s*(?:(\d+(?:\.\d*)?|\.\d+)"
@@ -22,11 +22,11 @@ _SAME |= {"dfrac": "frac", "tfrac": "frac"}
 
 
 class _UnknownError(Exception):
-    """The text is no closed form, or its value is too large or no fraction."""
+    """Raised if the text is not a closed form, or its value is too large or not rational."""
 
 
 def evaluate(text: str) -> Fraction | None:
-    r"""The value of an expression of numbers with + - * / ^ ! \frac \sqrt and brackets; None for others and large ones.
+    r"""Evaluate an expression of numbers with + - * / ^ ! \frac \sqrt and brackets; None for others and large ones.
 
     >>> evaluate(r"\frac{2^{10}}{3!}"), evaluate(r"\sqrt{16}"), evaluate(r"\sqrt{2}"), evaluate("7^{10^9}")
     (Fraction(512, 3), Fraction(4, 1), None, None)
@@ -42,7 +42,7 @@ def evaluate(text: str) -> Fraction | None:
             return None
         token = match[1] or match[2] or match[3]
         token = _SAME.get(token, token)
-        if token == "*" and tokens[-1:] == ["*"]:  # as programs write powers
+        if token == "*" and tokens[-1:] == ["*"]:  # `**`, as programs write powers
             tokens[-1] = "^"
         elif token not in ("left", "right"):
             tokens.append(token)
@@ -66,7 +66,7 @@ class _Parser:
         return "" if self.at_end() else self._tokens[self._position]
 
     def _take(self, *tokens: str) -> str:
-        """The next token, if it is one of these; else nothing."""
+        """Take the next token if it is one of these; else return an empty text."""
         token = self._next()
         if token not in tokens:
             return ""
@@ -91,7 +91,7 @@ class _Parser:
                 value = _bounded(value * factor if sign == "*" else value / factor)
             elif self._next() in ("(", "frac", "sqrt"):
                 if self._next() == "frac" and self._tokens[self._position - 1][-1:].isdigit():
-                    raise _UnknownError  # a mixed number is no product
+                    raise _UnknownError  # a mixed number is not a product
                 value = _bounded(value * self._power())
             else:
                 return value
@@ -130,7 +130,7 @@ class _Parser:
         return Fraction(token)
 
     def _argument(self) -> Fraction:
-        """What stands in braces, or one digit."""
+        """Parse the expression in braces, or one digit."""
         token = self._next()
         if token[:1].isdigit():
             self._tokens[self._position : self._position + 1] = [token[:1], *([token[1:]] if token[1:] else [])]

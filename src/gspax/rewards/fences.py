@@ -1,6 +1,6 @@
-"""Where a program stands in a completion: fenced blocks in any shape in which models write them.
+"""Finds programs in completions: fenced blocks in every form in which models write them.
 
-A fence is three or more backticks or tildes. `blocks` finds the blocks in one pass over the text, whatever it is.
+A fence is three or more backticks or tildes. `blocks` finds the blocks in one pass over any text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _LONGEST_LINE = 1000  # characters after an opening fence on its line
 _FENCE = re.compile(r"`{3,}|~{3,}")
 _IN_CODE = re.compile(r"\\.|#|\"\"\"|'''|[\"'\n]|`{3,}|~{3,}", re.DOTALL)
 _BEFORE = re.compile(r"(?:[ \t>]|[-*+][ \t]|\d{1,3}[.)][ \t])*")  # indentation, list items, and quotation marks
-_WORD = re.compile(r"[\w+#.-]+[ \t]*")  # right after a fence it is a language
+_WORD = re.compile(r"[\w+#.-]+[ \t]*")  # directly after a fence this is a language
 _LANGUAGE = re.compile(r"[ \t{.]*([A-Za-z][\w+#-]*)?")
 _PYTHON = re.compile(r"i?py(?:thon)?[\d.]*", re.IGNORECASE)
 _CONSOLE = re.compile(r"\s*(?:>>>|\$ |In \[\d)")
-_STATEMENT = re.compile(  # how the first line of a program begins
+_STATEMENT = re.compile(  # matches the start of a program
     r"\s*(?:(?:async[ ]+)?def[ ]+\w+[ ]*\(|class[ ]+\w+[ ]*[(:]|import[ ]+\w|from[ ]+[\w.]+[ ]+import\b|@\w|#!|print\("
     r"|\w+[ ]*=[^=]|(?:for|while|if|with)\b[^\n]{1,200}:[ \t]*(?:#[^\n]*)?\n)"
 )
@@ -32,7 +32,7 @@ class Block:
     Attributes:
       language: the first word after the opening fence, in lower case; empty if there is none.
       code: the lines inside, without the indentation that they share.
-      closed: whether a fence ends it; the end of the text does otherwise.
+      closed: whether a fence ends the block, rather than the end of the text.
     """
 
     language: str
@@ -41,17 +41,17 @@ class Block:
 
     @property
     def is_python(self) -> bool:
-        """Whether the fence says Python, and the block is no session of a console."""
+        """Whether the fence says Python, and the block is not a console session."""
         return _PYTHON.fullmatch(self.language) is not None and not _CONSOLE.match(self.code)
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a text, in order.
+    """Find the fenced blocks of a text, in order.
 
     An opening fence begins its line, apart from indentation, list items and quotation marks, or ends its line with at
-    most a language after it. The closing fence is the next one of the same kind that stands in no string and no comment
-    of the code. A program before the first fence is a block too: the text, or the prompt, has begun it; before a lone
-    fence with prose after it also lines that are no valid program.
+    most a language after it. The closing fence is the next one of the same kind that is not in a string or comment
+    of the code. A program before the first fence is a block too, as if the text or the prompt had opened it; before a
+    lone fence with prose after it, so are lines that are not a valid program.
     """
     found: list[Block] = []
     position, first, strings = 0, True, True
@@ -61,7 +61,7 @@ def blocks(text: str) -> list[Block]:
         end = text.find("\n", match.end(), farthest)
         end = end if end >= 0 else min(farthest, len(text))
         info, before = text[match.end() : end], text[line : match.start()]
-        if (second := _FENCE.search(info)) and second.group()[0] == match.group()[0]:  # it closes on its line
+        if (second := _FENCE.search(info)) and second.group()[0] == match.group()[0]:  # closed on the same line
             found += _inline(info[: second.start()])
             position = match.end() + second.end()
             continue
@@ -77,7 +77,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def is_program(text: str) -> bool:
-    """Whether a text is Python that does something: names and values alone, such as an output `3, 4`, are not."""
+    """Return whether a text is Python that does something: names and values alone, such as `3, 4`, do not."""
     text = re.sub(r"\\(?=[^\n\r'\"\\])", r"\\\\", text)  # escapes of strings could raise warnings
     try:
         body = ast.parse(text).body
@@ -87,7 +87,7 @@ def is_program(text: str) -> bool:
 
 
 def _is_begun(text: str, fence: re.Match[str]) -> bool:
-    """Whether a program, even an invalid one, stands before the first fence, which closes it."""
+    """Return whether a program, even an invalid one, precedes the first fence, which closes it."""
     before, after = text[: fence.start()], text[fence.end() :]
     if is_program(before):
         return True
@@ -96,16 +96,17 @@ def _is_begun(text: str, fence: re.Match[str]) -> bool:
 
 
 def _opens(before: str, info: str) -> bool:
-    """Whether a fence between these parts of its line may open a block."""
+    """Return whether a fence between these parts of its line may open a block."""
     if len(info) >= _LONGEST_LINE:
         return False
     return bool(_BEFORE.fullmatch(before)) or not info.strip() or bool(_WORD.fullmatch(info))
 
 
 def _read(text: str, start: int, fence: str, strings: bool) -> tuple[str, int, bool, bool]:
-    """The code from `start` to the fence that closes it, the position after it, and whether strings are still followed.
+    """Read the code from `start` to its closing fence; return (code, position after it, track strings, closed).
 
-    A string that never ends would hide every fence: then its first fence closes, and strings no longer count.
+    A string that never ends would hide every fence: then the first fence in it closes, and strings are ignored from
+    there on.
     """
     inside, hidden = "", -1
     for token in _IN_CODE.finditer(text, start):
@@ -129,7 +130,7 @@ def _read(text: str, start: int, fence: str, strings: bool) -> tuple[str, int, b
 
 
 def _end(text: str, start: int, stop: int, strings: bool) -> tuple[str, int, bool, bool]:
-    """The code before a closing fence. A fence with a language opens the next block as well."""
+    """Return the code before a closing fence. A fence with a language also opens the next block."""
     after = len(text) if (match := _FENCE.match(text, stop)) is None else match.end()
     rest = text[after : after + _LONGEST_LINE].partition("\n")[0]
     return text[start:stop], stop if _WORD.fullmatch(rest) else after, strings, True
@@ -145,7 +146,7 @@ def _block(info: str, before: str, code: str, closed: bool) -> Block:
 
 
 def _inline(text: str) -> list[Block]:
-    """The block between two fences on a line, if it is a program."""
+    """Return the block between two fences on a line, if it is a program."""
     language = _language(text) if _PYTHON.fullmatch(_language(text)) else ""
     code = text.strip()[len(language) :].strip()
     return [Block(language, f"{code}\n")] if is_program(code) else []

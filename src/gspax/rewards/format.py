@@ -1,4 +1,4 @@
-"""Formats: 1 if a completion has the form that was asked for, else 0."""
+"""Rewards formats: 1 if a completion has the requested form, else 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gspax.rewards.calls import PURE, concurrent
 
 @concurrent(PURE)
 def match(problem: Problem, completion: str, *, pattern: str) -> float:
-    """1.0 if the whole completion matches a regular expression, in which `.` matches line breaks too, else 0.0.
+    """Compute 1.0 if the whole completion matches a regular expression (`.` matches newlines too), else 0.0.
 
     The pattern runs in the training process without a time limit: nested repetitions, as in `(a+)+`, can take a time
     exponential in the length of the completion.
@@ -23,13 +23,13 @@ def match(problem: Problem, completion: str, *, pattern: str) -> float:
 def match_tags(
     problem: Problem, completion: str, *, tags: Sequence[str] = ("think", "answer"), opened: bool = False
 ) -> float:
-    """1.0 if the completion is `<think>…</think><answer>…</answer>`, white space between them aside, else 0.0.
+    """Compute 1.0 if the completion is `<think>…</think><answer>…</answer>`, ignoring white space between, else 0.0.
 
     Args:
       problem: not read.
       completion: any text; takes time linear in its length.
-      tags: the names, in order. Each stands there once, with text inside.
-      opened: the prompt ends with the first opening tag, so the completion starts after it.
+      tags: the names, in order. Each tag occurs once, with text inside.
+      opened: whether the prompt ends with the first opening tag, so that the completion starts after it.
     """
     if opened and not completion.startswith(f"<{tags[0]}>"):  # in a run, a `<think>` of the prompt is in the text
         completion = f"<{tags[0]}>{completion}"

@@ -1,9 +1,9 @@
-"""A reward that may fail: called in a worker process with a deadline, so that a bad sample costs that sample only.
+"""Guards a reward that may fail: calls it in a worker process with a deadline, so that only the bad sample is lost.
 
     reward=partial(guard, reward=my_rewards.score, timeout=2.0)
 
-Without it, a reward runs in a thread of the trainer (`rewards.calls`): one that holds the interpreter's lock cannot be
-interrupted there, and one that ends its process ends the run.
+Without it, a reward runs in a thread of the trainer (`rewards.calls`): one that holds the interpreter's lock cannot
+be interrupted there, and a reward that kills its process ends the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gspax.rewards.scores import Grade, Scores, Tally, unpack
 from gspax.rewards.workers.pool import shared
 
 _tally = Tally()
-counts = _tally.counts  # how many completions this process has guarded, by outcome
+counts = _tally.counts  # the number of completions that this process has guarded, by outcome
 
 
 @concurrent(8)
@@ -33,15 +33,15 @@ def guard(
     workers: int = 2,
     failed: float = 0.0,
 ) -> Scores:
-    """What `reward` gives, or `failed` where it raises, gives no finite number, hangs or kills its process.
+    """Call `reward` in a worker; return `failed` if it raises, returns no finite number, hangs or kills its process.
 
     Args:
-      problem: for the reward.
-      completion: for the reward.
+      problem: passed to the reward.
+      completion: passed to the reward.
       reward: a function of an importable module, or a `functools.partial` of one: the workers are new processes, which
         import it. They see no accelerator.
       timeout: seconds for one call. The first call of a worker includes its imports.
-      workers: processes, of this process, shared by everything that gives the same number.
+      workers: worker processes of this process, shared by all guards with the same number.
       failed: the reward of a completion for which `reward` fails.
     """
     task = sys.path, _pickled(reward), _pickled(problem), completion

@@ -1,4 +1,4 @@
-"""A reward model or a judge behind HTTP.
+"""Asks a reward model or a judge by HTTP.
 
     reward=partial(http.reward, url="http://10.0.0.2:8000/score")
 
@@ -27,7 +27,7 @@ _LARGEST = 2**20  # bytes of a response
 
 
 def to_request(problem: Problem, completion: str) -> dict[str, object]:
-    """`{"prompt", "answer", "completion", "task", "metadata"}`: the default body of a request."""
+    """Build the default body of a request: `{"prompt", "answer", "completion", "task", "metadata"}`."""
     return {
         "prompt": problem.prompt,
         "answer": problem.answer,
@@ -38,7 +38,7 @@ def to_request(problem: Problem, completion: str) -> dict[str, object]:
 
 
 def from_response(response: object) -> float | tuple[float, ...]:
-    """The number `reward`, or the list `rewards`, of a response. ValueError if it has neither."""
+    """Return the number `reward`, or the list `rewards`, of a response. ValueError if it has neither."""
     match response:
         case {"reward": int() | float() as reward}:
             return float(reward)
@@ -48,7 +48,7 @@ def from_response(response: object) -> float | tuple[float, ...]:
 
 
 def find_mistake(settings: Mapping[str, Any]) -> str:
-    """What keeps these keywords from asking a server; empty if nothing."""
+    """Explain what prevents asking a server with these keywords; empty if nothing."""
     url, variable, attempts = (settings[name] for name in ("url", "token_variable", "attempts"))
     try:
         parts = urlsplit(url)
@@ -75,16 +75,16 @@ def reward(
     timeout: float = 10.0,
     attempts: int = 4,
 ) -> float | tuple[float, ...]:
-    """The reward that a server gives for a completion.
+    """Ask a server for the reward of a completion.
 
     All attempts and the pauses between them should fit into `grading.timeout`; with the defaults they take up to 44 s.
 
     Args:
-      problem: for `request`.
-      completion: for `request`.
-      url: of http or https. It is part of the run's description, so it should hold no secret.
-      request: makes the body of the request, anything that JSON can hold.
-      response: takes the reward, or several, from the parsed body of the response.
+      problem: passed to `request`.
+      completion: passed to `request`.
+      url: an http or https URL. It is part of the run's description, so it should contain no secret.
+      request: makes the body of the request, any value that JSON can represent.
+      response: extracts the reward, or several, from the parsed body of the response.
       token_variable: an environment variable whose value is sent as `Authorization: Bearer`.
       timeout: seconds for one attempt.
       attempts: the number of attempts if there is no connection, no complete answer, or a status of 500 and above or of
@@ -92,7 +92,7 @@ def reward(
         more by `Retry-After`.
 
     Raises:
-      UserError: the URL is of another kind, or the environment variable is not set.
+      UserError: the URL is not http or https, or the environment variable is not set.
       RuntimeError: the server cannot be reached, refuses the request or redirects it; with its status and the start of
         its answer.
     """

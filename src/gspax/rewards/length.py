@@ -1,4 +1,4 @@
-"""Rewards for the length of a text. `losses.shaping` has those for lengths in tokens (`Experiment.length_reward`)."""
+"""Rewards the length of a text. For lengths in tokens (`Experiment.length_reward`) see `losses.shaping`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def within(
     slack: int = 0,
     unit: str = "words",
 ) -> float:
-    """1.0 for a length from `at_least` to `at_most`, falling linearly to 0.0 at `slack` + 1 outside of them.
+    """Compute 1.0 for a length from `at_least` to `at_most`, falling linearly to 0.0 at `slack` + 1 outside of them.
 
     Args:
       problem: not read.
       completion: any text.
       at_least: the smallest length that gets 1.0.
-      at_most: the largest; None for no limit.
-      slack: by how much a length may be outside and still get more than 0.0.
+      at_most: the largest length that gets 1.0; None for no limit.
+      slack: the distance to that range up to which a length still gets more than 0.0.
       unit: "words" (separated by white space), "characters" or "lines" (those with text).
     """
     if unit not in _UNITS:

@@ -1,4 +1,4 @@
-r"""Mathematical answers: 1 if a completion's final answer equals the problem's, else 0.
+r"""Rewards mathematical answers: 1 if a completion's final answer equals the problem's, else 0.
 
     reward=rewards.math.reward
     reward=partial(rewards.math.reward, form="boxed", timeout=2.0)
@@ -24,13 +24,13 @@ from gspax.rewards.calls import Failure, compares_answers, concurrent, needs, re
 from gspax.rewards.scores import Grade, Score, Tally
 from gspax.rewards.workers.pool import shared
 
-_LONGEST = 2000  # characters; a longer answer is no answer
+_LONGEST = 2000  # characters; a longer text is not an answer
 _tally = Tally()
-counts = _tally.counts  # how many completions this process has graded, by outcome
+counts = _tally.counts  # the number of completions that this process has graded, by outcome
 
 
 def find_missing_parser(settings: Mapping[str, Any]) -> str:
-    """What this installation lacks to compare answers; empty if nothing."""
+    """Explain what this installation lacks to compare answers; empty if nothing."""
     if importlib.util.find_spec("math_verify") is not None:
         return ""
     return f"wanted the package math-verify, it is not installed: {how_to_install('rewards')}"
@@ -48,14 +48,14 @@ def reward(
     workers: PositiveInt = 2,
     failed: float = 0.0,
 ) -> Score:
-    r"""1.0 if the completion's final answer equals `problem.answer`, else 0.0.
+    r"""Compute 1.0 if the completion's final answer equals `problem.answer`, else 0.0.
 
     Args:
-      problem: its answer is bare, or a solution that ends in `\boxed{}` or `####`.
+      problem: the problem; its answer is bare, or a solution that ends in `\boxed{}` or `####`.
       completion: any text.
-      form: where the answer stands, as for `answers.extract`.
+      form: the form of the answer, as for `answers.extract`.
       timeout: seconds for one comparison.
-      workers: processes for the comparisons of this process, shared by everything that gives the same number.
+      workers: worker processes for comparisons, shared by everything in this process with the same number.
       failed: the reward of a completion whose comparison is late or crashes.
     """
     answers = [require_answer(problem)]
@@ -63,7 +63,7 @@ def reward(
 
 
 def check(problem: Problem) -> str | None:
-    """Why a problem's answer has no final answer, or None; one of the `checks` of a data source."""
+    """Explain why a problem's answer has no final answer, or None; one of the `checks` of a data source."""
     return find_problem(str(problem.answer or "")) or None
 
 
@@ -80,12 +80,12 @@ def grade(
     workers: int = 2,
     failed: float = 0.0,
 ) -> list[Grade]:
-    """Grades of a batch of completions, each against the answer of the same index.
+    """Grade a batch of completions, each against the answer of the same index.
 
     Outcomes are "equal", "different", "no answer", "late" and "crashed".
 
-    The arguments are those of `reward`, and `batch_timeout`, seconds for the whole batch: what has not been compared by
-    then is late.
+    The arguments are those of `reward`, and `batch_timeout`, seconds for the whole batch: comparisons that have not
+    started by then are late.
     """
     if len(answers) != len(completions):
         raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
@@ -108,7 +108,7 @@ _GRADES = {True: Grade(1.0, "equal"), False: Grade(0.0, "different")}
 
 
 def _grade_here(expected: str, answer: str | None) -> Grade | tuple[str, str]:
-    """The grade of an answer, or a pair of answers for math-verify to compare."""
+    """Grade an answer, or return the pair of answers for math-verify to compare."""
     if answer is None or len(answer) > _LONGEST:
         return Grade(0.0, "no answer")
     equal = compare(expected, answer)

@@ -1,4 +1,4 @@
-"""Tests of a program, inputs with expected outputs, as the text of a `Problem.answer`; two published schemas."""
+"""Tests of programs, inputs with expected outputs, as the text of a `Problem.answer`; reads two published schemas."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DECIMAL = re.compile(r"[-+]?(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?\d{1,3})?")  # p
 
 @dataclass(frozen=True)
 class Tests:
-    """Inputs and expected outputs.
+    """The inputs and expected outputs of a program or function.
 
     Attributes:
       cases: (input, expected output). For a program both are texts: what it reads and what it prints. For a function
-        the input is a line of JSON for each argument, the output is the JSON of what it returns.
+        the input is a line of JSON for each argument, and the output is the JSON of its return value.
       function: the name of a function, or of a method of a class `Solution`; None for a program.
     """
 
@@ -38,13 +38,13 @@ class Tests:
     function: str | None = None
 
     def to_answer(self) -> str:
-        """The text of a `Problem.answer`."""
+        """Serialize the tests as the text of a `Problem.answer`."""
         return json.dumps({"function": self.function, "cases": self.cases})
 
 
 @functools.lru_cache(maxsize=1024)
 def from_answer(answer: str) -> Tests:
-    """The inverse of `Tests.to_answer`. ValueError for any other text, or without a test."""
+    """Invert `Tests.to_answer`. ValueError for any other text, or if there is no test."""
     try:
         data = json.loads(answer)
         cases = tuple((str(text), str(expected)) for text, expected in data["cases"])
@@ -61,7 +61,7 @@ def from_answer(answer: str) -> Tests:
 
 
 def check(problem: Problem) -> str | None:
-    """Why a problem's answer has no valid tests, or None; one of the `checks` of a data source."""
+    """Explain why a problem's answer has no valid tests, or None; one of the `checks` of a data source."""
     try:
         from_answer(problem.answer)
     except ValueError as error:
@@ -70,16 +70,16 @@ def check(problem: Problem) -> str | None:
 
 
 def from_livecodebench(row: Mapping[str, Any]) -> Tests:
-    """The public and private tests of a row of LiveCodeBench."""
+    """Read the public and private tests of a row of LiveCodeBench."""
     cases = [*json.loads(row["public_test_cases"]), *_private(row["private_test_cases"])]
     function = json.loads(row.get("metadata") or "{}").get("func_name")
     return Tests(tuple((case["input"], case["output"]) for case in cases), function)
 
 
 def from_codeforces(row: Mapping[str, Any]) -> Tests:
-    """The official tests of a row of the published CodeForces data set, for problems with one right output each.
+    """Read the official tests of a row of the published CodeForces data set, for problems with one right output each.
 
-    UserError for a problem that is checked by a program of its own, that reads from files, or whose tests are missing.
+    UserError for a problem that has a checker program, that reads from files, or whose tests are missing.
     """
     if row.get("generated_checker") or row.get("input_mode", "stdio") != "stdio" or not row.get("official_tests"):
         raise UserError(f"row {row.get('id')}: wanted official tests on standard input, without a checker")
@@ -87,12 +87,12 @@ def from_codeforces(row: Mapping[str, Any]) -> Tests:
 
 
 def arguments(text: str) -> list[object]:
-    """The arguments in the input of a function's test."""
+    """Parse the arguments in the input of a function's test."""
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def same_value(expected: str, output: str) -> bool:
-    """Whether two JSON texts hold equal values: 1 equals 1.0, but not true. False for an output that is no JSON."""
+    """Return whether two JSON texts have equal values: 1 equals 1.0, but not true. False if the output is not JSON."""
     try:
         return _same_json(json.loads(expected), json.loads(output))
     except (ValueError, RecursionError):
@@ -108,7 +108,7 @@ def _same_json(wanted: object, got: object) -> bool:
 
 
 def same_text(expected: str, output: str) -> bool:
-    """Whether two outputs have the same words in each line; numbers are compared by value, whitespace is ignored."""
+    """Return whether two outputs have the same words in each line; numbers compare by value, whitespace is ignored."""
     wanted, got = ([line.split() for line in text.strip().split("\n")] for text in (expected, output))
     same_lengths = list(map(len, wanted)) == list(map(len, got))
     return same_lengths and all(map(_same_word, chain(*wanted), chain(*got)))
@@ -126,7 +126,7 @@ def _same_word(wanted: str, got: str) -> bool:
 
 
 def _private(text: str) -> list[dict[str, str]]:
-    """JSON, or JSON in a pickle in zlib in base64, as the larger data sets have it. No class is ever loaded."""
+    """Decode JSON, or JSON in a pickle in zlib in base64, as in the larger data sets. No class is ever loaded."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Scores of completions: what a reward function may return, and the numbers that training reads from it."""
+"""Scores of completions: values that a reward function may return, and the numbers that training reads from them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ FAILED = (
     "crashed",
     "raised",
     "no number",
-)  # outcomes of a grading that failed, whatever the completion is worth
+)  # outcomes of a failed grading, which say nothing about the completion
 LARGEST = 1e18  # magnitude of a reward: advantages sum squares of rewards in float32, which ends at 3.4e38
 
 
 @dataclass(frozen=True)
 class Score:
-    """A reward with more to say than its number. A reward function may return it in place of a number.
+    """A reward with more information than its number. A reward function may return it instead of a number.
 
     Attributes:
       value: the reward.
-      reason: a text that is kept with the completion.
+      reason: a text that is saved with the completion.
       error: why the reward could not be computed. The completion then counts as failed, also toward
-        `grading.max_failed`, but gets `value` in place of `grading.failed`.
-      parts: numbers by name, each of which is a metric.
+        `grading.max_failed`, but gets `value` instead of `grading.failed`.
+      parts: numbers by name, each of which becomes a metric.
     """
 
     value: float
@@ -43,10 +43,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Grade:
-    """The reward of a completion, and why."""
+    """The reward of a completion, and the reason for it."""
 
     reward: float
-    outcome: str  # one of a few words, to be counted; those of FAILED mean the same in every module
+    outcome: str  # one of a few words, to be counted; the words in FAILED mean the same in every module
     detail: str = ""  # for readers of samples
 
     @property
@@ -58,7 +58,7 @@ class Grade:
 
 
 class Tally:
-    """How many completions a process has graded, by outcome. Safe to use from several threads."""
+    """A counter of the completions that a process has graded, by outcome. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._counts = threading.Lock(), Counter[str]()
@@ -73,22 +73,22 @@ class Tally:
 
 
 class Result(NamedTuple):
-    """The rewards of one completion, or the error because of which there are none."""
+    """The rewards of one completion, or the error that prevented them."""
 
     rewards: tuple[float, ...]
-    error: str = ""  # with rewards, the errors of their scores
+    error: str = ""  # if there are rewards, the errors of their scores
     parts: Mapping[str, float] = {}
     reason: str = ""
-    names: tuple[str, ...] = ()  # of `rewards`, if the function returned a mapping
+    names: tuple[str, ...] = ()  # the names of `rewards`, if the function returned a mapping
 
 
 def reward_calls(reward: Reward, grading: Grading) -> Calls[Result]:
-    """Calls of a reward function. The result of a failed call has an error and no rewards."""
+    """Make the calls of a reward function. The result of a failed call has an error and no rewards."""
     return Calls(reward, grading, read=to_result, fail=partial(Result, ()))
 
 
 def to_score(value: object) -> Score:
-    """A number or a `Score` as a `Score` of floats. TypeError or ValueError for anything else."""
+    """Convert a number or a `Score` to a `Score` of floats. TypeError or ValueError for anything else."""
     if not isinstance(value, Score):
         return Score(to_number(value))
     parts = {str(name): to_number(part) for name, part in value.parts.items()}
@@ -96,14 +96,14 @@ def to_score(value: object) -> Score:
 
 
 def to_number(value: object) -> float:
-    """A number as a float. TypeError or ValueError for anything else, also for the text of a number."""
+    """Convert a number to a float. TypeError or ValueError for anything else, including the text of a number."""
     if isinstance(value, str | bytes | bytearray):
         raise TypeError(f"wanted a number, got {value!r}")
     return float(value)  # type: ignore[arg-type]
 
 
 def add_up(scores: Mapping[str, Score]) -> Score:
-    """The sum of named scores, which become its parts, with all their reasons and errors."""
+    """Add up named scores; they become the parts of the sum, which has all their reasons and errors."""
     parts = {name: score.value for name, score in scores.items()}
     reason = _join((name, score.reason) for name, score in scores.items())
     return Score(sum(parts.values()), reason, _join((name, score.error) for name, score in scores.items()), parts)
@@ -113,9 +113,9 @@ Scores = Score | tuple[Score, ...] | dict[str, Score]  # one reward, several, or
 
 
 def to_scores(value: object) -> Scores:
-    """What a reward function returned, with a `Score` for each number. TypeError or ValueError if it is something else.
+    """Convert the value of a reward function to scores. TypeError or ValueError if it is not valid.
 
-    The scores of a mapping keep its order, so that a reader can warn of it.
+    The scores of a mapping keep its order, so that a reader can warn about it.
     """
     if isinstance(value, Mapping):
         return {str(name): to_score(member) for name, member in value.items()}
@@ -123,9 +123,9 @@ def to_scores(value: object) -> Scores:
 
 
 def to_result(value: object) -> Result:
-    """The rewards in a function's return value: finite numbers up to ±`LARGEST`, or an error.
+    """Convert the value of a reward function to rewards: finite numbers up to ±`LARGEST`, or an error.
 
-    Those of a mapping are in the alphabetical order of their names; the parts keep its order.
+    The rewards of a mapping are in the alphabetical order of their names; the parts keep the mapping's order.
     """
     try:
         scores = to_scores(value)
@@ -146,7 +146,7 @@ def to_result(value: object) -> Result:
 
 
 def pack(value: object) -> list[object]:
-    """The scores of a valid return value as JSON can hold them, for `unpack`."""
+    """Convert a valid return value to JSON values, for `unpack`."""
     scores = to_scores(value)
     rows = [scores] if isinstance(scores, Score) else [*scores.values()] if isinstance(scores, dict) else [*scores]
     names = [*scores] if isinstance(scores, dict) else None
@@ -154,14 +154,14 @@ def pack(value: object) -> list[object]:
 
 
 def unpack(packed: Sequence[Any]) -> Scores:
-    """The scores that were packed."""
+    """Invert `pack`."""
     is_single, names, rows = packed
     scores = [Score(**row) for row in rows]
     return scores[0] if is_single else tuple(scores) if names is None else dict(zip(names, scores, strict=True))
 
 
 def read_step(value: object) -> Step | Failure:
-    """The return value of `step`, with its reward and metrics as floats, or what is wrong with it."""
+    """Convert the return value of `step` to a step with floats, or to a `Failure` that says what is wrong."""
     if not isinstance(value, Step):
         return Failure(f"wanted a gspax.rewards.environments.Step, got {type(value).__name__}")
     result = to_result(value.reward)
@@ -175,5 +175,5 @@ def read_step(value: object) -> Step | Failure:
 
 
 def _join(texts: Iterable[tuple[str, str]]) -> str:
-    """Texts, each after its name if it has one; empty ones are left out."""
+    """Join texts, each after its name if it has one; empty texts are left out."""
     return "; ".join(f"{name}: {text}" if name else text for name, text in texts if text)

@@ -1,4 +1,4 @@
-"""Environments answer the policy's messages, and reward them: tasks of several turns, with tools.
+"""Environments, which answer the policy's messages and reward them: tasks of several turns, with tools.
 
 An environment is any object with `reset` and `step` (`protocols.Environment`).
 """

@@ -1,11 +1,11 @@
-"""A task of gspax as a taskset and an environment of `verifiers` (0.4), without jax.
+"""Offers a task of gspax as a taskset and an environment of `verifiers` (0.4), without jax.
 
     # higher_lower_vf.py, an installed module: `eval higher_lower_vf` of verifiers finds the two classes
     Tasks, Conversation = offer(Games(), reward=reward, environment=HigherOrLower())
     __all__ = ["Tasks", "Conversation"]
 
 Tools stay text: the model reads their schemas in the system message, writes calls as `<tool_call>`, and gets the
-replies as the user's messages. The server that samples must therefore not parse calls itself.
+replies as user messages. The server that samples must therefore not parse calls itself.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def offer(
     tasks: int = 1000,
     opened: bool = False,
 ) -> tuple[type[Any], type[Any]]:
-    """Classes for a module's `__all__`: a `vf.Taskset` and a `vf.Env`.
+    """Make the classes for a module's `__all__`: a `vf.Taskset` and a `vf.Env`.
 
     Args:
-      data: its first training problems are the tasks.
+      data: the source whose first training problems are the tasks.
       reward: grades the last message; the rewards of an environment's steps are added as `environment`.
       environment: answers the model; None for tasks of one turn.
-      turns: the most messages of the model in a conversation.
-      tasks: their number.
-      opened: the template of the model's server ends prompts with `<think>`. A message without it then begins with it,
-        as in a run, so that thinking that is cut off is no answer; messages whose thinking the server has taken out
-        stay as they are.
+      turns: the maximum number of the model's messages in a conversation.
+      tasks: the number of tasks.
+      opened: whether the template of the model's server ends prompts with `<think>`. A message without it then gets it,
+        as in a run, so that truncated thinking is not taken for an answer; messages from which the server has removed
+        the thinking stay unchanged.
     """
     schemas = environment.schemas() if environment is not None and hasattr(environment, "schemas") else []
 
@@ -90,7 +90,7 @@ def offer(
 async def _converse(
     environment: Environment, talk: Any, state: object, turns: int, opened: bool
 ) -> tuple[float, dict[str, float]]:
-    """The sum of the rewards of a conversation's steps, and of their metrics."""
+    """Play a conversation; return the sum of its steps' rewards, and the sums of their metrics."""
     segment, total, metrics = await talk.turn(), 0.0, dict[str, float]()
     for turn in range(turns):
         if segment.terminated:
@@ -109,7 +109,7 @@ async def _converse(
 
 
 def _with_tools(messages: Sequence[Message], schemas: Sequence[object]) -> list[dict[str, Any]]:
-    """The first messages with the tools in the system message."""
+    """Add the tools to the system message of the first messages."""
     given: list[dict[str, Any]] = [dict(message) for message in messages]
     if not schemas:
         return given
@@ -118,7 +118,7 @@ def _with_tools(messages: Sequence[Message], schemas: Sequence[object]) -> list[
 
 
 def _read(reply: str, messages: Sequence[Any], opened: bool) -> str:
-    """The last reply; if its prompt has opened thinking, after `<think>`, unless the server told the thinking apart."""
+    """Return the last reply; after `<think>` if the prompt opened thinking that the server did not separate."""
     if not opened or reply.startswith(OPEN):
         return reply
     last = next(message for message in reversed(messages) if message.role == "assistant")
@@ -126,7 +126,7 @@ def _read(reply: str, messages: Sequence[Any], opened: bool) -> str:
 
 
 def _record(result: Result, trace: Any) -> float | dict[str, float]:
-    """The rewards as verifiers takes them; the parts of a single one become metrics. ValueError if there are none."""
+    """Convert rewards for verifiers; the parts of a single one become metrics. ValueError if there are none."""
     if not result.rewards:
         raise ValueError(f"reward: {result.error}")
     if result.names or len(result.rewards) > 1:
@@ -137,14 +137,14 @@ def _record(result: Result, trace: Any) -> float | dict[str, float]:
 
 
 async def _grade(reward: Reward, problem: Problem, completion: str) -> object:
-    """What a reward of any kind gives for one completion."""
+    """Call a reward of any kind for one completion, and return its value."""
     if isinstance(reward, Batched):
         return (await _call(reward.function, [problem], [completion]))[0]
     return await _call(reward, problem, completion)
 
 
 async def _call(function: Any, *arguments: object) -> Any:
-    """The result of a function that may be async; others run in a thread."""
+    """Call a function that may be async, and return its result; other functions run in a thread."""
     result = await asyncio.to_thread(function, *arguments)
     return await result if inspect.isawaitable(result) else result
 

@@ -1,9 +1,9 @@
-"""A problem and tools: the policy calls tools until a message has no call, which is its answer.
+"""An environment with tools: the policy calls tools until a message has no call, which is its answer.
 
     environment=ToolUse(tools=(calculator(),))
 
-The experiment's reward grades the answer. A call that cannot be parsed, names no tool or has wrong arguments is
-answered by an error message, and the conversation goes on.
+The experiment's reward grades the answer. A call that cannot be parsed, names no tool or has wrong arguments gets an
+error message as its reply, and the conversation continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
 _WANTED = 'wanted {"name": ..., "arguments": {...}} as JSON'
 _NAMES = ("name", "tool_name", "tool", "function", "action")
 _ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "action_input")
-_IGNORED = ("id", "type", "index", "tool_call_id")  # of a call, which other frameworks number
+_IGNORED = ("id", "type", "index", "tool_call_id")  # keys with which other frameworks number calls
 _DECODER = json.JSONDecoder(strict=False)  # strings may have line breaks
 _SPACE = re.compile(r"\s*")
 _OPENING, _CLOSING = re.compile(r"\s*(?:```(?:json)?\s*)?"), re.compile(r"(?:```\s*)?")  # Markdown inside a tag
@@ -48,17 +48,17 @@ _TYPES: dict[object, tuple[type, ...]] = {
 
 
 class ToolError(Exception):
-    """A call that the policy got wrong; its message is the tool's reply."""
+    """Raised for a wrong call by the policy; its message is the tool's reply."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool by its name.
+    """A call of a tool by name.
 
     Attributes:
-      name: the name.
+      name: the name of the tool.
       arguments: the arguments by name.
-      as_texts: whether the arguments are texts, as calls in XML have them: the tool's schema says what they mean.
+      as_texts: whether the arguments are texts, as in XML calls, to be converted by the tool's schema.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Call:
     as_texts: bool = False
 
     def typed(self, properties: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
-        """The arguments as values of the types of these schemas; a text that is no such value stays a text."""
+        """Convert the arguments to the types of these schemas; a text that cannot be converted stays a text."""
         if not self.as_texts:
             return self.arguments
         return {name: _read_text(str(text), properties.get(name, {})) for name, text in self.arguments.items()}
@@ -80,11 +80,11 @@ class Malformed:
 
 
 def parse_hermes(text: str) -> list[Call | Malformed]:
-    """The calls in `<tool_call>` tags, in JSON as Hermes and Qwen3 write them, or in XML as Qwen3-Coder and Qwen3.5 do.
+    """Parse the calls in `<tool_call>` tags: JSON as in Hermes and Qwen3, or XML as in Qwen3-Coder and Qwen3.5.
 
-    In JSON the arguments may be named as other frameworks name them, and a tag may hold several calls, as a list or one
-    after the other, and in a fence. In XML the outer tag may miss, and a function's body may be JSON. Strings may hold
-    the tags.
+    In JSON the arguments may have the key that other frameworks use, and a tag may contain several calls, in a list or
+    in sequence, and a code fence. In XML the outer tag may be missing, and a function's body may be JSON. Strings may
+    contain the tags.
 
     >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [Call(name='add', arguments={'a': 1}, as_texts=False)]
@@ -104,7 +104,7 @@ def parse_hermes(text: str) -> list[Call | Malformed]:
 
 
 def _read_json(text: str, start: int) -> tuple[list[Call | Malformed], int]:
-    """The calls in JSON from `start`, after a tag, and the position after its end."""
+    """Read the calls in JSON from `start`, after a tag; return them and the position after their end."""
     stop = text.find(OPEN, start)
     stop = len(text) if stop < 0 else stop
     close = text.find(CLOSE, start, stop)
@@ -128,7 +128,7 @@ def _read_json(text: str, start: int) -> tuple[list[Call | Malformed], int]:
 
 
 def _read_call(call: object) -> Call | Malformed:
-    """A call as an object. Names and arguments have the keys of several frameworks."""
+    """Convert an object to a call. The keys of its name and arguments may be those of several frameworks."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):  # as in OpenAI's tool_calls
         call = {name: value for name, value in call.items() if name != "function"} | call["function"]
     if not isinstance(call, dict):
@@ -150,7 +150,7 @@ def _read_call(call: object) -> Call | Malformed:
 
 
 def _read_function(text: str, start: int) -> tuple[Call | Malformed, int]:
-    """The call `<function=name>...</function>` whose name begins at `start`, and the position after it."""
+    """Read the call `<function=name>...</function>` whose name begins at `start`; return the position after it too."""
     match = _FUNCTION.match(text, start)
     if match is None:
         return Malformed(f"wanted > after {FUNCTION}NAME, got none"), start
@@ -171,7 +171,7 @@ def _read_function(text: str, start: int) -> tuple[Call | Malformed, int]:
 
 
 def _read_object(text: str, name: str, position: int) -> tuple[Call | Malformed, int]:
-    """A function whose body is an object, as Llama 3 may write it."""
+    """Read a function whose body is an object, as Llama 3 may write it; return the position after it too."""
     try:
         arguments, end = _DECODER.raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
     except (ValueError, RecursionError) as error:
@@ -183,7 +183,7 @@ def _read_object(text: str, name: str, position: int) -> tuple[Call | Malformed,
 
 
 def _read_text(text: str, schema: Mapping[str, object]) -> object:
-    """The value that a text means for a schema."""
+    """Convert a text to the value that a schema calls for; return the text if that fails."""
     kinds = _kinds(schema)
     if "string" in kinds:
         return text
@@ -194,13 +194,13 @@ def _read_text(text: str, schema: Mapping[str, object]) -> object:
 
 
 def _kinds(schema: Mapping[str, object]) -> list[object]:
-    """The types that a schema permits; none if it does not say."""
+    """Return the types that a schema permits; empty if it does not say."""
     kind = schema.get("type")
     return [*kind] if isinstance(kind, list | tuple) else [] if kind is None else [kind]
 
 
 def parse_brackets(text: str, *, tool: str = "calculator", argument: str = "expression") -> list[Call | Malformed]:
-    """The calls `[...]` of one tool with one argument, for small tokenizers.
+    """Parse the calls `[...]` of one tool with one argument, for small tokenizers.
 
     >>> parse_brackets("[1+2]")
     [Call(name='calculator', arguments={'expression': '1+2'})]
@@ -216,12 +216,12 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-      name: as the policy writes it.
+      name: the name that the policy writes.
       description: shown by the chat template.
       run: takes the arguments as keywords and returns a text. A `ToolError` is the policy's mistake; any other
         exception is a failure of the tool, which ends the conversation and is counted.
-      parameters: a JSON schema of the arguments, `{"type": "object", "properties": {...}, "required": [...]}`, whose
-        other arguments are optional; or the schemas of the arguments by name, all of which are required.
+      parameters: a JSON schema of the arguments, `{"type": "object", "properties": {...}, "required": [...]}`, in which
+        arguments that are not required are optional; or the schemas of the arguments by name, all of them required.
     """
 
     name: str
@@ -255,7 +255,7 @@ class Tool:
         return self.parameters.get("required", ()) if full else [*self.parameters]
 
     def schema(self) -> dict[str, object]:
-        """The tool in the form of OpenAI's `tools`."""
+        """Return the tool in the form of OpenAI's `tools`."""
         arguments = {"type": "object", "properties": dict(self.properties), "required": [*self.required]}
         if self.parameters.get("type") == "object":
             arguments = {**arguments, **self.parameters}
@@ -263,7 +263,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def check(self, arguments: Mapping[str, object]) -> None:
-        """ToolError unless the arguments are those of the schema. What is inside lists and objects is not looked at."""
+        """Raise a ToolError unless the arguments fit the schema. Elements of lists and objects are not checked."""
         if not {*self.required} <= arguments.keys() <= self.properties.keys():
             optional = [f"{name} (optional)" for name in self.properties if name not in self.required]
             wanted = ", ".join([*self.required, *optional]) or "no arguments"
@@ -285,16 +285,16 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """An environment of tools.
+    """An environment in which the policy calls tools.
 
     Attributes:
       tools: the tools that may be called.
       parse: finds the calls in a message: `parse_hermes`, `parse_brackets` or your own.
-      call_reward: the reward of a turn for each of its calls that a tool has answered.
-      failure_reward: for each of its calls that has failed.
-      most_calls: of one message; further calls fail.
+      call_reward: the reward of a turn for each call that a tool answered.
+      failure_reward: the reward of a turn for each call that failed.
+      most_calls: the maximum number of calls in one message; further calls fail.
       longest_reply: characters of a tool's reply; the rest is cut off.
-      error: the reply to a call that has failed; `{}` is the reason.
+      error: the reply to a failed call; `{}` is the reason.
     """
 
     tools: Annotated[tuple[Tool, ...], NOT_EMPTY]
@@ -306,16 +306,16 @@ class ToolUse:
     error: Annotated[str, NOT_EMPTY] = "error: {}"
 
     def schemas(self) -> list[dict[str, object]]:
-        """The tools for a chat template."""
+        """Return the tools for a chat template."""
         return [tool.schema() for tool in self.tools]
 
     def reset(self, problem: Problem) -> tuple[None, list[Message]]:
-        """The problem as a chat; there is no state."""
+        """Return the problem as a chat, with no state."""
         return None, chat_of(problem)
 
     @concurrent(8)
     def step(self, state: None, message: str) -> Step:
-        """The tools' replies; done if the message has no call. Calls within thinking do not count."""
+        """Run the calls of a message and return the replies; done if there are none. Calls in thinking do not count."""
         calls = self.parse(split_thinking(message)[1])
         if not calls:
             return Step(state, done=True)
@@ -334,7 +334,7 @@ class ToolUse:
         return Step(state, replies, reward, metrics={"tool_calls": len(calls), "tool_failures": failures})
 
     def _call(self, call: Call | Malformed) -> str:
-        """A tool's reply. ToolError if the policy got the call wrong."""
+        """Run a call and return the tool's reply. ToolError if the policy got the call wrong."""
         if isinstance(call, Malformed):
             raise ToolError(call.reason)
         for tool in self.tools:

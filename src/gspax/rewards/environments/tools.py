@@ -1,6 +1,6 @@
 """The tools of gspax: a calculator, and Python programs in a sandbox.
 
-The calculator does exact arithmetic by a parser of its own; nothing is evaluated as a program.
+The calculator parses exact arithmetic itself; nothing is evaluated as a program.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gspax.rewards.environments.tool_use import Tool, ToolError
 from gspax.rewards.scores import FAILED
 
 _LONGEST_EXPRESSION = 400  # characters
-_MOST_BITS = 4096  # of a numerator or a denominator
-_DIGITS = 12  # significant ones of a result that is no integer
+_MOST_BITS = 4096  # bits of a numerator or a denominator
+_DIGITS = 12  # significant digits of a result that is not an integer
 
 _BINARY: dict[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -34,7 +34,7 @@ _SANDBOX = Sandbox()
 
 
 def calculator() -> Tool:
-    """The tool `calculator(expression)`."""
+    """Make the tool `calculator(expression)`."""
     return Tool(
         name="calculator",
         description="The value of an arithmetic expression with + - * / // % ** and parentheses.",
@@ -44,13 +44,13 @@ def calculator() -> Tool:
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, computed with fractions: an integer, or 12 significant digits.
+    """Evaluate an arithmetic expression with fractions: an integer, or 12 significant digits.
 
     >>> calculate("(17 + 4) * 3"), calculate("1 / 8"), calculate("2 / 3")
     ('63', '0.125', '0.666666666667')
 
     Raises:
-      ToolError: it is no such expression, divides by 0, or has a result or a power that is too large.
+      ToolError: it is not such an expression, divides by 0, or has a result or a power that is too large.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ToolError(f"wanted at most {_LONGEST_EXPRESSION} characters, got {len(expression)}")
@@ -101,11 +101,11 @@ def _show(value: Fraction) -> str:
 
 
 def python(*, allow_code_execution: bool = False, sandbox: Sandbox = _SANDBOX) -> Tool:
-    """The tool `python(code)`; every call runs in a fresh interpreter.
+    """Make the tool `python(code)`; every call runs in a fresh interpreter.
 
     Args:
       allow_code_execution: must be True: this runs programs that a model has written.
-      sandbox: where they run.
+      sandbox: the sandbox of the programs.
 
     Raises:
       UserError: `allow_code_execution` is not True.
@@ -122,9 +122,9 @@ def python(*, allow_code_execution: bool = False, sandbox: Sandbox = _SANDBOX) -
 
 @needs(find_missing_sandbox)
 def run_python(code: str, *, sandbox: Sandbox) -> str:
-    """The output of a program. ToolError with the last line of its errors if it fails, or if it takes too long.
+    """Run a program and return its output. ToolError with the last line of its errors if it fails or takes too long.
 
-    RuntimeError if it could not be run, which is no failure of the program.
+    RuntimeError if it could not be run, which is not the program's fault.
     """
     ran = run_program(code, allow_code_execution=True, sandbox=sandbox)
     if ran.status in FAILED:

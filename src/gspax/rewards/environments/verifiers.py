@@ -1,11 +1,11 @@
-"""Environments of `verifiers` (0.4) in a run of gspax. `to_verifiers` is the other direction.
+"""Runs environments of `verifiers` (0.4) in gspax. `to_verifiers` is the other direction.
 
     theirs = {"taskset": {"id": "wordle"}}  # the settings of verifiers' `EnvConfig`
     data=gspax.data.sequence(problems(theirs)), environment=VerifiersEnvironment(theirs), reward=no_reward
 
 In verifiers, `Env.run` decides what the policy reads and when. It runs in this process, with an agent that answers with
 the policy's messages. A step plays the episode from its beginning and stops where the next message is needed. So a
-state is the messages so far: a run can resume, and nothing is open while the policy generates. The price: a
+state consists of the messages so far: a run can resume, and nothing is open while the policy generates. The price: a
 conversation of k turns calls its tools about k / 2 times as often.
 """
 
@@ -37,11 +37,11 @@ from gspax.rewards.environments.tool_use import START, Call, Malformed, parse_he
 
 T = TypeVar("T")
 Parse = Callable[[str], list[Call | Malformed]]
-Tools = dict[str, tuple[MCPServer, str, Any]]  # by the name that the policy reads: the server, its name, a `vf.Tool`
+Tools = dict[str, tuple[MCPServer, str, Any]]  # by the name in prompts: server, name on the server, `vf.Tool`
 
 
 def problems(config: Mapping[str, Any], *, most: int = 100_000) -> list[Problem]:
-    """The tasks of a taskset, at most `most`, as rows for `gspax.data.sequence`."""
+    """Load the tasks of a taskset, at most `most`, as rows for `gspax.data.sequence`."""
     return [
         Problem(task.data.prompt_text or task.key, "", metadata={"task": task.data.model_dump(mode="json")})
         for task in VerifiersEnvironment(config)._env.taskset.take(most)
@@ -49,15 +49,15 @@ def problems(config: Mapping[str, Any], *, most: int = 100_000) -> list[Problem]
 
 
 def no_reward(problem: Problem, completion: str) -> float:
-    """0: the environment's last step has the rewards of verifiers."""
+    """Return 0: the environment's last step has the rewards of verifiers."""
     return 0.0
 
 
 class Transcript(NamedTuple):
-    """An episode up to where the policy generates its next message."""
+    """An episode up to the point where the policy generates its next message."""
 
-    task: Mapping[str, Any]  # its data
-    answers: tuple[str, ...] = ()  # of the policy
+    task: Mapping[str, Any]  # the task's data
+    answers: tuple[str, ...] = ()  # the policy's messages
     read: tuple[Message, ...] = ()  # all messages so far
 
 
@@ -65,27 +65,27 @@ class Transcript(NamedTuple):
 class VerifiersEnvironment:
     """An environment of verifiers with one agent: one turn or several, with tools, and with the rewards of its tasks.
 
-    It takes the place of the agent's harness, and calls the tools of toolsets in this process. Of the agent's settings,
+    It replaces the agent's harness, and calls the tools of toolsets in this process. Of the agent's settings, only
     `runtime` (by default a folder of this machine) and `max_turns` have an effect. The reward of the last step is the
-    episode's; its rewards and metrics become metrics of the rollout. An episode that is played again with the same
-    answers must take the same course.
+    episode's; its rewards and metrics become metrics of the rollout. An episode that is replayed with the same answers
+    must take the same course.
 
     Attributes:
       config: the settings of verifiers' `EnvConfig`; `taskset.id` names an installed module.
-      parse: finds the calls of tools in a message. A message without a valid call ends a turn.
+      parse: finds the tool calls in a message. A message without a valid call ends a turn.
     """
 
     config: Mapping[str, Any]
     parse: Parse = parse_hermes
 
     def schemas(self) -> list[dict[str, object]]:
-        """The tools for a chat template."""
+        """Return the tools for a chat template."""
         shown = {"name", "description", "parameters"}
         tools = _wait(_open_tools(self._env.taskset, None)).values()
         return [{"type": "function", "function": tool.model_dump(include=shown)} for _, _, tool in tools]
 
     def reset(self, problem: Problem) -> tuple[Transcript, list[Message]]:
-        """The messages before the policy's first one. ValueError if it has none."""
+        """Return the messages before the policy's first one. ValueError if it has none."""
         step = _wait(self._play(Transcript(problem.metadata["task"])))
         if step.done:
             raise ValueError("the episode ended before the policy's first message")
@@ -93,7 +93,7 @@ class VerifiersEnvironment:
 
     @concurrent(8)
     def step(self, state: Transcript, message: str) -> Step:
-        """The reply before the policy's next message, or the end with its reward."""
+        """Return the reply before the policy's next message, or the end of the episode with its reward."""
         return _wait(self._play(state._replace(answers=(*state.answers, message))))
 
     @cached_property
@@ -101,7 +101,7 @@ class VerifiersEnvironment:
         return vf.load_environment(vf.resolve_env_config(dict(self.config)))
 
     async def _play(self, state: Transcript) -> Step:
-        """The episode with these answers, up to where another one is needed."""
+        """Play the episode with these answers, up to where another answer is needed."""
         env, kind = self._env, self._env.taskset.task_type()
         task = kind(kind.data_type().model_validate(state.task), env.taskset.config.task)
         specs = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}
@@ -136,7 +136,7 @@ class VerifiersEnvironment:
 
 
 class _Agent(vf.Agent):
-    """An agent with given answers, and its one interaction; `waits` is done when it needs another answer."""
+    """An agent with given answers and one interaction; its future `waits` completes when it needs another answer."""
 
     def __init__(self, spec: Any, answers: tuple[str, ...], parse: Parse, taskset: Any) -> None:
         local = {} if "runtime" in spec.model_fields_set else {"runtime": vf.SubprocessConfig()}
@@ -173,7 +173,7 @@ class _Agent(vf.Agent):
         self.trace.is_completed = self.trace.ok = True
 
     async def turn(self, message: Any = None) -> Any:
-        """The policy's messages, and the results of its calls, up to a message without calls."""
+        """Play the policy's messages and the results of its calls, up to a message without calls."""
         said, data = self.messages, self.trace.task.data
         if not said and data.system_prompt is not None:
             said.append(vf.SystemMessage(content=data.system_prompt))
@@ -184,7 +184,7 @@ class _Agent(vf.Agent):
         while not await self._is_over():
             if not self._answers:
                 self.waits.set_result(None)
-                await asyncio.Future()  # until the episode is canceled
+                await asyncio.Future()  # waits until the episode is canceled
             answer = self._read(self._answers.pop(0))
             turn = prepare_turn(self.trace, list(said), [tool for _, _, tool in self._tools.values()])
             why = "tool_calls" if answer.tool_calls else "stop"
@@ -207,7 +207,7 @@ class _Agent(vf.Agent):
         return self.trace.stop_condition is not None
 
     def _read(self, text: str) -> Any:
-        """The policy's message as servers return it: thinking, text, and calls apart."""
+        """Convert the policy's text to a message as servers return it: thinking, content, and calls separated."""
         thinking, content = split_thinking(text)
         calls = [call for call in self._parse(content) if isinstance(call, Call)]
         schemas = {name: tool.parameters.get("properties", {}) for name, (_, _, tool) in self._tools.items()}
@@ -229,7 +229,7 @@ class _Agent(vf.Agent):
 
 
 async def _open_tools(taskset: Any, task: Any) -> Tools:
-    """The tools of a taskset and of its tasks, set up for the task unless it is None."""
+    """Open the tools of a taskset and of its tasks, set up for the task unless it is None."""
     tools: Tools = {}
     for toolset in (*taskset.toolsets(taskset.config), *taskset.task_type().toolsets(taskset.config.task)):
         name = toolset.server_name
@@ -248,7 +248,7 @@ async def _open_tools(taskset: Any, task: Any) -> Tools:
 
 
 def _to_chat(message: Any) -> Message:
-    """A message for a chat template. UserError unless it is text."""
+    """Convert a message for a chat template. UserError unless it is text."""
     if not isinstance(message.content or "", str):
         raise UserError("environment: wanted messages of text from verifiers, got parts")
     name = {"name": message.name} if getattr(message, "name", None) else {}
@@ -256,6 +256,6 @@ def _to_chat(message: Any) -> Message:
 
 
 def _wait(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, also where this thread has an event loop, as in a notebook."""
+    """Wait for a coroutine's result, even in a thread with an event loop, as in a notebook."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()

@@ -1,1 +1,1 @@
-"""Worker processes: the pool that starts them, and the programs that they run, each a script by itself."""
+"""Worker processes: the pool that starts them, and the scripts that they run."""

@@ -7,6 +7,7 @@ in another process.
 
 
 def _enter(limits: dict[str, int], seconds: float) -> None:
+    """Apply the resource limits, and prepare the interpreter for a program."""
     import builtins
     import resource
     import signal
@@ -25,10 +26,10 @@ def _enter(limits: dict[str, int], seconds: float) -> None:
 
 
 def _provide(code: str, names: dict[str, object], modules: list[str]) -> None:
-    """Put into `names` what a program takes from these modules without an import, as LiveCodeBench's harness permits.
+    """Add to `names` what a program uses from these modules without an import, as LiveCodeBench's harness permits.
 
-    The harness imports all names of each module, then of builtins, then the modules. Here only what is used is
-    imported, because some modules take longer than most programs.
+    The harness imports all names of each module, then of builtins, then the modules. Here only used names are imported,
+    because some modules take longer than most programs.
     """
     import builtins
     import symtable
@@ -53,6 +54,7 @@ def _provide(code: str, names: dict[str, object], modules: list[str]) -> None:
 
 
 def _call(code: str, modules: list[str], name: str, arguments: list[object]) -> None:
+    """Run a program, call its function or the method of its `Solution`, and write the result as JSON."""
     import json
     import os
     import sys

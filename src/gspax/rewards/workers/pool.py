@@ -1,9 +1,9 @@
-"""Worker processes that answer one task at a time, each within a deadline.
+"""A pool of worker processes that answer one task at a time, each within a deadline.
 
-A worker is a Python script started as a new process, not forked and not imported from: it has none of the trainer's
-state, devices or threads. It writes `{"ready": …}` or `{"error": …}` as its first line, then one line of JSON for each
-line `[task, seconds]` that it reads, and ends at the end of its input, so it also ends with the trainer. A late worker
-is killed with SIGKILL, and the next task starts another.
+A worker is a Python script started as a new process, not forked and without imports from this one: it has none of the
+trainer's state, devices or threads. It writes `{"ready": …}` or `{"error": …}` as its first line, then one line of JSON
+for each line `[task, seconds]` that it reads, and exits at the end of its input, so it also exits with the trainer. A
+late worker is killed with SIGKILL, and the next task starts another.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ B = TypeVar("B")
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START = 120.0  # seconds for a worker to import what it needs, on a busy machine
 _lock = threading.Lock()
-_shared: dict[tuple[int, tuple[str, ...]], Pool] = {}  # by the number of workers and the arguments
+_shared: dict[tuple[int, tuple[str, ...]], Pool] = {}  # by number of workers and arguments
 
 
 class Pool:
-    """Up to `workers` processes of one script, started when they are needed. Safe to use from several threads."""
+    """A pool of up to `workers` processes of one script, started when needed. Thread-safe."""
 
     def __init__(self, script: Path, *arguments: str, workers: int, renew_after: int = 5000) -> None:
         if not 1 <= workers <= 1024:
@@ -48,13 +48,13 @@ class Pool:
             self._idle.put(None)
 
     def ask(self, task: object, *, timeout: float) -> Any:
-        """The answer to a task; a `Failure` if the worker has "crashed", or is "late" after `timeout` seconds.
+        """Answer a task; return a `Failure` if the worker has "crashed", or is "late" after `timeout` seconds.
 
-        Time spent waiting for a free worker, or for one to start, does not count, here and toward `grading.timeout`.
+        Time spent waiting for a free worker, or for one to start, does not count here or in `grading.timeout`.
         """
         with waiting():
             worker = self._idle.get()
-        kept = None  # an interrupted worker still owes an answer, which the next task must not get
+        kept = None  # an interrupted worker still owes an answer, which must not go to the next task
         try:
             if worker is None or not worker.alive():
                 with waiting():
@@ -69,7 +69,7 @@ class Pool:
             self._idle.put(kept)
 
     def map(self, call: Callable[[A], B], items: Sequence[A]) -> list[B]:
-        """`call` of every item, once for equal ones, in as many threads as there are workers; it may ask this pool."""
+        """Call `call` with every item, once for equal ones, in one thread per worker; `call` may ask this pool."""
         distinct = list(dict.fromkeys(items))
         if len(distinct) < 2:  # in this thread, whose clock `waiting` stops
             return [call(item) for item in distinct] * len(items)
@@ -89,7 +89,7 @@ class Pool:
 class _Worker:
     def __init__(self, script: Path, *arguments: str) -> None:
         # -P keeps the folder of the script out of sys.path.
-        # A session of its own: an interrupt at the terminal is the trainer's business.
+        # A separate session: an interrupt at the terminal is handled by the trainer.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(script), *arguments],
             stdin=subprocess.PIPE,
@@ -143,7 +143,7 @@ class _Worker:
 
 
 def shared(*arguments: str, workers: int) -> Pool:
-    """The pool of this process for `worker.py` with these arguments, made at the first call."""
+    """Return the pool of this process for `worker.py` with these arguments, created at the first call."""
     with _lock:
         if (workers, arguments) not in _shared:
             _shared[workers, arguments] = Pool(_SCRIPT, *arguments, workers=workers)

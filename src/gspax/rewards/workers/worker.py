@@ -2,8 +2,8 @@
 
     worker.py math | guard | code ISOLATION PYTHON
 
-It loads nothing of gspax until it runs a user's function, so that it starts fast and takes no device. `pool` describes
-what it reads and writes. A late worker is killed by its parent, and ends by its own timer if the parent is gone.
+It imports nothing of gspax until it runs a user's function, so that it starts fast and takes no device; `pool` has
+its protocol. A late worker is killed by its parent, and exits by its own timer if the parent is gone.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-Answer = Callable[..., object]  # of the arguments in a task
+Answer = Callable[..., object]  # answers a task, given its arguments
 
 
 class Ran(NamedTuple):
-    """How a program ended."""
+    """How a program ended, with its output."""
 
-    status: str  # exited, timeout, or why its worker was lost
+    status: str  # "exited", "timeout", or why its worker was lost
     code: int  # exit status
     output: str
-    errors: str  # the last of them
+    errors: str  # the end of standard error
 
     def last_error(self) -> str:
-        """The last line of the errors, or the exit status."""
+        """Return the last line of the errors, or the exit status."""
         return (self.errors.strip().splitlines() or [f"exit status {self.code}"])[-1]
 
 
 def main() -> None:
+    """Answer tasks from stdin, one line of JSON each, until it is closed."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing that a reward or a library prints is an answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the prints of a reward or a library must not be taken for answers
     kind, *arguments = sys.argv[1:]
     start: dict[str, Callable[..., Answer]]
     start = {"math": serve_math, "guard": lambda: call_reward, "code": serve_code}
@@ -63,14 +64,14 @@ def main() -> None:
         print(json.dumps(result), file=channel)
 
 
-# Pairs of answers, compared by math-verify. Its own time limit is off: that is a Python signal handler, which a long
+# Pairs of answers, compared by math-verify. Its own time limit is off: it uses a Python signal handler, which a long
 # operation in C never reaches.
 
 _COMPARISON_MEMORY = 1 << 30  # bytes of address space; powers of powers run into it
 
 
 def serve_math() -> Answer:
-    """`equal`. RuntimeError if math-verify is not installed."""
+    """Return `equal`. RuntimeError if math-verify is not installed."""
     logging.disable()
     limit_memory()
     try:
@@ -83,7 +84,7 @@ def serve_math() -> Answer:
 
 
 def equal(expected: str, answer: str) -> bool:
-    """Whether math-verify takes `answer` for the expected one; False for what it cannot compare."""
+    """Return whether math-verify takes `answer` for the expected one; False if it cannot compare them."""
     import math_verify
 
     try:
@@ -91,14 +92,14 @@ def equal(expected: str, answer: str) -> bool:
         parsed = _parse.__wrapped__(answer)
         wanted = _parse(expected)
         same = bool(math_verify.verify(wanted, parsed, timeout_seconds=None, allow_set_relation_comp=True))
-        percent = "%" in expected or "%" in answer  # of which math-verify has two readings
+        percent = "%" in expected or "%" in answer  # math-verify reads a percentage in two ways
         return same and (percent or not _differ(wanted, parsed))
     except Exception:
         return False
 
 
 def _differ(wanted: Any, got: Any) -> bool:
-    """Whether two exact numbers differ, however small they are: math-verify rounds to 6 decimals."""
+    """Return whether two exact numbers differ, however small they are: math-verify rounds to 6 decimals."""
     import sympy
 
     pair = [each[0] for each in (wanted, got) if each]
@@ -118,7 +119,7 @@ def _parse(answer: str) -> object:
 
 
 def limit_memory() -> None:
-    """Limit the address space, which macOS refuses, and write no core dump."""
+    """Limit the address space, except on macOS, which rejects that, and disable core dumps."""
     if sys.platform != "darwin":
         resource.setrlimit(resource.RLIMIT_AS, (_COMPARISON_MEMORY, _COMPARISON_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -128,7 +129,7 @@ def limit_memory() -> None:
 
 
 def call_reward(path: list[str], reward: str, problem: str, completion: str) -> tuple[str, object]:
-    """An outcome, and what a pickled reward function returned (`scores.pack`) or what went wrong.
+    """Call a pickled reward function; return an outcome, and its value (`scores.pack`) or what went wrong.
 
     `path` is the trainer's `sys.path`.
     """
@@ -155,19 +156,19 @@ def _load(pickled: str) -> Any:
     return pickle.loads(base64.b64decode(pickled))
 
 
-# Programs in sandboxes. They are not started by the trainer, so that no sandbox is forked from a process with devices;
+# Programs in sandboxes. The trainer does not start them, so that no sandbox is forked from a process with devices;
 # no expected output comes here. Standard input, output and errors of a program are unlinked files: nothing has to be
 # pumped, and RLIMIT_FSIZE limits them.
 
 _NOBODY = 65534
 _SCRATCH = 16 << 20  # bytes of /tmp in the sandbox
-# Whose names a program may use without an import, as in LiveCodeBench's harness; a later one hides an earlier one.
+# Modules whose names a program may use without an import, as in LiveCodeBench's harness; later ones hide earlier ones.
 _MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys"
 _MODULES += " json typing"
 
 
 def serve_code(isolation: str, python: str) -> Answer:
-    """`run` in this isolation. RuntimeError if it runs no program here."""
+    """Return `run` in this isolation. RuntimeError if it cannot run a program here."""
     with contextlib.suppress(OSError):  # if memory runs out, the kernel ends programs before the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
@@ -198,8 +199,8 @@ def run(
 
     Args:
       code: the program.
-      function: the name of its function to call, if any.
-      inputs: standard input; the arguments of the function.
+      function: the name of the function to call, if any.
+      inputs: standard input, or the arguments of the function.
       limits: the fields of `code.Limits`.
       isolation: as in `code.Sandbox`.
       python: the interpreter.
@@ -244,10 +245,10 @@ def _child() -> str:
 
 
 def resource_limits(limits: Mapping[str, float], sandboxed: bool) -> dict[str, int]:
-    """The limits of each process of a program, by the names of `resource`."""
+    """Return the limits of each process of a program, by their names in `resource`."""
     most = {"RLIMIT_CPU": int(limits["timeout"]) + 1, "RLIMIT_FSIZE": int(limits["output"]) << 20}
     most |= {"RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
-    if sys.platform != "darwin":  # which refuses it
+    if sys.platform != "darwin":  # macOS rejects this limit
         most["RLIMIT_AS"] = int(limits["memory"]) << 20
         most["RLIMIT_STACK"] = most["RLIMIT_AS"] // 4  # recursion through C, as in functools.cache
     if sandboxed:  # counted in the namespace; without one, all processes of the user on the machine would count
@@ -257,7 +258,7 @@ def resource_limits(limits: Mapping[str, float], sandboxed: bool) -> dict[str, i
 
 @functools.cache
 def _bubblewrap(python: str) -> list[str]:
-    """The command that runs what follows it: no network, no other process, a read-only system, a small /tmp."""
+    """Return the command prefix of the sandbox: no network, no other process, a read-only system, a small /tmp."""
     program = shutil.which("bwrap") or "bwrap"
     command = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
     if "--disable-userns" in subprocess.run([program, "--help"], capture_output=True, text=True).stdout:  # since 0.8
