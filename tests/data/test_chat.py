@@ -239,6 +239,7 @@ def test_a_chat_tokenizer_in_an_experiment(small):
         "path": str(small),
         "system": None,
         "thinking": False,
+        "date": None,
     }
     changed = override(chat, ["tokenizer.thinking=true", "tokenizer.system=Be brief."])
     assert changed.tokenizer == hf_chat(small, system="Be brief.", thinking=True)

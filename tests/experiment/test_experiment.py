@@ -17,7 +17,8 @@ import pytest
 import stub_experiment
 
 from gspax import losses
-from gspax.config import Yarn
+from gspax.config import ModelConfig, Yarn
+from gspax.config.functions import parse
 from gspax.errors import UserError
 from gspax.experiment import (
     RESUMABLE,
@@ -422,8 +423,21 @@ def test_a_description_holds_public_names():
     assert describe(optax.adafactor) == "optax.adafactor"
 
 
-def test_descriptions_with_different_keys_differ():
+def test_a_setting_that_a_recorded_run_lacks_has_its_default():
+    """A field that was added after the run began, in a part of it or in the experiment, does not forbid a resume."""
     old, new = describe(EXPERIMENT), describe(EXPERIMENT)
-    old.pop("routing_replay")
+    del old["routing_replay"], old["guard"], old["model"]["attention_sinks"], old["sampling"]["stop"]
+    assert difference(old, new) == []
+    assert difference(old, describe(replace(EXPERIMENT, routing_replay="sampler"))) == [
+        "routing_replay: off -> sampler"
+    ]
+    stopped = replace(EXPERIMENT, sampling=replace(EXPERIMENT.sampling, stop=("x",)))
+    assert difference(old, describe(stopped)) == ['sampling.stop: [] -> ["x"]']
+    assert parse(ModelConfig, old["model"]) == EXPERIMENT.model
+
+
+def test_a_key_without_a_default_that_one_description_lacks_differs():
+    old, new = describe(EXPERIMENT), describe(EXPERIMENT)
+    del old["model"]["head_dim"]
     old["removed"] = 1
-    assert difference(old, new) == ["removed: 1 -> (absent)", "routing_replay: (absent) -> off"]
+    assert difference(old, new) == ["removed: 1 -> (absent)", "model.head_dim: (absent) -> 16"]

@@ -11,7 +11,6 @@ import tiny
 from gspax.config import LongRope, ModelConfig, Yarn, layers_of
 from gspax.config.model import architecture_problems
 from gspax.errors import UserError
-from gspax.experiment.description import describe
 from gspax.hf import config_json, families
 from gspax.hf.config_json import read_config, to_json
 from gspax.model import presets
@@ -494,11 +493,6 @@ def test_the_family_is_recorded_where_its_parts_do_not_say_it(tmp_path):
     assert to_json(mistral)["model_type"] == "mistral"
     sliding = read_config(write(tmp_path, sizes | {"model_type": "mistral"}))
     assert sliding == replace(llama, sliding_window=4096, sliding_layers=(0, 1, 2))
-
-
-def test_a_field_that_earlier_runs_do_not_record_is_described_where_it_is_used():
-    assert "model_type" not in describe(tiny.MOE) and describe(tiny.MOE)["qk_norm"] is True
-    assert describe(replace(tiny.MOE, model_type="qwen3_moe"))["model_type"] == "qwen3_moe"
 
 
 def test_a_missing_or_invalid_file_is_rejected(tmp_path):

@@ -102,8 +102,6 @@ class Sampling:
     # per position (the sampler keeps no more). 0: off; log-probs are then over the whole vocabulary
     mask_replay: NonNegativeInt = 0
 
-    added = ("noise", "draft_cost", "stop", "stop_token_ids")  # as in `ModelConfig`
-
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
@@ -145,8 +143,6 @@ class Optimizer:
     # How far each update moves the routers' correction biases toward equal loads of the experts, without a gradient
     # (auxiliary-loss-free balancing); 0: off, as is usual in reinforcement learning
     bias_update_speed: NonNegative = 0.0
-
-    added = ("bias_update_speed",)  # as in `ModelConfig`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +340,6 @@ class Teacher:
     as_advantage: bool = False  # subtract the KL's estimate from the advantages instead of adding the KL to the loss
     coefficient: NonNegative = 1.0
 
-    added = ("placement",)  # as in `ModelConfig`
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
@@ -358,8 +352,6 @@ class Lora:
     mlp: bool | tuple[Literal["gate", "up", "down"], ...] = True  # experts included
     delta: bool | tuple[Literal["query", "key", "value", "gate", "decay", "beta", "out"], ...] = False  # delta nets
     checkpoint: str = ""  # folder of a PEFT adapter to start from (`hf.peft`); empty: new adapters
-
-    added = ("delta",)  # as in `ModelConfig`
 
 
 def adapted_weights(lora: Lora) -> dict[str, tuple[str, ...]]:

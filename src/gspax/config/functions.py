@@ -171,13 +171,13 @@ def lookup(name: str) -> object:
 
 
 def parse(kind: type[T], described: Mapping[str, Any]) -> T:
-    """The inverse of `experiment.description.describe` for a dataclass.
+    """Build a dataclass from its `experiment.description.describe`.
 
-    One of the class's `added` fields that is left out has its default. KeyError or TypeError if another is missing.
+    A field that is missing has its default; TypeError if it has none.
     """
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
-        if name not in described and name in getattr(kind, "added", ()):
+        if name not in described:
             continue
         value = described[name]
         if isinstance(value, dict):

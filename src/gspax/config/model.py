@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from gspax.config.layers import (
     DenseMlp,
@@ -33,9 +32,6 @@ from gspax.config.ranges import (
     at_least,
     at_most,
 )
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device (128 MiB)
 NO_WINDOW = 2**30  # the window of a layer without one, where other layers have one
@@ -126,8 +122,6 @@ class Router:
     group_best: PositiveInt = 2
     scale: Positive = 1.0  # of the gates
 
-    added = ("group_best",)  # as in `ModelConfig`
-
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
@@ -197,22 +191,6 @@ class ModelConfig:
     # input; offload: its input, in host memory. Everything else is recomputed.
     remat: Remat = "none"
     checkpoint: str = ""  # folder or name of a Hugging Face checkpoint to start from; empty: random parameters
-
-    # Fields that the first runs of 0.2.0 do not record: at their defaults a description leaves them out, so that these
-    # runs still resume
-    added = (
-        *("model_type", "router", "shared_expert_gate", "rope_fraction", "rope_interleaved"),
-        *("qk_norm_projection", "qk_norm_after_rope", "norm_place", "sliding_rope_theta"),
-        *("activation", "norm_plus_one", "scale_embedding", "query_pre_attn_scalar", "latent"),
-        *("attention_gate", "delta", "delta_layers", "mixer", "mixer_layers"),
-        *("expert_bias", "attention_sinks"),
-    )
-
-
-def described_fields(record: DataclassInstance, added: Sequence[str]) -> dict[str, object]:
-    """The fields of a record, the `added` ones only where they differ from their default."""
-    values = {field.name: (getattr(record, field.name), field.default) for field in dataclasses.fields(record)}
-    return {name: value for name, (value, default) in values.items() if name not in added or value != default}
 
 
 def rotary_dim(config: ModelConfig) -> int:

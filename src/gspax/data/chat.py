@@ -40,8 +40,6 @@ class ChatTokenizer(HFTokenizer):
         if self.date is not None:
             datetime.date.fromisoformat(self.date)
 
-    added = ("date",)  # left out of a description at its default, so that older runs resume
-
     def encode(self, text: str, context: Sequence[Message] = ()) -> list[int]:
         """Encode a chat that ends with `text` as the user's message; `context` holds the messages before it."""
         return self.encode_chat([*context, {"role": "user", "content": text}])

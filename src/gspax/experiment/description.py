@@ -4,8 +4,7 @@
 and without addresses, so that the same experiment has the same description in every process.
 
     a dataclass                     {"type": "package.Class", field: ..., ...}; its method `described`, if it has one,
-                                    gives other keys, such as the content of a file instead of its path; fields that
-                                    its class names in `added` are left out at their defaults, as older runs have none
+                                    gives other keys, such as the content of a file instead of its path
     a function                      "package.name"
     a function with keyword-only
     parameters, or a partial        {"function": "package.name", keyword: ..., ...}
@@ -14,7 +13,8 @@ and without addresses, so that the same experiment has the same description in e
     a path, a date, a fraction      {"type": ..., "value": its text}
 
 Names are public ones (`gspax.losses.gspo`, not the module that defines it), so that code inside a package can move
-without changing an experiment. Keywords left at their defaults are included: they are part of what ran.
+without changing an experiment. Fields and keywords left at their defaults are included: they are part of what ran. A
+field that a recorded description lacks has its default (`complete`): it was added after the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from gspax.config.functions import Function, is_function, is_record, keywords, lookup, name_of, part_names, unwrap
-from gspax.config.model import described_fields
 from gspax.errors import is_library
 
 if TYPE_CHECKING:
@@ -87,29 +86,24 @@ def resumable(description: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(key for key in RESUMABLE if not (is_ahead and key == "schedule.checkpoint_every"))
 
 
-def describe(value: object, *, full: bool = False) -> Any:
-    """`value` as JSON-serializable data; an `Experiment` gives a dict. The module docstring lists the forms.
-
-    With `full` no field is left out because it has its default.
-    """
+def describe(value: object) -> Any:
+    """Return `value` as JSON-serializable data; an `Experiment` gives a dict. The module docstring lists the forms."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if is_record(value):
-        return {"type": name_of(type(value))} | {
-            name: describe(x, full=full) for name, x in _fields(value, full=full).items()
-        }
+        return {"type": name_of(type(value))} | {name: describe(x) for name, x in _fields(value).items()}
     if isinstance(value, functools.partial) or is_function(value):
-        return _function(value, full=full)
+        return _function(value)
     if isinstance(value, type):
         return name_of(value)
     if isinstance(value, Mapping):
-        return {str(key): describe(item, full=full) for key, item in value.items()}
+        return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [describe(item, full=full) for item in value]
+        return [describe(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((describe(item, full=full) for item in value), key=str)
+        return sorted((describe(item) for item in value), key=str)
     described = {"type": name_of(type(value))}
     if isinstance(value, _NAMED_BY_TEXT):
         return described | {"value": str(value)}
@@ -122,7 +116,7 @@ def describe(value: object, *, full: bool = False) -> Any:
 def described_parts(value: object) -> Iterator[object]:
     """The values directly inside a value that its description describes too."""
     if is_record(value):
-        yield from _fields(value, full=True).values()
+        yield from _fields(value).values()
     elif isinstance(value, functools.partial) or is_function(value):
         inner = unwrap(value)
         yield from [*keywords(value).values(), *(value.args if isinstance(value, functools.partial) else ())]
@@ -134,43 +128,45 @@ def described_parts(value: object) -> Iterator[object]:
 
 
 def complete(description: object) -> Any:
-    """A description with the fields that it leaves out because they have their defaults, as `describe(…, full=True)`.
-
-    The defaults are those of the classes that it names, where these are loaded.
-    """
+    """Add the fields that a description lacks, at the defaults of the classes that it names, where these are loaded."""
     if isinstance(description, list):
         return [complete(item) for item in description]
     if not isinstance(description, Mapping):
         return description
-    kind, left_out = lookup(str(description.get("type"))), dict[str, object]()
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        added = [field for field in dataclasses.fields(kind) if field.name in getattr(kind, "added", ())]
-        left_out = {field.name: describe(field.default, full=True) for field in added if field.name not in description}
-    return {key: complete(value) for key, value in description.items()} | left_out
-
-
-def _fields(record: DataclassInstance, *, full: bool) -> Mapping[str, object]:
-    """The fields of a dataclass, or what its method `described` gives instead of them."""
-    if hasattr(record, "described"):
-        return record.described()
-    added = () if full else getattr(record, "added", ())
-    fields = described_fields(record, added)
-    return {
-        field.name: fields[field.name] for field in dataclasses.fields(record) if field.init and field.name in fields
+    kind = lookup(str(description.get("type")))
+    return {key: complete(value) for key, value in description.items()} | {
+        name: describe(default) for name, default in _defaults(kind) if name not in description
     }
 
 
-def _function(value: Function, *, full: bool) -> str | dict[str, object]:
+def _defaults(kind: object) -> Iterator[tuple[str, object]]:
+    """Yield the fields of a dataclass that have a default; none if a method describes its records."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "described"):
+        for field in dataclasses.fields(kind):
+            if field.init and field.default is not dataclasses.MISSING:
+                yield field.name, field.default
+            elif field.init and field.default_factory is not dataclasses.MISSING:
+                yield field.name, field.default_factory()
+
+
+def _fields(record: DataclassInstance) -> Mapping[str, object]:
+    """Return the fields of a dataclass, or what its method `described` gives instead of them."""
+    if hasattr(record, "described"):
+        return record.described()
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.init}
+
+
+def _function(value: Function) -> str | dict[str, object]:
     inner = unwrap(value)
     described: dict[str, object] = {"function": name_of(inner)}
     if (source := source_hash(inner)) is not None:
         described[SOURCE] = source
     if isinstance(value, functools.partial) and value.args:
-        described["arguments"] = [describe(argument, full=full) for argument in value.args]
+        described["arguments"] = [describe(argument) for argument in value.args]
     if inspect.ismethod(inner):
-        described["self"] = describe(inner.__self__, full=full)
+        described["self"] = describe(inner.__self__)
     given = {name: item for name, item in keywords(value).items() if item is not inspect.Parameter.empty}
-    described |= {name: describe(item, full=full) for name, item in given.items()}
+    described |= {name: describe(item) for name, item in given.items()}
     if len(described) == 1 and not isinstance(value, functools.partial):
         return name_of(inner)
     return described
@@ -199,16 +195,16 @@ def reward_names(flat: Mapping[str, object]) -> list[str]:
 
 
 def difference(old: Mapping[str, object], new: Mapping[str, object], *, ignore: Iterable[str] = ()) -> list[str]:
-    """The keys whose values differ between two descriptions, one line each: `optimizer.learning_rate: 1e-4 -> 3e-4`.
+    """List the keys whose values differ between two descriptions: `optimizer.learning_rate: 1e-4 -> 3e-4`.
 
-    A key that only one of them has differs too.
+    A setting that one of them lacks has its default. A key without a default that only one of them has differs.
 
     Args:
       old: a description.
       new: another one.
       ignore: patterns of keys to leave out; with RESUMABLE, the keys that are left forbid a resume.
     """
-    before, after = flatten(old), flatten(new)
+    before, after = flatten(complete(old)), flatten(complete(new))
     changed = [key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT)]
     kept = [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in ignore)]
     return [f"{key}: {_show(before, key)} -> {_show(after, key)}" for key in kept]

@@ -124,14 +124,14 @@ def as_recorded(experiment: T, description: Mapping[str, object]) -> T:
     """The experiment with every setting of the description that an override can set.
 
     What no override can set, such as the content of a data file or the code of a function, stays as it is;
-    `description.difference` names it. A field that the description leaves out at its default is set to that, and a
+    `description.difference` names it. A field that the description lacks is set to its default, and a
     function that has keywords which the description's has not is set anew, without them.
 
     Args:
       description: of the experiment with other settings (`experiment.json` of its run).
     """
     wanted, before = flatten(complete(description)), None
-    while (now := describe(experiment, full=True)) != before:  # what was set brings keys of its own
+    while (now := describe(experiment)) != before:  # what was set brings keys of its own
         before, flat = now, flatten(now)
         changed = [key for key in wanted if wanted[key] != flat.get(key, _ABSENT) and not key.endswith(SOURCE)]
         changed += {key.rpartition(".")[0] for key in flat.keys() - wanted.keys() if _is_keyword(experiment, key)}

@@ -16,7 +16,7 @@ import operator
 import types
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from gspax.config import (
     layers_of,
     rotary_dim,
 )
-from gspax.config.model import RopeScaling, architecture_problems, described_fields
+from gspax.config.model import RopeScaling, architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
 from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
@@ -242,7 +242,8 @@ def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
         return None
     content: dict[str, Json] = {"rope_type": ROPE_TYPES[type(scaling)]}
     content |= {"factor": 1.0} if isinstance(scaling, AlphaRope) else {}
-    changed: dict[str, Any] = described_fields(scaling, [*vars(scaling)])
+    values = [(field, getattr(scaling, field.name)) for field in fields(scaling)]
+    changed: dict[str, Any] = {field.name: value for field, value in values if value != field.default}
     if isinstance(scaling, LongRope):
         del changed["max_position_embeddings"]  # a key beside the object
         changed |= {"short_factor": [*scaling.short_factor], "long_factor": [*scaling.long_factor]}

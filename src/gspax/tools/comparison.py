@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gspax.errors import UserError
-from gspax.experiment.description import flatten, show
+from gspax.experiment.description import complete, flatten, show
 from gspax.report import statistics
 from gspax.report.curves import PANELS, Series, read_series, render_figures, style_axes
 from gspax.report.html import render_note, render_page, render_table, render_text
@@ -121,7 +121,7 @@ def _read_run(folder: Path) -> Run:
     series = read_series(run.metrics)
     if "perf/tokens_per_second" not in series:
         raise UserError(f"{run.metrics}: wanted the metrics of a training run, but no step is in it")
-    settings = flatten(read_description(run) or {})
+    settings = flatten(complete(read_description(run) or {}))
     seed = settings.get("seed")
     return Run(folder.name, seed if isinstance(seed, int) else folder.name, settings, series, _count_tokens(series))
 
