@@ -203,7 +203,7 @@ def parse_brackets(text: str, *, tool: str = "calculator", argument: str = "expr
     """Parse the calls `[...]` of one tool with one argument, for small tokenizers.
 
     >>> parse_brackets("[1+2]")
-    [Call(name='calculator', arguments={'expression': '1+2'})]
+    [Call(name='calculator', arguments={'expression': '1+2'}, as_texts=False)]
     """
     return [
         Call(tool, {argument: body}) if close else Malformed("wanted ] after a call")
