@@ -1,8 +1,8 @@
-"""Inference weights: the parameters as the sampler reads them, made once per rollout.
+"""Inference weights: the parameters in the form that the sampler reads, made once per rollout.
 
 Adapters are merged into their weights; arrays are in the compute dtype, except for those that the model reads in
-float32; and every layer has arrays of its own (`model.decoding` says why). With `weights_dtype` "int8" matrices are
-quantized (`model.kernels.quantization`), an embedding only where it is the head too: a token reads one row of it.
+float32; and every layer has separate arrays (`model.decoding` says why). With `weights_dtype` "int8" matrices are
+quantized (`model.kernels.quantization`), the embedding only if it is also the head: a token reads one row of it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gspax.model.low_rank import dense
 from gspax.parallel.sharding import INFERENCE_RULES, Rules, named_sharding
 from gspax.types import Array, Params, PyTree
 
-# Experts on their way from the learner's mesh to one where `tensor` splits them: it splits the model dimension, and
-# then their width instead. In one step the compiler would gather all experts on every device.
+# Layout of experts on their way from the learner's mesh to one where `tensor` splits them: it splits the model
+# dimension, and then their width instead. In one step the compiler would gather all experts on every device.
 HALFWAY_RULES = INFERENCE_RULES | {"expert_embed": "tensor", "mlp": None}
 
-FULL = {"norm", "router", "rate", "tap"}  # axes of parameters that are read in float32 whatever the compute dtype
+FULL = {"norm", "router", "rate", "tap"}  # axes of parameters that are read in float32 for every compute dtype
 
 
 def make_inference_weights(
     params: Params, config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Params:
-    """The inference weights: `embedding`, `layers` (a tuple), `norm`, and `head` unless embeddings are tied.
+    """Make the inference weights: `embedding`, `layers` (a tuple), `norm`, and `head` unless embeddings are tied.
 
     They are sharded by `inference_shardings`.
     """
@@ -38,7 +38,7 @@ def make_inference_weights(
 
 @lru_cache
 def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> jax.stages.Wrapped:
-    """The jitted `make_inference_weights` of a model and a mesh."""
+    """Return the jitted `make_inference_weights` of a model and a mesh."""
     sizes = mesh.shape
     has_halfway = sizes["data"] == sizes["fsdp"] == 1 < sizes["tensor"] and config.hidden_size % sizes["tensor"] == 0
     halfway = inference_shardings(config, mesh, weights_dtype, HALFWAY_RULES if has_halfway else INFERENCE_RULES)
@@ -50,7 +50,7 @@ def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerD
 
 
 def convert(params: Params, config: ModelConfig, weights_dtype: SamplerDtype = "auto") -> Params:
-    """`make_inference_weights` inside a jitted function, without a layout."""
+    """Convert parameters to inference weights inside a jitted function, without a layout."""
 
     def cast(leaf: Array, axes: tuple[str, ...]) -> Weight:
         if weights_dtype == "int8" and (summed := _summed_axes(axes, config)):
@@ -66,9 +66,9 @@ def inference_shardings(
     weights_dtype: SamplerDtype = "auto",
     expert_rules: Rules = INFERENCE_RULES,
 ) -> Params:
-    """The layout of the inference weights on a mesh: a `NamedSharding` for each array.
+    """Return the layout of the inference weights on a mesh: a `NamedSharding` for each array.
 
-    `expert_rules` are those of the matrices of experts.
+    `expert_rules` are the rules for the matrices of experts.
     """
 
     def shardings(leaf: Weight, axes: tuple[str, ...]) -> PyTree:
@@ -88,7 +88,7 @@ def inference_shardings(
 def abstract_inference_weights(
     config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Params:
-    """`ShapeDtypeStruct`s, with shardings, of what `make_inference_weights` returns."""
+    """Return `ShapeDtypeStruct`s, with shardings, of the result of `make_inference_weights`."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         _abstract(config, weights_dtype),
@@ -97,9 +97,9 @@ def abstract_inference_weights(
 
 
 def _summed_axes(axes: tuple[str, ...], config: ModelConfig) -> tuple[int, ...]:
-    """The axes that a product with a matrix sums over; none for norms, biases, routers, and a table that is only read.
+    """Return the axes that a product with a matrix sums over; none for norms, biases, routers, and lookup tables.
 
-    `axes` are its logical axes. A matrix leads from the model dimension or to it, as its last axis.
+    `axes` are the matrix's logical axes. A matrix has the model dimension as input, or as output on its last axis.
     """
     own = [axis for axis in axes if axis not in ("layer", "expert")]
     model = {"embed", "expert_embed"} & set(own)
@@ -118,7 +118,7 @@ def _abstract(config: ModelConfig, weights_dtype: SamplerDtype) -> Params:
 
 
 def _unstack(params: Params, config: ModelConfig, *, axes: bool = False) -> Params:
-    """The tree with the layers one by one; with `axes`, of tuples of names instead of arrays."""
+    """Split the stacks of a tree into layers; with `axes`, the leaves are tuples of names instead of arrays."""
     layers = []
     for stack, index in layer_places(config):
         layer = reduce(getitem, stack, params["runs"])

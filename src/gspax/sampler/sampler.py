@@ -1,11 +1,11 @@
-"""Prompts and parameters in, a `Rollout` out: one prefill per prompt, then a jitted loop (`continuous_batching`).
+"""Samples a `Rollout` for prompts: one prefill per prompt, then a jitted loop (`continuous_batching`).
 
-The randomness of a token is a function of (key, sample id, position) alone, so a sample does not depend on its batch.
+The randomness of a token is a function of (key, sample id, position) only, so a sample does not depend on its batch.
 Log-probs are of the temperature-scaled distribution before any filter, in the sampler and in the learner. Tokens that
-top-k, top-p, or min-p let through are from another one; with `Sampling.mask_replay` log-probs are of that one.
+pass top-k, top-p, or min-p have another distribution; with `Sampling.mask_replay` log-probs are of that one.
 
-With `sampling.chunk` the loop runs in chunks, and the host gets the samples that have finished while others continue.
-Tokens and log-probs are those of the whole loop, unless newer weights decode the next chunk (`rollout.group_pool`).
+With `sampling.chunk` the loop runs in chunks, and the host gets the finished samples while others continue. Tokens and
+log-probs equal those of one whole loop, unless newer weights decode the next chunk (`rollout.group_pool`).
 
 Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C completion positions, T = S + C.
 """
@@ -43,15 +43,15 @@ class Progress(NamedTuple):
 
     tokens_BC: Array
     length_B: Array
-    ended_B: Array  # bool: no token follows
+    ended_B: Array  # bool: no more tokens follow
     waiting_B: Array  # bool: the sample's turn has ended, and it waits for a reply
-    left: Array  # bool: a sample has not ended
+    left: Array  # bool: some sample has not ended
 
 
 def make_options(
     model: ModelConfig, tokenizer: Tokenizer, sampling: Sampling, mesh: jax.sharding.Mesh
 ) -> SampleOptions:
-    """The options with which samples end where the tokenizer and `sampling` say."""
+    """Make sampling options that end samples where the tokenizer and `sampling` say."""
     return SampleOptions(
         model=model,
         sampling=sampling,
@@ -80,10 +80,10 @@ def sample(
       prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`. With
         `sampling.noise="problem"` a checksum of the prompt is used instead.
       key: equal (key, id) give equal samples.
-      options: of which `sampling.prompts` is not read. Temperature 0 decodes greedily, with log-probs at temperature 1.
-      earlier: for `place_prompts`.
-      ended: with `sampling.chunk`, called after each chunk in which samples have ended; it gets each row once. What it
-        raises is raised on every process.
+      options: `sampling.prompts` is ignored. Temperature 0 decodes greedily, with log-probs at temperature 1.
+      earlier: as for `place_prompts`.
+      ended: with `sampling.chunk`, called after each chunk in which samples have ended; it gets each row once. Its
+        exceptions are raised on every process.
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or B not a multiple of the devices.
@@ -97,7 +97,7 @@ def sample(
     while True:
         interrupt.stop_point()
         before, left = progress, bool(multihost.to_host(progress.left))
-        if left:  # before the samples that have ended are fetched, so that the devices do not wait for the host
+        if left:  # start the next chunk before ended samples are fetched, so that the devices do not wait for the host
             state, progress = advance_chunk(params, state, key, np.int32(0), options=options)
         if ended is not None:
             hand_over(before, handed_over_B, ended)
@@ -106,7 +106,7 @@ def sample(
 
 
 def hand_over(progress: Progress, handed_over_B: np.ndarray, ended: Finished) -> None:
-    """Call `ended` with the rows that have ended since the last time."""
+    """Call `ended` with the rows that have ended since the last call."""
     length_B, ended_B = multihost.to_host((progress.length_B, progress.ended_B))
     new_B = ended_B & ~handed_over_B
     handed_over_B |= new_B
@@ -128,7 +128,7 @@ def _generate(params: Params, prompts: Prompts, key: Array, *, options: SampleOp
 
 @partial(jax.jit, static_argnames="options")
 def start(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> tuple[State, Progress]:
-    """`continuous_batching.start`."""
+    """Start a rollout (`continuous_batching.start`), jitted."""
     state = continuous_batching.start(params, prompts, key, options)
     return state, describe_progress(state, options)
 
@@ -137,9 +137,9 @@ def start(params: Params, prompts: Prompts, key: Array, *, options: SampleOption
 def advance_chunk(
     params: Params, state: State, key: Array, version: Array | int, *, options: SampleOptions
 ) -> tuple[State, Progress]:
-    """`continuous_batching.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active.
+    """Decode `sampling.chunk` tokens in each slot; without a chunk, until no slot is active.
 
-    The weights may be newer than in earlier chunks: they continue the unfinished samples, whose cache is kept.
+    The weights may be newer than in earlier chunks: they continue the unfinished samples with the existing cache.
     """
     state = continuous_batching.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
     return state, describe_progress(state, options)
@@ -155,13 +155,13 @@ def resume(
     *,
     options: SampleOptions,
 ) -> tuple[State, Progress]:
-    """`continuous_batching.resume`."""
+    """Continue conversations after replies (`continuous_batching.resume`), jitted."""
     state = continuous_batching.resume(params, state, replies, key, options, version)
     return state, describe_progress(state, options)
 
 
 def describe_progress(state: State, options: SampleOptions) -> Progress:
-    """The progress of a state."""
+    """Extract the progress of a state."""
     rows = state.rows
     waiting_B = continuous_batching.on_devices(continuous_batching.of_samples, options, rows, rows.waiting_W)
     ended_B = rows.finished_B | ((rows.length_B >= rows.tokens_BC.shape[1]) & ~waiting_B)
@@ -173,7 +173,7 @@ def describe_progress(state: State, options: SampleOptions) -> Progress:
 
 @partial(jax.jit, static_argnames="options")
 def assemble(tokens_PS: Array, state: State, *, options: SampleOptions) -> Rollout:
-    """The rollout of the tokens so far: what follows each prompt directly after it."""
+    """Assemble the rollout of the tokens so far: each completion directly follows its prompt."""
     rows, (P, S) = state.rows, tokens_PS.shape
     B, C = rows.tokens_BC.shape
     index_BT = jnp.broadcast_to(jnp.arange(S + C)[None], (B, S + C))
@@ -181,7 +181,7 @@ def assemble(tokens_PS: Array, state: State, *, options: SampleOptions) -> Rollo
     prompt_BT, within_BT = after_BT < 0, (after_BT >= 0) & (after_BT < rows.length_B[:, None])
 
     def place(x_BC: Array, x_PS: Array | None = None, padding: int = 0) -> Array:
-        """By position in the row, with values for the prompt."""
+        """Scatter completion values to their positions in the row, with values for the prompt if given."""
         more = [1] * (x_BC.ndim - 2)
         x_BT = jnp.take_along_axis(x_BC, jnp.clip(after_BT, 0, C - 1).reshape(B, S + C, *more), axis=1)
         x_BT = jnp.where(within_BT.reshape(B, S + C, *more), x_BT, jnp.asarray(padding, x_BC.dtype))
@@ -214,7 +214,7 @@ def assemble(tokens_PS: Array, state: State, *, options: SampleOptions) -> Rollo
 
 
 def split_rows(options: SampleOptions, prompts: int) -> SampleOptions:
-    """The options for this number of prompts, with the groups divided as the devices need it (`split_groups`)."""
+    """Return the options for this number of prompts, with groups split if the devices require it (`split_groups`)."""
     sampling = split_groups(replace(options.sampling, prompts=prompts), options.mesh)
     if options.greedy and sampling.prompts > prompts:
         raise ValueError(f"greedy: wanted prompts in multiples of the devices, got {prompts}")
@@ -229,13 +229,13 @@ def place_prompts(
     *,
     widest: bool = False,
 ) -> Prompts:
-    """The prompts on the mesh.
+    """Pad the prompts and place them on the mesh.
 
     Args:
       prompts: fewer than P if groups are split: each is repeated.
       options: from `split_rows`.
-      earlier: with drafts, for each prompt, what followed it in each of its samples of an earlier epoch; else, or for
-        a prompt that had none, nothing.
+      earlier: with drafts, for each prompt the completions of its samples in an earlier epoch; empty without drafts or
+        for a new prompt.
       widest: S is `sampling.max_prompt_tokens`, not a bucket.
     """
     sampling, limit = options.sampling, options.sampling.max_prompt_tokens
@@ -260,10 +260,10 @@ def place_prompts(
 
 
 def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -> Sampling:
-    """The settings of the same rows with `prompts` a multiple of the devices that have rows of their own.
+    """Return settings for the same rows with `prompts` a multiple of the devices that rows are sharded over.
 
-    Where the prompts are none, each is repeated, and so are its cache and its prefill; its samples are divided.
-    UserError if the rows do not divide either.
+    If the prompts are no such multiple, each is repeated, with its cache and its prefill, and its samples are divided.
+    UserError if the rows cannot be divided either.
     """
     shards = batch_shards(mesh)
     parts = shards // math.gcd(sampling.prompts, shards)
@@ -274,7 +274,7 @@ def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -
 
 
 def lengths_to_host(rollout: Rollout) -> Rollout:
-    """The rollout with its lengths and `finished_B` on the host of every process."""
+    """Fetch the lengths and `finished_B` of a rollout to the host of every process."""
     small = {
         name: getattr(rollout, name) for name in ("prompt_length_B", "length_B", "finished_B", "reply_B", "passes_B")
     }
@@ -282,13 +282,13 @@ def lengths_to_host(rollout: Rollout) -> Rollout:
 
 
 def pad_replies(replies: Sequence[Sequence[int]]) -> Replies:
-    """Right-padded replies. With the stop token before it, a row of X + 1 tokens is 8, 16, 32, 64, … long, so that few
-    programs are compiled; `extend` runs no more blocks than there are tokens for."""
+    """Right-pad replies. With the stop token before it, a row of X + 1 tokens is 8, 16, 32, 64, … long, so that few
+    programs are compiled; `extend` runs no more blocks than the tokens need."""
     return Replies(*pad_rows(replies, bucket(max(map(len, replies)) + 1, SMALLEST_REPLY) - 1))
 
 
 def pad_rows(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded int32 rows of this size, and their lengths."""
+    """Right-pad rows of int32 to this size, and return them with their lengths."""
     padded = np.zeros((len(rows), size), np.int32)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
@@ -296,12 +296,12 @@ def pad_rows(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.n
 
 
 def bucket(longest: int, smallest: int) -> int:
-    """The least power of two that is at least as large as both; `smallest` is one."""
+    """Return the smallest power of two that is at least `longest` and `smallest`, which must be a power of two."""
     return max(smallest, 1 << (longest - 1).bit_length())
 
 
 def longest_prompt(prompts: Sequence[Sequence[int] | None], prompt_ids: Sequence[int], limit: int) -> int:
-    """The length of the longest prompt that this process has. UserError for one that is empty or exceeds the limit."""
+    """Return the length of this process's longest prompt. UserError if a prompt is empty or exceeds the limit."""
     for index, prompt in zip(prompt_ids, prompts, strict=True):
         if prompt is not None:
             check_length(prompt, limit, f"problem {index}: ")
@@ -309,7 +309,7 @@ def longest_prompt(prompts: Sequence[Sequence[int] | None], prompt_ids: Sequence
 
 
 def check_length(prompt: Sequence[int], limit: int, where: str = "") -> None:
-    """UserError for a prompt that is empty or exceeds the limit."""
+    """Raise a UserError if a prompt is empty or exceeds the limit."""
     if not 0 < len(prompt) <= limit:
         raise UserError(
             f"{where}wanted a prompt of 1 to {limit} tokens (sampling.max_prompt_tokens, which a resumed run may "

@@ -1,11 +1,11 @@
-"""Where a sample ends: at a stop token, or at the token that completes a stop string.
+"""Ends samples at a stop token, or at the token that completes a stop string.
 
 A string may begin in one token and end in another. `Matcher` is an automaton over tokens: its state is the longest
-beginning of a stop string that the text so far ends with (Aho and Corasick, 1975, over the bytes of each token), so
+prefix of a stop string that the text so far ends with (Aho and Corasick, 1975, over the bytes of each token), so
 that decoding needs one integer for each sample, and no text. The token that completes a string belongs to the sample
-with all its text, as a stop token does.
+with all its text, like a stop token.
 
-Axes: B samples, M tokens of a block, V vocabulary, S states, C classes of tokens that do the same in every state.
+Axes: B samples, M tokens of a block, V vocabulary, S states, C classes of tokens with the same transitions.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gspax.errors import UserError
 from gspax.sampler.token_sampling import is_stop
 from gspax.types import Array
 
-_TRIED = 64  # tokens of each text with which the bytes of tokens are compared with the tokenizer's own decoding
+_TRIED = 64  # tokens of each random text that is compared with the tokenizer's decoding
 
 
 @dataclass(frozen=True)
 class Matcher:
-    """An automaton that finds stop strings. The last state is that of a completed string; equal digests, equal tables.
+    """An automaton that finds stop strings. Its last state is that of a completed string; equal digests, equal tables.
 
-    The tables are constants of the compiled programs. A table [S, V] would be large; most tokens are of few classes.
+    The tables are constants of the compiled programs. A table [S, V] would be large; most tokens are in few classes.
     """
 
     digest: str
@@ -47,14 +47,14 @@ class Matcher:
 
 
 def stop_ids(tokenizer: Tokenizer, sampling: Sampling) -> tuple[int, ...]:
-    """The stop tokens: the tokenizer's, then the experiment's own."""
+    """Return the stop tokens: the tokenizer's, then the experiment's."""
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *sampling.stop_token_ids)))
 
 
 def make_matcher(tokenizer: Tokenizer, sampling: Sampling, vocab_size: int) -> Matcher | None:
-    """The automaton for `sampling.stop`; None without stop strings.
+    """Make the automaton for `sampling.stop`; None without stop strings.
 
-    UserError if the tokenizer does not say what text its tokens are, or says something else than it decodes.
+    UserError if the tokenizer does not say which bytes its tokens stand for, or decodes to other ones.
     """
     if not sampling.stop:
         return None
@@ -71,7 +71,7 @@ def _make_matcher(tokenizer: Tokenizer, strings: tuple[str, ...], vocab_size: in
     next_SX = _byte_table(strings)
     next_SV = _follow_all(next_SX, within)
     start = 0
-    if first != within:  # the state before a turn is one of its own
+    if first != within:  # the state before a turn is a separate one
         first_1V = _follow_all(next_SX, first)[:1]
         next_SV = np.concatenate([next_SV[:-1], first_1V, next_SV[-1:]])
         start = len(next_SV) - 2
@@ -84,7 +84,7 @@ def _make_matcher(tokenizer: Tokenizer, strings: tuple[str, ...], vocab_size: in
 
 
 def _check_bytes(tokenizer: Tokenizer, within: Sequence[bytes], first: Sequence[bytes]) -> None:
-    """UserError if the bytes of random tokens are not what the tokenizer decodes them to."""
+    """Raise a UserError if the tokenizer decodes random tokens to other bytes than `token_bytes` says."""
     known = np.arange(min(tokenizer.vocab_size, len(within)))
     rng, usable = np.random.default_rng(0), np.setdiff1d(known, tokenizer.stop_ids)
     for _ in range(8):
@@ -99,7 +99,7 @@ def _check_bytes(tokenizer: Tokenizer, within: Sequence[bytes], first: Sequence[
 
 
 def _byte_table(strings: Iterable[str]) -> np.ndarray:
-    """The state after each byte, int16 [S, 256]; the last state is that of a completed string, which stays."""
+    """Tabulate the state after each byte, int16 [S, 256]; the last state, a completed string, is absorbing."""
     children: list[dict[int, int]] = [{}]
     ends = set[int]()
     for string in strings:
@@ -110,7 +110,7 @@ def _byte_table(strings: Iterable[str]) -> np.ndarray:
         ends.add(node)
     table, behind = np.zeros((len(children), 256), np.int16), [0] * len(children)
     waiting = deque([0])
-    while waiting:  # nodes nearer to the root first: what is behind a node is complete before the node is
+    while waiting:  # breadth first: the failure state of a node is complete before the node is processed
         node = waiting.popleft()
         if node:
             table[node] = table[behind[node]]
@@ -128,7 +128,7 @@ def _byte_table(strings: Iterable[str]) -> np.ndarray:
 
 
 def _follow_all(next_SX: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
-    """The state after each text from each state, int16 [S, V]."""
+    """Compute the state after each text from each state, int16 [S, V]."""
     length_V = np.array([*map(len, texts)])
     order_V = np.argsort(-length_V, kind="stable")  # the longest first
     state_SV = np.repeat(np.arange(len(next_SX), dtype=np.int16)[:, None], len(texts), axis=1)
@@ -140,12 +140,12 @@ def _follow_all(next_SX: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
 
 
 def begin(state_B: Array | None, begins_B: Array, matcher: Matcher | None) -> Array | None:
-    """The states with those of samples that begin a turn as they are before it; None without a matcher."""
+    """Reset the states of the samples that begin a turn; None without a matcher."""
     return None if matcher is None or state_B is None else jnp.where(begins_B, matcher.start, state_B)
 
 
 def has_ended(state_B: Array | None, token_B: Array, stop_ids: tuple[int, ...], matcher: Matcher | None) -> Array:
-    """Whether a sample ended with its last token, whose state this is, bool [B]."""
+    """Return whether each sample ended with its last token, given the state after that token, bool [B]."""
     stops_B = is_stop(token_B, stop_ids)
     return stops_B if matcher is None or state_B is None else stops_B | (state_B == matcher.done)
 
@@ -153,13 +153,13 @@ def has_ended(state_B: Array | None, token_B: Array, stop_ids: tuple[int, ...], 
 def follow(
     state_B: Array | None, token_BM: Array, stop_ids: tuple[int, ...], matcher: Matcher | None
 ) -> tuple[Array | None, Array]:
-    """The states after each token of a block, int32 [B, M], None without a matcher, and which tokens end a sample.
+    """Compute the states after each token of a block (int32 [B, M]; None without a matcher), and which tokens end it.
 
     Args:
       state_B: int32, the states before the block.
       token_BM: int32.
-      stop_ids: of stop tokens.
-      matcher: of stop strings.
+      stop_ids: the stop tokens.
+      matcher: the automaton of the stop strings.
     """
     followed_BM = None
     if matcher is not None and state_B is not None:
@@ -172,19 +172,19 @@ def follow(
 
 
 def follow_first(token_B: Array, stop_ids: tuple[int, ...], matcher: Matcher | None) -> tuple[Array | None, Array]:
-    """`follow` for the first token of each sample."""
+    """Apply `follow` to the first token of each sample."""
     state_B = begin(jnp.zeros_like(token_B), jnp.ones(token_B.shape, bool), matcher)
     state_B1, stops_B1 = follow(state_B, token_B[:, None], stop_ids, matcher)
     return None if state_B1 is None else state_B1[:, 0], stops_B1[:, 0]
 
 
 def find_stop(tokens: Iterable[int], matcher: Matcher, turn: Sequence[int] = ()) -> int:
-    """How many of the tokens there are up to the one that completes a stop string; 0 if none does.
+    """Count the tokens up to the one that completes a stop string; 0 if none does.
 
     Args:
-      tokens: new ones.
-      matcher: of stop strings.
-      turn: the tokens of the same turn before them.
+      tokens: the new tokens.
+      matcher: the automaton of the stop strings.
+      turn: the tokens before them in the same turn.
     """
     state = matcher.start
     for i in turn:
@@ -198,5 +198,5 @@ def find_stop(tokens: Iterable[int], matcher: Matcher, turn: Sequence[int] = ())
 
 @functools.lru_cache(maxsize=4)
 def always_stopping(matcher: Matcher) -> tuple[int, ...]:
-    """The tokens that hold a whole stop string, so that they end any sample."""
+    """Return the tokens that contain a whole stop string, so that they end any sample."""
     return tuple(np.flatnonzero((matcher.next_SC == matcher.done).all(axis=0)[matcher.class_V]).tolist())

@@ -1,4 +1,4 @@
-"""One token of each row from its logits: temperature, top-k, top-p and min-p.
+"""Samples one token per row from its logits: temperature, top-k, top-p and min-p.
 
 Axes: B rows, V vocabulary = N entries x M blocks, K tokens of a sampling mask.
 """
@@ -18,7 +18,7 @@ from gspax.types import Array
 
 
 class Draw(NamedTuple):
-    """One token of each row."""
+    """One sampled token per row."""
 
     token_B: Array  # int32
     logp_B: Array  # float32
@@ -36,9 +36,9 @@ def sample_at(
     *,
     kept: int = 0,
 ) -> Draw:
-    """The token at a position of each sample, and its log-prob: a function of (key, sample id, position).
+    """Sample the token at a position of each sample, with its log-prob: a function of (key, sample id, position).
 
-    With `kept`, the log-prob is over the tokens that it was chosen from, at most `kept` of them (`sample_from_sets`).
+    With `kept`, the log-prob is over the tokens that it was sampled from, at most `kept` of them (`sample_from_sets`).
     """
     with jax.named_scope("sample"):
         key_B = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(
@@ -51,14 +51,14 @@ def sample_at(
 
 
 def is_stop(token_B: Array, stop_ids: tuple[int, ...]) -> Array:
-    """Whether each token is one of the stop ids, bool [B]."""
+    """Return whether each token is one of the stop ids, bool [B]."""
     return (token_B[:, None] == jnp.asarray(stop_ids, jnp.int32)[None]).any(axis=-1)
 
 
 def sample_tokens(
     logits_BV: Array, key_B: Array, sampling: Sampling, greedy_B: Array | None = None
 ) -> tuple[Array, Array]:
-    """One token per row, int32, from the filtered distribution, and its unfiltered float32 log-prob.
+    """Sample one token per row, int32, from the filtered distribution; return its unfiltered float32 log-prob too.
 
     The rows of `greedy_B`, bool, take the most probable token and have log-probs at temperature 1, as all rows do at
     temperature 0.
@@ -79,11 +79,11 @@ def sample_tokens(
 
 
 def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: int) -> Draw:
-    """`sample_tokens` with the set that each token is chosen from, and its log-prob over this set.
+    """Sample tokens as `sample_tokens` does, and return the set each is sampled from, with log-probs over this set.
 
-    A set has at most `size` tokens: of more the most probable ones are left, so that it is always the whole support of
-    its token. Where all fit, the token is that of `sample_tokens`. Of tokens with equal logits those with smaller ids
-    come first, so that a set has no more than `top_k` of them.
+    A set has at most `size` tokens: if a filter leaves more, the most probable ones are kept, so that the set is always
+    the whole support of its token. If all fit, the token is that of `sample_tokens`. Of equal logits, smaller ids come
+    first, so that a set has no more than `top_k` tokens.
     """
     V = logits_BV.shape[-1]
     filtered_BV = filter_logits(logits_BV / sampling.temperature, sampling)
@@ -102,11 +102,11 @@ def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: i
 
 
 def _sample(logits_BV: Array, key_B: Array) -> tuple[Array, Array]:
-    """An index of each row with probability softmax(logits), int32, and the row's logsumexp, float32.
+    """Sample an index of each row with probability softmax(logits), int32; return the row's logsumexp too, float32.
 
     Gumbel-max twice: one of M blocks by its mass, then one of the block's N entries. The distribution is the same as
     with one noise for each of V logits, whose hashes would take ten times as long as the rest at V = 151,936. Block m
-    has the entries m, M + m, 2M + m, …: N is a power of two, which a vocabulary sharded over a mesh divides by.
+    has the entries m, M + m, 2M + m, …: N is a power of two, which divides a vocabulary that is sharded over a mesh.
     """
     B, V = logits_BV.shape
     N = math.gcd(V, 2 ** round(math.log2(V) / 2))
@@ -122,7 +122,7 @@ def _sample(logits_BV: Array, key_B: Array) -> tuple[Array, Array]:
 
 
 def _argmax(score_BV: Array) -> Array:
-    """The first index of the largest score, int32. Two plain reductions: XLA:CPU vectorizes no argmax."""
+    """Return the first index of the largest score, int32. Two reductions: XLA:CPU does not vectorize argmax."""
     V = score_BV.shape[-1]
     index_BV = jax.lax.broadcasted_iota(jnp.int32, score_BV.shape, 1)
     largest_BV = jnp.where(score_BV == score_BV.max(axis=-1, keepdims=True), index_BV, V - 1)
@@ -130,7 +130,7 @@ def _argmax(score_BV: Array) -> Array:
 
 
 def filter_logits(logits_BV: Array, sampling: Sampling) -> Array:
-    """The logits with -inf for the tokens that top-k, then top-p, then min-p exclude, each applied to what is left.
+    """Set the logits of tokens that top-k, then top-p, then min-p exclude to -inf, each applied to what is left.
 
     Top-p (nucleus, arXiv 1904.09751) keeps the smallest set of the most probable tokens whose mass reaches p;
     min-p (arXiv 2407.01082) keeps tokens at least min_p times as probable as the best. Ties at the threshold are kept.
