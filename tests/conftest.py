@@ -194,7 +194,7 @@ def gcs_server():
 @pytest.fixture
 def bucket(gcs_server):
     """The path of a run in a bucket of its own, and the server."""
-    from gspax.storage.buckets import to_path
+    from gspax.storage.paths import to_path
 
     name = f"bucket-{len(gcs_server.buckets)}"
     gcs_server.buckets[name], gcs_server.faults = {}, lambda request: None

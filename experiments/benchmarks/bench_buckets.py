@@ -56,7 +56,7 @@ def measure(folder: str, seed: int) -> dict[str, float]:
 
     from gspax.run.checkpoints import Checkpoints
     from gspax.storage import objects
-    from gspax.storage.buckets import to_path
+    from gspax.storage.paths import to_path
 
     keys = jax.random.split(jax.random.key(seed), ARRAYS)
     state = {str(i): jax.random.normal(key, (ARRAY_BYTES // 2**14, 2**12)) for i, key in enumerate(keys)}

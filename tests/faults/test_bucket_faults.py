@@ -16,7 +16,7 @@ from test_killed_hosts import PATIENCE, start
 
 from gspax.commands import check, main
 from gspax.run.manifest import finished_steps
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 KILLS = int(os.environ.get("FAULTS_KILLS", "20"))

@@ -24,8 +24,8 @@ from gspax.run.checkpoints import Checkpoints, open_array, save, take_traffic
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.folders import append_line, atomic_folder, write_atomically
 from gspax.run.record import Recorder, read_metrics
-from gspax.storage import buckets, object_files, objects
-from gspax.storage.buckets import require_usable, to_path
+from gspax.storage import object_files, objects
+from gspax.storage.paths import require_usable, to_path
 
 DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}
 WANTED = {"params/w": jax.ShapeDtypeStruct((50,), jnp.float32)}
@@ -133,7 +133,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_anything_starts(bucket, 
     server.faults = lambda request: gcs.Status(503)
     with pytest.raises(UserError, match=r"wanted a bucket that answers: .*2 retry attempts"):
         require_usable(path)
-    monkeypatch.setattr(buckets.metadata, "version", lambda package: "0.11.39")
+    monkeypatch.setattr(paths.metadata, "version", lambda package: "0.11.39")
     with pytest.raises(UserError, match=r"wanted orbax-checkpoint 0.12.5 or newer to write to a bucket, got 0.11.39"):
         require_usable(path)
 

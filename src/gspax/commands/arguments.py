@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gspax.errors import UserError, display, tell, warn
-from gspax.storage.buckets import is_bucket, require_usable, to_path
+from gspax.storage.paths import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
     from gspax.config import Experiment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
 from gspax.errors import UserError, display
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 
 def make_parser() -> Parser:

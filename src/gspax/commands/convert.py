@@ -75,7 +75,7 @@ def _checkpoint(source: str, target: Path, dtype: str) -> Iterator[Path]:
     """Yields the folder of a checkpoint. That of a GGUF file is a temporary one beside `target`, in the same dtype."""
     from gspax.hf.gguf import is_gguf, unpack
     from gspax.hf.source import locate
-    from gspax.storage.buckets import is_bucket
+    from gspax.storage.paths import is_bucket
 
     if not is_gguf(source):
         yield locate(source)

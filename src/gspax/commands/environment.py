@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gspax.errors import warn
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 
 VARIABLE = "GSPAX_COMPILATION_CACHE"  # a folder, also in a bucket, or 0 for no cache
 KEPT_DAYS = 30  # a program that is older is compiled again, so the folder cannot grow for ever

@@ -17,7 +17,7 @@ from gspax.commands.arguments import (
     subcommand_parser,
 )
 from gspax.errors import UserError
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
     from gspax.config import Evaluation, Task

@@ -21,7 +21,7 @@ from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
 from gspax.hf.families import OF_MTP, WRAPPERS
 from gspax.hf.source import HUB_NAME, RUN, SMALL, copy_companions, locate
 from gspax.run.folders import atomic_folder
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 
 if TYPE_CHECKING:
     from gspax.hf.tensors import Stored

@@ -6,7 +6,7 @@ import argparse
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
 from gspax.errors import display
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 
 def make_parser() -> Parser:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from gspax.errors import UserError, brief, describe_error
-from gspax.storage.buckets import is_bucket
+from gspax.storage.paths import is_bucket
 
 LONGEST = 2**26  # bytes of a JSON file
 DEEPEST = 64  # nested containers

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gspax.data.files import require_own_files, why_not_on_hub
 from gspax.errors import UserError, describe_error
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 SMALL = ("*.json", "*.txt", "*.jinja")  # everything except the weights

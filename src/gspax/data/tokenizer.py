@@ -17,7 +17,7 @@ from gspax.data.files import Json, read_object, reading, require_own_files, why_
 from gspax.data.hub import HUB_NAME, locate
 from gspax.data.token_bytes import read_token_bytes
 from gspax.errors import UserError, brief
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

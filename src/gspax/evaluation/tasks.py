@@ -31,7 +31,7 @@ from gspax.errors import UserError, brief
 from gspax.rewards import answers, code, math, program_tests
 from gspax.rewards.calls import compares_answers, concurrent, needs
 from gspax.rewards.scores import Score
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 
 StrPath = str | os.PathLike[str]
 Row = Mapping[str, Any]

@@ -38,7 +38,7 @@ from gspax.config.model import RopeScaling, architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
 from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 T = TypeVar("T")
 

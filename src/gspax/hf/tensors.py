@@ -21,7 +21,7 @@ import numpy as np
 from gspax.data.files import SHOWN, parse_json, read_object, show
 from gspax.errors import UserError
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket
+from gspax.storage.paths import is_bucket
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES = np.dtype(np.uint8)

@@ -19,7 +19,7 @@ from gspax.report.run_page import TASK_COLUMNS, read_task
 from gspax.run.directory import RunDir, read_attempts
 from gspax.run.record import read_metrics, read_rows
 from gspax.run.redaction import is_secret, redact
-from gspax.storage.buckets import is_bucket
+from gspax.storage.paths import is_bucket
 from gspax.types import JsonObject
 
 PARTS = (  # sections of the experiment in the table of settings

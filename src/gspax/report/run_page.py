@@ -33,7 +33,7 @@ from gspax.report.statistics import show
 from gspax.run.directory import RunDir, read_attempts, read_description, read_json, step_of
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.record import read_completions
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 
 REWARDS = PANELS[:2]  # shown first, above the long sections
 SHOWN_ROWS = 4  # completions that are not folded

@@ -31,7 +31,7 @@ from gspax.run import lock, manifest
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket, read_bytes, to_path
+from gspax.storage.paths import is_bucket, read_bytes, to_path
 from gspax.types import Array, JsonObject, PyTree, named_leaves
 from gspax.unstable import key_impl_name
 

@@ -25,7 +25,7 @@ from gspax.run import lock
 from gspax.run.folders import as_warning, remove_folder, set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact, redact_arguments
-from gspax.storage.buckets import is_bucket, read_bytes, require_usable, to_path
+from gspax.storage.paths import is_bucket, read_bytes, require_usable, to_path
 from gspax.types import JsonObject
 
 # An evaluation may change these keys too: how many completions are sampled at once, and where

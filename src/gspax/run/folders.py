@@ -13,7 +13,7 @@ from pathlib import Path
 from gspax.errors import UserError, naming, warn
 from gspax.run import lock
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket, require_usable
+from gspax.storage.paths import is_bucket, require_usable
 
 LAST = ("adapter_config.json", "config.json")  # of a checkpoint, which is none without it
 

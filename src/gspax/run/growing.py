@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gspax.run import lock
 from gspax.run.folders import write_atomically
-from gspax.storage.buckets import is_bucket, read_bytes
+from gspax.storage.paths import is_bucket, read_bytes
 
 PART = 2**20  # bytes
 WAIT, WAIT_AFTER_FAILURE = 10.0, 60.0  # seconds

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gspax.errors import FailureError, naming, tell, warn
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket, read_bytes
+from gspax.storage.paths import is_bucket, read_bytes
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 FRESH = 1.0  # seconds; Cloud Storage accepts one write of an object a second

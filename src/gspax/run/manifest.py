@@ -32,7 +32,7 @@ from gspax.errors import UserError, warn
 from gspax.run import lock
 from gspax.run.folders import remove_folder, set_aside, sync_folder, write_atomically
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket, open_file, read_bytes
+from gspax.storage.paths import is_bucket, open_file, read_bytes
 
 MANIFEST, EXTRA, DAMAGED = "manifest.json", "extra.json", "damaged_manifest.json"
 VERSION = 1  # of the format

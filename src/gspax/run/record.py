@@ -23,7 +23,7 @@ from gspax.run.folders import unused_name, write_atomically
 from gspax.run.growing import merge_parts, open_growing, read_growing
 from gspax.run.trackers import Trackers
 from gspax.storage import objects
-from gspax.storage.buckets import is_bucket
+from gspax.storage.paths import is_bucket
 from gspax.types import JsonObject
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
 from gspax.errors import UserError, printable, tell
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
 from gspax.errors import UserError, did_you_mean, display, warn
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 
 METRICS = (  # compared unless --metrics names others; those that no run has are left out
     "eval/reward",

@@ -22,7 +22,7 @@ from gspax.report.curves import Series, read_series
 from gspax.rewards.answers import reference
 from gspax.run.directory import RunDir, read_description
 from gspax.run.record import read_completions
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 from gspax.types import JsonObject
 
 EQUAL = 0.9  # of the groups: less than a tenth of the samples then has a gradient

@@ -11,7 +11,7 @@ import numpy as np
 
 from gspax.commands.arguments import Parser, load_experiment, subcommand_parser
 from gspax.errors import display
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
     from gspax.types import Batch, Params

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspax.commands.arguments import Parser, at_least, require_directory, subcommand_parser
 from gspax.errors import UserError
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -39,7 +39,7 @@ from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import remove_folder, write_atomically
 from gspax.run.record import Recorder, read_rows
-from gspax.storage.buckets import read_bytes
+from gspax.storage.paths import read_bytes
 from gspax.training.step import StepResult
 from gspax.types import Batch, JsonObject, Params, TrainState, known, named_leaves
 

@@ -12,7 +12,7 @@ from gspax.config.protocols import Tokenizer
 from gspax.data.problem import Problem, digest, encode_prompt
 from gspax.data.sources.tables import JsonLines
 from gspax.errors import UserError, brief
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 
 
 @dataclass(frozen=True)

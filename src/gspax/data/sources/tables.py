@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gspax.data.files import reading, why_not_on_hub
 from gspax.errors import UserError, brief, describe_error, how_to_install
-from gspax.storage.buckets import is_bucket, open_file, to_path
+from gspax.storage.paths import is_bucket, open_file, to_path
 
 _SHOWN = 5  # different reasons that a message lists
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -87,7 +87,7 @@ from gspax.losses.traits import takes_sampler_logp
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
-from gspax.storage.buckets import to_path
+from gspax.storage.paths import to_path
 from gspax.types import named_leaves
 
 CHAT_METHODS = ("encode_chat", "encode_reply", "encode_completion")  # of a tokenizer, besides `turn_end`

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, require_directory, require_file, subcommand_parser
 from gspax.errors import naming
-from gspax.storage.buckets import is_bucket, require_usable, to_path
+from gspax.storage.paths import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
     from rich.text import Text

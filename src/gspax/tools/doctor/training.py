@@ -30,7 +30,7 @@ from gspax.run.folders import remove_folder
 from gspax.sampler import sampler
 from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
-from gspax.storage.buckets import is_bucket, to_path
+from gspax.storage.paths import is_bucket, to_path
 from gspax.tools.benchmarks import time_calls
 from gspax.tools.doctor import hardware
 from gspax.tools.doctor.results import Result, compare, rate, skipped
