@@ -24,7 +24,7 @@ from gspax.run.checkpoints import Checkpoints, open_array, save, take_traffic
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.folders import append_line, atomic_folder, write_atomically
 from gspax.run.record import Recorder, read_metrics
-from gspax.storage import object_files, objects
+from gspax.storage import object_files, objects, paths
 from gspax.storage.paths import require_usable, to_path
 
 DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}

@@ -34,7 +34,7 @@ from gspax.sampler.continuous_batching import Prompts, Replies, SampleOptions, S
 from gspax.types import Array, Params, Rollout
 
 SMALLEST_REPLY = 8
-SMALLEST_BUCKET = 16  # S is 16, 32, 64, … or the limit, so that few programs are compiled
+SMALLEST_WIDTH = 16  # S is 16, 32, 64, … or the limit, so that few programs are compiled
 Finished = Callable[[dict[int, np.ndarray]], None]  # gets this process's completions, stop token included, by row
 
 
@@ -236,12 +236,12 @@ def place_prompts(
       options: from `split_rows`.
       earlier: with drafts, for each prompt the completions of its samples in an earlier epoch; empty without drafts or
         for a new prompt.
-      widest: S is `sampling.max_prompt_tokens`, not a bucket.
+      widest: S is `sampling.max_prompt_tokens`, not a power of two.
     """
     sampling, limit = options.sampling, options.sampling.max_prompt_tokens
     parts = sampling.prompts // len(prompts)
     longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
-    size = limit if widest else min(limit, bucket(longest, SMALLEST_BUCKET))
+    size = limit if widest else min(limit, round_to_power(longest, SMALLEST_WIDTH))
     tokens_PS, length_P = pad_rows([prompt or () for prompt in prompts], size)
     part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
     if sampling.noise == "problem":
@@ -284,7 +284,7 @@ def lengths_to_host(rollout: Rollout) -> Rollout:
 def pad_replies(replies: Sequence[Sequence[int]]) -> Replies:
     """Right-pad replies. With the stop token before it, a row of X + 1 tokens is 8, 16, 32, 64, … long, so that few
     programs are compiled; `extend` runs no more blocks than the tokens need."""
-    return Replies(*pad_rows(replies, bucket(max(map(len, replies)) + 1, SMALLEST_REPLY) - 1))
+    return Replies(*pad_rows(replies, round_to_power(max(map(len, replies)) + 1, SMALLEST_REPLY) - 1))
 
 
 def pad_rows(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -295,7 +295,7 @@ def pad_rows(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.n
     return padded, np.array([*map(len, rows)], np.int32)
 
 
-def bucket(longest: int, smallest: int) -> int:
+def round_to_power(longest: int, smallest: int) -> int:
     """Return the smallest power of two that is at least `longest` and `smallest`, which must be a power of two."""
     return max(smallest, 1 << (longest - 1).bit_length())
 

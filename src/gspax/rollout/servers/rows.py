@@ -18,7 +18,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.rollout.contract import Request
 from gspax.rollout.servers.server import Answer, Ask, pad_sets
 from gspax.sampler.continuous_batching import Replies, SampleOptions
-from gspax.sampler.sampler import SMALLEST_BUCKET, Progress, bucket, check_length
+from gspax.sampler.sampler import SMALLEST_WIDTH, Progress, check_length, round_to_power
 from gspax.types import Rollout
 
 
@@ -149,7 +149,7 @@ def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
 def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout:
     """Assemble the rollout of B rows, each process's on its devices."""
     longest = max(len(row.prompt) for row in rows.values())
-    T = min(options.sampling.max_prompt_tokens, bucket(longest, SMALLEST_BUCKET)) + options.sampling.max_tokens
+    T = min(options.sampling.max_prompt_tokens, round_to_power(longest, SMALLEST_WIDTH)) + options.sampling.max_tokens
     arrays = {
         "tokens_BT": np.zeros((B, T), np.int32),
         "mask_BT": np.zeros((B, T), bool),
