@@ -36,7 +36,7 @@ FEATURES = {
     "sampling masks": Feature("mask_replay|sampling_mask", "^$", 8),
     "delta nets": Feature("delta(?!s)", "delta", 11),
     "latent attention": Feature("latent", "latent_attention", 7),
-    "buckets": Feature("bucket", "storage/", 22),
+    "buckets": Feature("bucket", "storage/", 21),
     "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 14),
     "drafts": Feature("draft", "drafts", 9),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),

@@ -33,7 +33,8 @@ from gspax.report.statistics import show
 from gspax.run.directory import RunDir, read_attempts, read_description, read_json, step_of
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.record import read_completions
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 REWARDS = PANELS[:2]  # shown first, above the long sections
 SHOWN_ROWS = 4  # completions that are not folded
@@ -82,7 +83,7 @@ def write(workdir: Path) -> Path:
             for n, attempt in enumerate(read_attempts(run) or [], start=1)
         ),
     ]
-    if not is_bucket(run.path) and run.report.is_dir():
+    if open_storage(run.path).has_folders and run.report.is_dir():
         set_aside(run.report, "is a folder")
     write_atomically(run.report, render_page(str(experiment.get("name", run.path.name)), sections))
     return run.report

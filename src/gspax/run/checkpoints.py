@@ -31,6 +31,7 @@ from gspax.run import lock, manifest
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
 from gspax.storage import objects
+from gspax.storage.files import open_storage
 from gspax.storage.paths import is_bucket, read_bytes, to_path
 from gspax.types import Array, JsonObject, PyTree, named_leaves
 from gspax.unstable import key_impl_name
@@ -271,7 +272,9 @@ def _tell_used(directory: Path, note: Path | None, step: int, *, is_fallback: bo
     if note is not None and (lost := manifest.lost_step(directory, note)) is not None and lost > step:
         recorded = f"although {note.name} records that it was saved"
         warn_once(f"{directory}: checkpoint {lost} is lost, {recorded}: using {step}")
-        if not is_bucket(directory) and (file := directory / str(lost)).exists():  # it would be in the way of a save
+        if (
+            open_storage(directory).has_folders and (file := directory / str(lost)).exists()
+        ):  # it would be in the way of a save
             set_aside(file, "is no folder")
 
 

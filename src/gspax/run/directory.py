@@ -25,6 +25,7 @@ from gspax.run import lock
 from gspax.run.folders import as_warning, remove_folder, set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact, redact_arguments
+from gspax.storage.files import open_storage
 from gspax.storage.paths import is_bucket, read_bytes, require_usable, to_path
 from gspax.types import JsonObject
 
@@ -99,7 +100,7 @@ def _create(run: RunDir, description: Mapping[str, object]) -> None:
     """Create the directory of a run. UserError as `open_run`."""
     if jax.process_index() == 0:
         require_same(run, description)
-        if not is_bucket(run.path) and run.lock.is_dir():
+        if open_storage(run.path).has_folders and run.lock.is_dir():
             set_aside(run.lock, "is a folder")
         run.path.mkdir(parents=True, exist_ok=True)
 
@@ -201,7 +202,7 @@ def _clear_places(run: RunDir) -> None:
     """Set aside folders where the run writes files, files where it needs folders, and an unreadable experiment.json."""
     logs = run.metrics, run.environment, run.newest, run.skipped, run.rollbacks, run.evaluations
     folders = run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks, run.source
-    if not is_bucket(run.path):  # there an object does not stand in the way of others below its name
+    if open_storage(run.path).has_folders:  # elsewhere an object does not stand in the way of others below its name
         for path in (*logs, run.report, run.before, run.after):
             if path.is_dir():
                 set_aside(path, "is a folder")

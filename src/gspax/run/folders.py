@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gspax.errors import UserError, naming, warn
 from gspax.run import lock
-from gspax.storage import objects
+from gspax.storage.files import open_storage
 from gspax.storage.paths import is_bucket, require_usable
 
 LAST = ("adapter_config.json", "config.json")  # of a checkpoint, which is none without it
@@ -29,23 +29,7 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
     """
     lock.require_held()
     data = content.encode("utf-8") if isinstance(content, str) else content
-    if is_bucket(path):
-        path.write_bytes(data)
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with naming(path), temporary.open("wb") as file:
-            if private:
-                os.fchmod(file.fileno(), 0o600)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # on a full disk it would keep its bytes
-        raise
-    sync_folder(path.parent)
+    open_storage(path).write(path, data, private=private)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -68,20 +52,7 @@ def as_warning(path: Path) -> Iterator[None]:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder and all that is in it, as far as this process may."""
-    if is_bucket(folder):
-        objects.delete_folder(folder)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Synchronize the entries of a folder with the disk, where its file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    open_storage(folder).remove(folder)
 
 
 def unused_name(path: Path, prefix: str) -> Path:
@@ -93,11 +64,7 @@ def unused_name(path: Path, prefix: str) -> Path:
 def set_aside(path: Path, why: str = "is damaged") -> None:
     """Rename a file or folder that a run cannot use, and warn the user."""
     target = unused_name(path, "damaged")
-    if is_bucket(path):  # a file: there are no folders
-        target.write_bytes(path.read_bytes())
-        path.unlink()
-    else:
-        path.rename(target)
+    open_storage(path).move(path, target)
     warn(f"{path} {why}: moved to {target.name}")
 
 

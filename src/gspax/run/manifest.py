@@ -19,6 +19,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -30,14 +31,14 @@ from typing import NamedTuple
 
 from gspax.errors import UserError, warn
 from gspax.run import lock
-from gspax.run.folders import remove_folder, set_aside, sync_folder, write_atomically
+from gspax.run.folders import remove_folder, set_aside, write_atomically
 from gspax.storage import objects
+from gspax.storage.files import open_storage, sync_folder
 from gspax.storage.paths import is_bucket, open_file, read_bytes
 
 MANIFEST, EXTRA, DAMAGED = "manifest.json", "extra.json", "damaged_manifest.json"
 VERSION = 1  # of the format
 PACKAGES = ("gspax", "jax", "orbax-checkpoint", "tensorstore", "numpy")
-THREADS, READERS = 8, 2  # hashlib releases the GIL; an object is read into memory as a whole
 DELETED, UNFINISHED = "deleted_", ".orbax-checkpoint-tmp"  # UNFINISHED: in the names of folders that Orbax writes to
 PROBE, PROBE_SUFFIX = 2**16, ".probe.tmp"  # bytes
 
@@ -52,7 +53,7 @@ class Entry(NamedTuple):
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a complete checkpoint. OSError if a file cannot be read or written, or there is one."""
     names = _list_files(folder)
-    with ThreadPoolExecutor(READERS if is_bucket(folder) else THREADS) as pool:
+    with ThreadPoolExecutor(open_storage(folder).readers) as pool:
         entries = list(pool.map(lambda name: _digest(folder / name, sync=True), names))
     for parent in {folder, *((folder / name).parent for name in names)}:
         sync_folder(parent)
@@ -99,16 +100,13 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = T
         return [f"it is checkpoint {name} under another name"]
     if is_bucket(folder) and not hashes:
         return [f"{name} is missing" for name in sorted({*files} - {*_list_files(folder)})]
-    with ThreadPoolExecutor(READERS if is_bucket(folder) else THREADS) as pool:
+    with ThreadPoolExecutor(open_storage(folder).readers) as pool:
         checked = pool.map(lambda name: _compare(folder, name, files[name], hashes=hashes), sorted(files)[part::parts])
         return [problem for problem in checked if problem is not None]
 
 
 def _list_files(folder: Path) -> list[str]:
-    if is_bucket(folder):
-        names = objects.list_files(folder)
-    else:
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    names = open_storage(folder).list(folder)
     return sorted(name for name in names if name not in (MANIFEST, f"{MANIFEST}.tmp"))
 
 
@@ -258,8 +256,9 @@ def prune(directory: Path, keep: int) -> None:
 
 def require_space(directory: Path) -> None:
     """OSError if the newest step would not fit once more: a save that must fail is not begun."""
-    steps = [] if is_bucket(directory) else finished_steps(directory)
-    if steps and (wanted := size_of(directory / str(steps[-1]))) > (free := shutil.disk_usage(directory).free):
+    free = open_storage(directory).free_bytes(directory)
+    steps = finished_steps(directory) if free < math.inf else []
+    if steps and (wanted := size_of(directory / str(steps[-1]))) > free:
         raise OSError(errno.ENOSPC, f"no space left: wanted {wanted:,} bytes, {free:,} are free")
 
 
