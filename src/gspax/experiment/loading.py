@@ -1,4 +1,4 @@
-"""Load an experiment file: Python that defines `experiment = Experiment(...)`.
+"""Loads an experiment file: Python that defines `experiment = Experiment(...)`.
 
 While it runs it can import the files next to it, so a variant is a `dataclasses.replace` of another file's experiment.
 """
@@ -23,7 +23,7 @@ def load(path: str | os.PathLike[str]) -> Experiment:
     """Run an experiment file and return the `experiment` that it defines.
 
     Raises:
-      UserError: the file cannot be read or run, or `experiment` is missing or of another type; with file and line.
+      UserError: the file cannot be read or run, or `experiment` is missing or of another type; names file and line.
     """
     file = Path(path)
     module = ModuleType(MODULE)
@@ -45,7 +45,7 @@ def load(path: str | os.PathLike[str]) -> Experiment:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Let files of `folder` be imported; it comes last, so that none of them hides an installed module."""
+    """Make the files of `folder` importable; it comes last, so that none of them hides an installed module."""
     before = list(sys.path)
     sys.path.append(str(folder))
     try:
@@ -55,7 +55,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _compile(file: Path) -> CodeType:
-    """The file's code object, never from a cache: a file that was just edited must not run in its old form."""
+    """Compile the file, never from a cache: a file that was just edited must not run in its old form."""
     if file.is_dir():
         raise UserError(f"{file}: wanted an experiment file, got a directory")
     if file.exists() and not file.is_file():
@@ -73,7 +73,7 @@ def _compile(file: Path) -> CodeType:
 
 
 def _line(problem: BaseException, file: Path) -> int:
-    """The line of the file that was running."""
+    """Return the line of the file that was running, or 1."""
     lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == str(file)]
     return next((line for line in reversed(lines) if line), 1)
 

@@ -1,4 +1,4 @@
-"""Where an experiment comes from, its code and its data: recorded beside a run, and no part of what it is."""
+"""Records where an experiment comes from, its code and its data, next to a run; not part of its description."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gspax.config.functions import is_function, is_record, named_parts, unwrap
 from gspax.errors import is_library
 from gspax.experiment.description import described_parts, source_files
 
-LARGEST = 2**20  # bytes of a file of code that is kept
+LARGEST = 2**20  # bytes of a code file to save
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """A file of the user's code: its place among the kept ones, where it was, and what was in it."""
+    """A file of the user's code: its path among the saved files, its original path, and its content."""
 
     place: str
     path: Path
@@ -32,8 +32,8 @@ class Origin:
 
     Attributes:
       file: the experiment file; None for an experiment that was not loaded from one.
-      code: that file, and those of the user's functions and classes that the experiment holds.
-      data: the key of a table in the description, which has the hash, and the files it is read from.
+      code: that file, and the files of the user's functions and classes in the experiment.
+      data: the files of each table, by the table's key in the description, which has their hash.
     """
 
     file: Path | None = None
@@ -42,7 +42,7 @@ class Origin:
 
 
 def find_origin(experiment: object, file: str | os.PathLike[str] | None = None) -> Origin:
-    """The origin of an experiment that was loaded from a file. Files of code that cannot be read are left out."""
+    """Find the origin of an experiment that was loaded from a file. Code files that cannot be read are left out."""
     path = None if file is None else Path(os.path.realpath(file))
     places = [] if path is None else [(path, path.name)]
     names = _module_names()
@@ -52,7 +52,7 @@ def find_origin(experiment: object, file: str | os.PathLike[str] | None = None) 
             places.append((where, _place(where, names.get(other))))
     code: dict[str, Code] = {}
     for where, place in places:
-        while place in code:  # two files of one name
+        while place in code:  # two files with the same name
             place = f"other/{place}"
         if (content := _read_small(where)) is not None:
             code[place] = Code(place=place, path=where, content=content)
@@ -60,7 +60,7 @@ def find_origin(experiment: object, file: str | os.PathLike[str] | None = None) 
 
 
 def _files(value: object) -> set[str]:
-    """The user's files that hold the functions and classes of a value, as its description sees it."""
+    """Return the user's files that define the functions and classes of a value, as its description sees it."""
     found = set[str]()
     if isinstance(value, functools.partial) or is_function(value):
         found |= source_files(unwrap(value))
@@ -71,13 +71,13 @@ def _files(value: object) -> set[str]:
 
 
 def _module_names() -> dict[str, str]:
-    """The name of the module of each file."""
+    """Return the name of the module of each file."""
     modules = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in [*sys.modules.items()]}
     return {file: name for name, file in modules.items() if isinstance(file, str)}
 
 
 def _place(file: Path, module: str | None) -> str:
-    """`rewards/digits.py` for the module `rewards.digits`, so that kept files import each other; else the name."""
+    """Return `rewards/digits.py` for `rewards.digits`, so that saved files import each other, else the name."""
     parts = (module or "").split(".")
     if file.name == "__init__.py" and all(map(str.isidentifier, parts)):
         return "/".join([*parts, file.name])
@@ -85,7 +85,7 @@ def _place(file: Path, module: str | None) -> str:
 
 
 def _read_small(file: Path) -> bytes | None:
-    """The content of a regular file that is small; None for another one, such as the cell of a notebook."""
+    """Read a small regular file; None for anything else, such as a notebook's cell."""
     try:
         return file.read_bytes() if file.is_file() and file.stat().st_size <= LARGEST else None
     except OSError:
@@ -93,7 +93,7 @@ def _read_small(file: Path) -> bytes | None:
 
 
 def _tables(value: object, key: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The files of the tables in a value, by key: a table is a record with `paths`."""
+    """Yield (key, files) for each table in a value: a table is a record with `paths`."""
     paths = getattr(value, "paths", None) if is_record(value) else None
     if isinstance(paths, tuple) and all(isinstance(path, str | os.PathLike) for path in paths):
         if paths:
@@ -111,5 +111,5 @@ def _tables(value: object, key: str = "") -> Iterator[tuple[str, list[str]]]:
 
 
 def _absolute(path: str) -> str:
-    """A path of this machine as an absolute one; a name on the Hub or in a bucket as it is."""
+    """Make the path of an existing file absolute; return names on the Hub or in a bucket unchanged."""
     return os.path.abspath(path) if os.path.exists(path) else path

@@ -1,4 +1,4 @@
-"""`a.b=c` on the command line: any field of an experiment, parsed by its annotation.
+"""Parses `a.b=c` on the command line: any field of an experiment, by its annotation.
 
 A key is a field of a dataclass (a part of the experiment, a data source, a model), a name in a mapping
 (`teacher.models.math.checkpoint`), a member of a tuple by its name, or by its number where members have none
@@ -50,7 +50,7 @@ from gspax.experiment.description import SOURCE, complete, describe, flatten
 
 T = TypeVar("T")
 
-SYNONYMS: dict[str, tuple[str, ...]] = {  # what other libraries call a field
+SYNONYMS: dict[str, tuple[str, ...]] = {  # the names of fields in other libraries
     **dict.fromkeys(
         ("epsilon", "epsilon_low", "clip_eps", "clip_ratio", "clip_ratio_low", "cliprange"), ("loss.clip_low",)
     ),
@@ -84,7 +84,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def override(experiment: T, assignments: Iterable[str]) -> T:
-    """The experiment with every `key=value` applied, left to right.
+    """Apply every `key=value` to the experiment, left to right.
 
     Raises:
       UserError: one line for each assignment with an unknown key or a value that does not fit.
@@ -96,7 +96,7 @@ def override(experiment: T, assignments: Iterable[str]) -> T:
 
 
 def apply(experiment: T, assignments: Iterable[str]) -> tuple[T, list[tuple[str, str]]]:
-    """The experiment with the assignments that can be applied, and (key, what is wrong) of the others."""
+    """Apply the assignments that can be applied; return the experiment, and (key, error) for each of the others."""
     problems = []
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -111,7 +111,7 @@ def apply(experiment: T, assignments: Iterable[str]) -> tuple[T, list[tuple[str,
 
 
 def without_effect(assignments: Sequence[str]) -> Iterator[str]:
-    """One sentence for each assignment that a later one undoes: of the same key, or of what the key is a part of."""
+    """Yield a sentence for each assignment that a later one undoes: of the same key, or of a parent of the key."""
     keys_of = [assignment.partition("=")[0].strip() for assignment in assignments]
     for i, (key, assignment) in enumerate(zip(keys_of, assignments, strict=True)):
         for later, other in zip(keys_of[i + 1 :], assignments[i + 1 :], strict=True):
@@ -144,7 +144,7 @@ _ABSENT = object()
 
 
 def _is_keyword(experiment: object, key: str) -> bool:
-    """Whether a key is a keyword that a partial binds."""
+    """Return whether a key is a keyword that a partial binds."""
     *names, last = key.split(".")
     node = experiment
     for name in names:
@@ -153,21 +153,21 @@ def _is_keyword(experiment: object, key: str) -> bool:
 
 
 def _to_text(value: object) -> str:
-    """A value of a description as an override is written."""
+    """Format a value of a description as in an override."""
     if isinstance(value, list):
         return f"({','.join(map(_to_text, value))})"
     return "null" if value is None else str(value)
 
 
 def keys(value: object, prefix: str = "") -> Iterator[str]:
-    """Every key that an override can set."""
+    """Yield every key that an override can set."""
     for name, (child, _) in _children(value).items():
         yield prefix + name
         yield from keys(child, f"{prefix}{name}.")
 
 
 def _set(experiment: T, key: str, text: str) -> T:
-    """The experiment with the field at `key` parsed from `text`."""
+    """Set the field at `key` to the value parsed from `text`."""
     names, nodes, hint = key.split("."), [experiment], None
     for depth, name in enumerate(names):
         children = _children(nodes[-1])
@@ -188,7 +188,7 @@ def _set(experiment: T, key: str, text: str) -> T:
 
 
 def _with(node: Hint, name: str, value: object) -> Hint:
-    """A dataclass with another field, a mapping or a tuple with another value, or a function with another keyword."""
+    """Return a dataclass, mapping, tuple, or function with one field, value, or keyword replaced."""
     if is_record(node):
         return dataclasses.replace(node, **{name: value})
     if isinstance(node, Mapping):
@@ -200,7 +200,7 @@ def _with(node: Hint, name: str, value: object) -> Hint:
 
 
 def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
-    """The fields of a dataclass, the values of a mapping or of a tuple, or the keywords of a function, each with its
+    """Return the fields of a dataclass, the values of a mapping or tuple, or the keywords of a function, each with its
     annotation."""
     if is_record(node):
         hints = hints_of(type(node))
@@ -218,7 +218,7 @@ def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
 
 
 def _unknown(experiment: object, names: list[str], depth: int, node: object) -> str:
-    """The error for an unknown key: it suggests the closest sibling, else the closest key anywhere, else lists all."""
+    """Word the error for an unknown key: it suggests the closest sibling, else the closest key, else lists all."""
     key, parent, rest = ".".join(names), ".".join(names[:depth]), names[depth + 1 :]
     children, every = _children(node), list(keys(experiment))
     if parent and not children:
@@ -242,7 +242,7 @@ def _unknown(experiment: object, names: list[str], depth: int, node: object) -> 
 
 
 def _name_numbers(experiment: object, key: str) -> str:
-    """The key with the members of tuples as they are called: `tasks.gsm8k.samples` for `tasks[0].samples`."""
+    """Name the members of tuples in a key: `tasks.gsm8k.samples` for `tasks[0].samples`."""
     node, names = experiment, []
     for written in re.sub(r"\[(\d+)\]", r".\1", key).split("."):
         children, name = _children(node), written
@@ -254,7 +254,7 @@ def _name_numbers(experiment: object, key: str) -> str:
 
 
 def _hint_at(experiment: object, names: Sequence[str]) -> Hint:
-    """The annotation of a key."""
+    """Return the annotation of a key."""
     node, hint = experiment, None
     for name in names:
         node, hint = _children(node)[name]
@@ -262,7 +262,7 @@ def _hint_at(experiment: object, names: Sequence[str]) -> Hint:
 
 
 def _records(hint: Hint) -> list[type]:
-    """The dataclasses that a field with this annotation may hold."""
+    """Return the dataclasses that a field with this annotation may have as values."""
     members = typing.get_args(hint) or (hint,)
     return [member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member)]
 
@@ -272,7 +272,7 @@ def _kind(node: object) -> str:
 
 
 def _parse(text: str, hint: Hint, current: object) -> object:
-    """`text` as a value of the type `hint`. Raises ValueError saying what was wanted."""
+    """Parse `text` as a value of the type `hint`. Raises ValueError saying what was wanted."""
     origin: Hint = typing.get_origin(hint)
     members = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -323,7 +323,7 @@ def _parse_tuple(text: str, kind: Hint, members: tuple[Hint, ...], current: obje
 
 
 def _quoted(text: str) -> tuple[str, ...]:
-    """The texts of a tuple whose members are all quoted as in Python; empty if they are not."""
+    """Parse a tuple of texts that are all quoted as in Python; empty if they are not."""
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(f"[{text}]")
         values = value[0] if len(value) == 1 and isinstance(value[0], tuple | list) else value
@@ -356,7 +356,7 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-_UNKNOWN = (typing.Any, object)  # annotations that say nothing
+_UNKNOWN = (typing.Any, object)  # annotations without information
 _SCALARS: dict[Hint, collections.abc.Callable[[str], object]] = {
     int: _integer,
     float: _float,
@@ -366,7 +366,7 @@ _SCALARS: dict[Hint, collections.abc.Callable[[str], object]] = {
 
 
 def _named(text: str, hint: Hint) -> object:
-    """The object with this dotted name, if it fits the annotation. Raises ValueError saying what was wanted."""
+    """Import the object with this dotted name if it fits the annotation. Raises ValueError saying what was wanted."""
     # Any is a class since Python 3.11
     is_class: bool = isinstance(hint, type) and hint not in _UNKNOWN and not getattr(hint, "_is_protocol", False)
     is_callable = collections.abc.Callable in (hint, typing.get_origin(hint)) or is_function_protocol(hint)
@@ -386,7 +386,7 @@ def _named(text: str, hint: Hint) -> object:
     return value
 
 
-_PACKAGES = {  # with functions for a field, and one of them
+_PACKAGES = {  # protocol -> a package with functions for it, and one of them
     "Loss": ("gspax.losses", "gspo"),
     "Advantage": ("gspax.advantages", "standardize"),
     "Correction": ("gspax.losses.correction", "truncate_tokens"),
@@ -400,14 +400,14 @@ _PACKAGES = {  # with functions for a field, and one of them
 
 
 def _example(text: str, hint: Hint) -> str:
-    """A dotted name of the kind that the annotation wants: that of `text` itself, if there is one."""
+    """Return an example of a dotted name for the annotation: of `text` itself, if there is such a function."""
     package, usual = _PACKAGES.get(getattr(hint, "__name__", ""), ("gspax.losses", "gspo"))
     own = getattr(importlib.import_module(package), text, None) if text.isidentifier() else None
     return f", as in {package}.{text if is_function(own) else usual}"
 
 
 def lookup(text: str) -> Hint:
-    """The object with this dotted name; modules are imported as needed. ValueError names the part that is missing."""
+    """Import the object with this dotted name, and modules as needed. ValueError names the part that is missing."""
     owner, *names = text.split(".")
     value: Hint = _import(owner, text)
     if value is None:
@@ -424,11 +424,11 @@ def lookup(text: str) -> Hint:
 
 
 def _import(module: str, text: str) -> types.ModuleType | None:
-    """The module, or None if no module has this name."""
+    """Import a module; None if no module has this name."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        # the module itself, or its parent is a module and no package
+        # the module itself is missing, or its parent is a module and not a package
         if missing.name is not None and f"{module}.".startswith(f"{missing.name}."):
             return None
         raise UserError(f"{text}: importing {module} needs the module {missing.name!r}") from missing

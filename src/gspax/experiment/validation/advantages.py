@@ -1,4 +1,4 @@
-"""The rules of an advantage: what its groups, its rewards, and its turns need. Each message is one sentence."""
+"""Rules of an advantage: the groups, rewards, and turns that it needs. Each message is one sentence."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def advantage_problems(
     length_reward: LengthReward | None,
     reference: Reference | None,
 ) -> Iterator[str]:
-    """The groups and the rewards are those that the advantage needs."""
+    """Check that the groups and the rewards are those that the advantage needs."""
     yield from _group_problems(sampling, teacher, advantage)
     yield from _sign_problems(advantage, length_reward, reference)
 
 
 def _group_problems(sampling: Sampling, teacher: Teacher | None, advantage: Advantage) -> Iterator[str]:
-    """Where nothing but a group's rewards is compared, it has two at least; else none is replaced for equal ones."""
+    """Check that groups are large enough to compare, and not replaced if groups of equal rewards are useful."""
     if sampling.group == 1 and teacher is None and not compares_groups(advantage):
         yield "sampling.group: wanted at least 2, got 1"
     if sampling.group == 1:
@@ -44,7 +44,7 @@ def _group_problems(sampling: Sampling, teacher: Teacher | None, advantage: Adva
 def _sign_problems(
     advantage: Advantage, length_reward: LengthReward | None, reference: Reference | None
 ) -> Iterator[str]:
-    """Nothing that may be negative is added to the rewards of an advantage that takes none."""
+    """Check that nothing that may be negative is added to the rewards of an advantage that takes no negative ones."""
     kl = None if reference is None else reference.reward
     for field, function in {"length_reward": length_reward, "reference.reward": kl}.items():
         if function is not None and not takes_negative(advantage):
@@ -55,7 +55,7 @@ def _sign_problems(
 
 
 def overlong_problems(advantage: Advantage, *, on: bool) -> Iterator[str]:
-    """An advantage can leave samples out of their group, if overlong ones are filtered."""
+    """Check that the advantage can leave samples out of their group, if overlong ones are filtered."""
     if on and positional_count(advantage) < 2:
         yield (
             "filter_overlong: wanted an advantage of (rewards, mask), so that the responses left out do not count "
@@ -64,7 +64,7 @@ def overlong_problems(advantage: Advantage, *, on: bool) -> Iterator[str]:
 
 
 def credit_problems(turns: Turns, loss: Loss, advantage: Advantage, terms: Mapping[str, Function]) -> Iterator[str]:
-    """Advantages of turns need a loss that takes those of tokens, and an advantage function that takes a mask."""
+    """Check that advantages of turns have a loss that takes them per token, and an advantage that takes a mask."""
     if turns.credit != "turn":
         return
     if not traits_of(loss).token_advantage:

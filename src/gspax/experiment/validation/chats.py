@@ -1,6 +1,6 @@
-"""The rules of a chat template: what it writes fits the stop ids, the environment, its tools, and demonstrations.
+"""Rules of a chat template: its output fits the stop ids, the environment, its tools, and demonstrations.
 
-Each message is one sentence. `data.chat_template` finds out what a template writes.
+Each message is one sentence. `data.chat_template` analyzes what a template writes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gspax.data.chat import ChatTokenizer
 from gspax.data.chat_template import compare_history, shows_tools, write_call
 from gspax.errors import UserError
 
-_SHOWN = 60  # characters of what a template writes
+_SHOWN = 60  # characters of a template's output in a message
 
 
 def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_ids: Sequence[int] = ()) -> Iterator[str]:
-    """The reasons why a chat tokenizer's template cannot be used.
+    """Yield the reasons why a chat tokenizer's template cannot be used.
 
     Args:
       tokenizer: of any kind; only a `ChatTokenizer` has a template.
-      environment: replies to the policy.
-      stop_ids: that end a completion besides the tokenizer's.
+      environment: the environment that replies to the policy, if any.
+      stop_ids: ids that end a completion besides the tokenizer's.
     """
     if not isinstance(tokenizer, ChatTokenizer):
         return
     try:
-        missing = list(_missing_stops(tokenizer, stop_ids))  # also finds out whether the template can be used at all
+        missing = list(_missing_stops(tokenizer, stop_ids))  # also tests whether the template can be used at all
         if environment is not None:
             yield from missing
             yield from _reply_problems(tokenizer, environment)
@@ -39,7 +39,7 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
 
 
 def _missing_stops(tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> Iterator[str]:
-    """The token with which the template ends a turn is a stop id."""
+    """Check that the token with which the template ends a turn is a stop id."""
     end = tokenizer.template.end
     if end is not None and (i := tokenizer.added_tokens[end]) not in (*tokenizer.stop_ids, *stop_ids):
         yield (
@@ -50,7 +50,7 @@ def _missing_stops(tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> Iterato
 
 
 def _reply_problems(tokenizer: ChatTokenizer, environment: Environment) -> Iterator[str]:
-    """The template writes a reply after a turn that ends with a stop id, or with an end that is told already."""
+    """Check that the template writes replies after a stop id, or after the end that is already reported."""
     end, role = tokenizer.template.end, _role(environment)
     stops = {*tokenizer.stop_ids, *([tokenizer.added_tokens[end]] if end is not None else [])}
     if (i := tokenizer.end_before([_message(role)])) not in stops and end is not None:
@@ -62,7 +62,7 @@ def _reply_problems(tokenizer: ChatTokenizer, environment: Environment) -> Itera
 
 
 def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_ids: Sequence[int] = ()) -> Iterator[str]:
-    """What a template does not write of a conversation, or writes otherwise than it is kept; without one, its end."""
+    """Yield warnings about a template: unread settings, missing tools, and turns that it renders differently."""
     if not isinstance(tokenizer, ChatTokenizer):
         return
     yield from _unused_thinking(tokenizer)
@@ -79,7 +79,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
         yield from _call_warnings(tokenizer, environment, tools)
     try:
         kept, written = compare_history(template, role)
-    except UserError:  # a template that wants its own form of calls before a reply
+    except UserError:  # the template requires its own form of calls before a reply
         return
     if kept != written:
         place = next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), 0)
@@ -90,7 +90,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
 
 
 def _unused_thinking(tokenizer: ChatTokenizer) -> Iterator[str]:
-    """`thinking` changes the prompt, unless the template opens thinking whatever it is."""
+    """Check that `thinking` changes the prompt, unless the template always opens thinking."""
     template, chat = tokenizer.template, [_message("user")]
     has_switch = not template.thinking or template.render(chat) != replace(template, thinking=False).render(chat)
     if not has_switch and not template.opening:
@@ -103,7 +103,7 @@ def _unused_thinking(tokenizer: ChatTokenizer) -> Iterator[str]:
 def _call_warnings(
     tokenizer: ChatTokenizer, environment: Environment, tools: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """The environment's parser reads the calls that the template describes."""
+    """Check that the environment's parser reads the calls that the template describes."""
     parse, function = getattr(environment, "parse", None), tools[0].get("function", {})
     if parse is None:
         return
@@ -117,7 +117,7 @@ def _call_warnings(
 
 
 def unused_turns(environment: Environment | None, turns: Turns) -> Iterator[str]:
-    """Settings of turns that change nothing."""
+    """Yield the settings of turns that have no effect."""
     default = Turns()
     if environment is None and turns.limit != default.limit:
         yield f"turns.limit={turns.limit}: without effect, because there is no environment"
@@ -131,7 +131,7 @@ def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:
 
 
 def _role(environment: Environment) -> str:
-    """The role of the replies, as far as it can be known: an environment of tools has schemas."""
+    """Return the role of the replies, as far as it can be inferred: an environment of tools has schemas."""
     return "tool" if _schemas(environment) else "user"
 
 

@@ -1,8 +1,8 @@
-"""Calls of an experiment's functions, to check that they return what `gspax.config.protocols` says.
+"""Calls an experiment's functions to check that they return what `gspax.config.protocols` says.
 
 Functions on arrays are traced with shapes (`jax.eval_shape`), so nothing is computed and no device is needed. An
-advantage or a length reward may use numpy; it is then called once with numbers. `first_calls` tries rewards,
-demonstrations and the `step` of an environment, which are no functions of arrays. Each message is one sentence.
+advantage or a length reward may use numpy; it is then called once with numbers. `first_calls` tests rewards,
+demonstrations and the `step` of an environment, which are not functions of arrays. Each message is one sentence.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _HOST_ERRORS = (jax.errors.TracerArrayConversionError, jax.errors.Concretization
 
 
 class _Call(NamedTuple):
-    """A call of a function, as a run calls it, with a test of its result."""
+    """A call of a function, as a run calls it, with a check of its result."""
 
     function: Callable[..., Any]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     wanted: str
     fits: Callable[[object], bool]
     options: Mapping[str, object] = {}
-    differentiated: bool = False  # with respect to the first argument
-    on_host: bool = False  # with concrete arrays, so numpy can be used
+    differentiated: bool = False  # whether to differentiate with respect to the first argument
+    on_host: bool = False  # whether arrays are concrete, so that numpy can be used
 
 
 class _BreachError(Exception):
-    """A contract is broken; the message is the end of a sentence."""
+    """Raised if a contract is broken; the message is the end of a sentence."""
 
 
 def contract_problems(experiment: Experiment) -> Iterator[str]:
-    """One sentence for each function that raises, or returns something else than its protocol says.
+    """Yield a sentence for each function that raises, or returns something else than its protocol says.
 
     Functions with an error, and those whose call depends on a field with an error (`fields.without`), are not called.
     """
@@ -79,7 +79,7 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
 
 
 def takes_rewards(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> bool:
-    """Whether an advantage function accepts rewards of the shape [P, G], or [P, G, R], and a mask [P, G]."""
+    """Return whether an advantage function accepts rewards of this shape, [P, G] or [P, G, R], and a mask [P, G]."""
     try:
         _check(advantage, _advantage_call(advantage, shape, masked=masked))
     except _BreachError:
@@ -116,17 +116,17 @@ def _check(function: Function, call: _Call) -> None:
         raise
     except Exception as error:
         if call.on_host and isinstance(error, _HOST_ERRORS):
-            return  # it uses both numpy and jax, so only a run can tell
+            return  # the function uses both numpy and jax, so only a run can tell
         raise _BreachError(_raised(function, error)) from error
 
 
 def _example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Numbers that differ within a row."""
+    """Make an array of numbers that differ within a row."""
     return (np.arange(shape.size).reshape(shape.shape) % 2).astype(shape.dtype)
 
 
 def _raised(function: Function, error: Exception) -> str:
-    """One sentence that says where in the user's code an error was raised."""
+    """Say in one sentence where in the user's code an error was raised."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if isinstance(error, UserError | TypeError | ValueError) and is_gspax(function):
         return text
@@ -134,7 +134,7 @@ def _raised(function: Function, error: Exception) -> str:
 
 
 def _brief(value: object) -> str:
-    """Type and shape of a result, for a message."""
+    """Format the type and shape of a result for a message."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} {[*value.shape]}"
     if isinstance(value, losses.Terms):
@@ -152,7 +152,7 @@ def _array(*shape: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def _has_shape(*shapes: tuple[int, ...]) -> Callable[[object], bool]:
-    """Whether a result is an array of numbers of one of these shapes."""
+    """Return a check that a result is an array of numbers of one of these shapes."""
 
     def fits(result: object) -> bool:
         kind = getattr(result, "dtype", np.dtype(object))
@@ -227,7 +227,7 @@ def _loss(context: Context, field: Field) -> _Call:
 
 
 def _weights(context: Context, field: Field, *middle: jax.ShapeDtypeStruct) -> _Call:
-    """The call of a correction, or of a rejection, which also takes the advantage."""
+    """Make the call of a correction, or of a rejection, which also takes the advantage."""
     wanted, fits = f"weights [B, T] or [B], here [{B}, {T}] or [{B}]", _has_shape((B, T), (B,))
     if context.packed:
         wanted, fits = f"weights [B, T], here [{B}, {T}]", _has_shape((B, T))
@@ -261,7 +261,7 @@ def _advantage(context: Context, field: Field) -> _Call:
     sampling, masked = context.of.sampling, context.of.filter_overlong or context.of.turns.credit == "turn"
     shape: tuple[int, ...] = (sampling.prompts, sampling.group)
     if takes_rewards(field.value, (*shape, 2), masked=masked):
-        shape = (*shape, 2)  # how many rewards there are is known from the first one
+        shape = (*shape, 2)  # the number of rewards is only known after the first reward
     return _advantage_call(field.value, shape, masked=masked)
 
 

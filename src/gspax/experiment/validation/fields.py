@@ -1,4 +1,4 @@
-"""Types, ranges and signatures of an experiment's fields, read from their annotations.
+"""Checks types, ranges and signatures of an experiment's fields by their annotations.
 
 Each message is one sentence: where, what was wanted, what came.
 """
@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 
 class WrongFieldError(BaseException):
-    """A check has read a field with an error. No `except Exception` around a user's function catches it."""
+    """Raised when a check reads a field with an error. No `except Exception` around a user's function catches it."""
 
 
 def without(record: T, keys: Iterable[str]) -> T:
-    """A copy of a record of `gspax.config` in which reading one of these fields raises WrongFieldError.
+    """Copy a record of `gspax.config` so that reading one of these fields raises WrongFieldError.
 
     Args:
-      keys: of overrides; a field of another object, such as a function's keyword, stands for the whole object.
+      keys: keys of overrides; a field of another object, such as a function's keyword, stands for the whole object.
     """
     by_name: dict[str, list[str]] = {}
     for key in keys:
@@ -71,12 +71,12 @@ class Field(NamedTuple):
 
     key: str  # as in an override
     value: Any
-    hint: Hint  # with the ranges
+    hint: Hint  # includes the ranges
     owner: DataclassInstance  # the record that it is a field of
 
 
 def type_problems(record: DataclassInstance, prefix: str = "") -> Iterator[str]:
-    """One sentence for each field whose value does not have the annotated type."""
+    """Yield a sentence for each field whose value does not have the annotated type."""
     for name, hint in hints_of(type(record)).items():
         value = getattr(record, name)
         if not _fits(value, hint):
@@ -87,7 +87,7 @@ def type_problems(record: DataclassInstance, prefix: str = "") -> Iterator[str]:
 
 
 def range_problems(record: DataclassInstance) -> Iterator[str]:
-    """One sentence for each field or keyword of a function that is out of its annotated range."""
+    """Yield a sentence for each field or keyword of a function that is out of its annotated range."""
     for key, value, hint, owner in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
             hints = hints_of(unwrap(value), ranges=True)
@@ -104,7 +104,7 @@ def range_problems(record: DataclassInstance) -> Iterator[str]:
 
 
 def function_problems(record: DataclassInstance) -> Iterator[str]:
-    """One sentence for each function whose signature does not accept the run's call."""
+    """Yield a sentence for each function whose signature does not accept the run's call."""
     for key, value, hint, _ in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
             names = argument_names(bare(hint))
@@ -113,7 +113,7 @@ def function_problems(record: DataclassInstance) -> Iterator[str]:
 
 
 def fields(record: DataclassInstance, prefix: str = "") -> Iterator[Field]:
-    """Every field of a record and of its parts, including a data source or an environment that is a dataclass."""
+    """Yield every field of a record and of its parts, including a data source or an environment that is a dataclass."""
     for name, hint in hints_of(type(record), ranges=True).items():
         try:
             value = getattr(record, name, None)  # an annotation of a user's own class may have no value
@@ -125,10 +125,10 @@ def fields(record: DataclassInstance, prefix: str = "") -> Iterator[Field]:
 
 
 def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> Iterator[tuple[str, DataclassInstance]]:
-    """The dataclasses that an experiment consists of, in a field of it: the value, or the elements of a tuple.
+    """Yield the dataclasses of an experiment in one of its fields: the value, or the elements of a tuple.
 
     Args:
-      protocols: include objects of a user's own, whose annotations need not be complete.
+      protocols: include the user's objects, whose annotations need not be complete.
     """
     wanted, own = bare(hint), protocols and getattr(bare(hint), "_is_protocol", False)
     kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)  # Yarn | Llama3Rope
@@ -139,7 +139,7 @@ def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> I
 
 
 def bare(hint: Hint) -> Hint:
-    """`X` of `X | None` and of `Annotated[X, ...]`."""
+    """Return `X` of `X | None` and of `Annotated[X, ...]`."""
     if typing.get_origin(hint) is Annotated:
         return bare(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -195,18 +195,18 @@ def _words(hint: Hint) -> str:
 
 
 def takes_segments(function: Function) -> bool:
-    """Whether a function takes `segment_ids`, which tell the responses of a packed row apart."""
+    """Return whether a function takes `segment_ids`, which distinguish the responses of a packed row."""
     return "segment_ids" in parameters(unwrap(function))
 
 
 def positional_count(function: Function) -> int:
-    """The number of positional parameters."""
+    """Return the number of positional parameters."""
     kinds = [parameter.kind for parameter in parameters(unwrap(function)).values()]
     return sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
 def _misfit(function: Function, names: tuple[str, ...]) -> str:
-    """The reason why the function cannot take these positional arguments; empty if it can."""
+    """Explain why the function cannot take these positional arguments; empty if it can."""
     inner = unwrap(function)
     title = title_of(inner)
     known = parameters(inner)

@@ -1,8 +1,8 @@
-"""Checks that call an experiment's own code with the first problems. Each message is one sentence.
+"""Checks that call the experiment's own code with the first problems. Each message is one sentence.
 
 `first_problems` loads a problem of each split. `check_calls` calls the demonstration, the environment's `step`, and the
-rewards, as a dry run and the start of a run do, and asks for what they need on this machine. Rewards and environments
-of gspax are not called: their types are known, and they may contact a server or run programs.
+rewards, as a dry run and the start of a run do, and checks that what they need is on this machine. Rewards and
+environments of gspax are not called: their types are known, and they may contact a server or run programs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewa
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Score, read_step, to_result
 
-_Reward = tuple[str, Reward, Callable[[int], Problem]]  # its key, and what loads a problem for it
+_Reward = tuple[str, Reward, Callable[[int], Problem]]  # key, reward, and a function that loads a problem for it
 
-TRIED = 16  # problems of each split: the first that can be used is enough
+TRIED = 16  # problems tried in each split: the first usable one is enough
 
 _ADVICE = (
     " (the hash of a prompt decides whether it is held out: if prompts are equal because the answer is hidden, begin "
@@ -40,7 +40,7 @@ _ADVICE = (
 
 
 def first_problems(data: DataSource, environment: Environment | None, evaluation: Evaluation) -> Iterator[str]:
-    """One sentence for a split without a problem that loads and that the environment accepts. Nothing is tokenized."""
+    """Yield a sentence for each split without a problem that loads and that the environment accepts. No tokenizing."""
     for split, load, count in (("training", data.train, TRIED), ("held-out", data.heldout, evaluation.problems)):
         tried = min(TRIED, count)
         try:
@@ -51,7 +51,7 @@ def first_problems(data: DataSource, environment: Environment | None, evaluation
 
 
 def _find_first(load: Callable[[int], Problem], environment: Environment | None, count: int) -> tuple[Problem, object]:
-    """The first problem that can be used, and the environment's state. UserError with the first reason if none can."""
+    """Find the first usable problem, and the environment's state. UserError with the first reason if there is none."""
     reasons = []
     for index in range(count):
         try:
@@ -63,7 +63,7 @@ def _find_first(load: Callable[[int], Problem], environment: Environment | None,
 
 
 def _check_reset(opening: object) -> object:
-    """The state that `reset` gave. UserError unless it gave a state and messages."""
+    """Return the state from `reset`. UserError unless it returned a state and messages."""
     if not (isinstance(opening, tuple) and len(opening) == 2):
         raise UserError(f"environment: wanted (state, messages) from reset, got {type(opening).__name__}")
     messages = list(opening[1])
@@ -81,25 +81,25 @@ class _Call(NamedTuple):
     subject: object  # a problem, or an environment's state
     problem: Problem
     texts: tuple[str, ...]
-    read: Callable[[object], str | Failure]  # what is wrong with a return value; empty if nothing is
-    advice: str = ""  # for a function that looks like one of another library
+    read: Callable[[object], str | Failure]  # returns what is wrong with a return value; empty if nothing is
+    advice: str = ""  # for a function with the signature of another library
 
 
-# Exceptions that say more about a function than about what it was called with. Of the first three no text is the cause.
+# Exceptions that say more about a function than about its arguments. No text causes the first four.
 _ALWAYS_BUGS = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError")
 _BUGS = (*_ALWAYS_BUGS, "AttributeError", "KeyError", "TypeError")
-_RAISED = re.compile(r"(?:raised: )?(\w*)")  # as `describe_error` begins, also by way of `guard`
+_RAISED = re.compile(r"(?:raised: )?(\w*)")  # the start of `describe_error`, also through `guard`
 
 
 def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
-    """Check that functions return what `gspax.config.protocols` says, and that what they need is there.
+    """Check that functions return what `gspax.config.protocols` says, and that what they need is available.
 
-    A reward judges the problem's answer, another answer, and the empty text. A call that is late or raises need not
-    break the contract: a server may be down, and the answer alone may be no completion that the function understands.
-    A function that raises `_BUGS` whatever it is given is broken.
+    A reward grades the problem's answer, another answer, and the empty text. A call that is late or raises need not
+    break the contract: a server may be down, and the bare answer may not be a completion that the function understands.
+    A function that raises `_BUGS` for every text is broken.
 
     Args:
-      experiment: a valid one.
+      experiment: a valid experiment.
       warn: gets one sentence for each function that raises or is late.
 
     Raises:
@@ -157,14 +157,14 @@ def _rewards(reward: Reward, data: DataSource, evaluation: Evaluation) -> list[_
 
 
 def _check_count(count: int, *, advantage: Advantage, shape: tuple[int, int], adds: bool, masked: bool) -> str:
-    """The reason why the advantage does not take so many rewards; empty if it does."""
+    """Explain why the advantage does not take this number of rewards; empty if it does."""
     count += count > 1 and adds  # the run adds one to several
     fits = takes_rewards(advantage, (*shape, count) if count > 1 else shape, masked=masked)
     return "" if fits else f"wanted as many rewards as {title_of(advantage)} takes, got {count}"
 
 
 def _try(call: _Call, grading: Grading, warn: Callable[[str], None]) -> Iterator[str]:
-    """Make the calls; one sentence if the function breaks its contract or always raises, a warning if it fails once."""
+    """Make the calls; yield an error if the function breaks its contract or always raises, warn if it fails once."""
     failures = dict[str, str]()  # by text
     with Calls[str | Failure](call.function, grading, read=call.read, fail=Failure) as trial:
         batches: list[tuple[str, ...]] = [(text,) for text in call.texts]
@@ -183,7 +183,7 @@ def _try(call: _Call, grading: Grading, warn: Callable[[str], None]) -> Iterator
                 if isinstance(result, Failure):
                     failures.setdefault(text, result.reason)
             if failures and not all(_is_bug(reason) for reason in failures.values()):
-                break  # a server may be down: it is not asked again
+                break  # a server may be down: do not ask it again
     for text, reason in itertools.islice(failures.items(), 1):
         sentence = f"{call.key}: {reason}{_where(call, text)}"
         if len(failures) == len(call.texts) and all(map(_is_bug, failures.values())):
@@ -193,15 +193,15 @@ def _try(call: _Call, grading: Grading, warn: Callable[[str], None]) -> Iterator
 
 
 def _copy(subject: object) -> object:
-    """A subject that a call may change."""
+    """Copy a subject that a call may change, if it can be copied."""
     try:
         return copy.deepcopy(subject)
-    except Exception:  # it holds what cannot be copied
+    except Exception:  # it contains something that cannot be copied
         return subject
 
 
 def _broken(result: str | Failure) -> str:
-    """Why a function cannot be what was wanted, whatever its other calls give; empty if it may be."""
+    """Explain why a function breaks its contract, whatever its other calls return; empty if it may be valid."""
     if not isinstance(result, Failure):
         return result
     is_contract = result.reason.removeprefix("no number: ").startswith("wanted ")  # of a batch, or inside `guard`
@@ -213,7 +213,7 @@ def _is_bug(reason: str) -> bool:
 
 
 def _kind(reason: str) -> str:
-    """The type of the exception that a reason begins with, or another word."""
+    """Return the name of the exception that a reason begins with, or another word."""
     return "".join(_RAISED.findall(reason)[:1])
 
 
@@ -222,7 +222,7 @@ def _where(call: _Call, text: str) -> str:
 
 
 def _texts(load: Callable[[int], Problem], problem: Problem) -> tuple[str, ...]:
-    """Completions to try: the problem's answer, that of another problem, and none."""
+    """Return completions to try: the problem's answer, another problem's answer, and an empty text."""
     own, others = _answer(problem), []
     for index in range(TRIED):
         with contextlib.suppress(UserError):
@@ -246,7 +246,7 @@ _CALLED = "; a reward is called as reward(problem, completion), for one completi
 
 
 def _reward_calls(rewards: Sequence[_Reward], check_count: Callable[[int], str]) -> Iterator[_Call]:
-    """The calls of a user's own rewards, alone and in compositions. The rewards of a run are counted as a whole."""
+    """Yield the calls of a user's rewards, alone and in compositions. Only a run's whole reward is counted."""
     for key, reward, load in rewards:
         own, whole = list(_own_rewards(reward)), reward
         while unwrap(whole) is guard and (inside := members(whole)):
@@ -264,7 +264,7 @@ def _reward_calls(rewards: Sequence[_Reward], check_count: Callable[[int], str])
 
 
 def _own_rewards(reward: Reward) -> Iterator[tuple[Reward, Reward]]:
-    """A user's own rewards in a composition of gspax, and what to call: `guard` calls them in its worker."""
+    """Yield the user's rewards in a composition of gspax, and what to call: `guard` calls them in its worker."""
     if not is_gspax(inner_function(reward)):
         yield reward, reward
         return
@@ -275,7 +275,7 @@ def _own_rewards(reward: Reward) -> Iterator[tuple[Reward, Reward]]:
 
 
 def _missing_answers(rewards: Sequence[_Reward]) -> Iterator[str]:
-    """One sentence for each reward that compares answers, where the first problem has none."""
+    """Yield a sentence for each reward that compares answers if the first problem has none, or no valid one."""
     for key, reward, load in rewards:
         compares = any(getattr(inner_function(member), "compares_answers", False) for member in find_rewards(reward))
         with contextlib.suppress(UserError):  # a task may have no such problem

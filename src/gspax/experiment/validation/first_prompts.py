@@ -1,4 +1,4 @@
-"""Checks that encode the first prompts and demonstrations, as a run will do. Each message is one sentence."""
+"""Checks that encode the first prompts and demonstrations, as a run does. Each message is one sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Encode = Callable[[Problem], list[int]]
 
 
 class Texts(NamedTuple):
-    """The parts of an texts that its texts and their tokens depend on."""
+    """The parts of an experiment that its texts and their tokens depend on."""
 
     data: DataSource
     environment: Environment | None
@@ -40,24 +40,24 @@ class _Split(NamedTuple):
     """Texts that a run encodes."""
 
     key: str  # of a message
-    encode: Callable[[int], int]  # the tokens of number `index`; raises if it cannot be used
-    tried: int  # how many are encoded
+    encode: Callable[[int], int]  # counts the tokens of text number `index`; raises if it cannot be used
+    tried: int  # the number of texts to encode
     limit: int  # tokens
     limit_key: str
 
 
 def prompt_problems(texts: Texts, warn: Callable[[str], None]) -> Iterator[str]:
-    """One sentence for each split whose first prompts all cannot be used; a warning if some cannot.
+    """Yield a sentence for each split whose first prompts all cannot be used; warn if some cannot.
 
     A prompt cannot be used if it is too long or cannot be encoded. Demonstrations are encoded too, and one prompt is
-    decoded. A tokenizer that is looked for when it first encodes need not be on this machine: that is a warning.
+    decoded. A tokenizer that is located when it first encodes need not be on this machine: that is a warning.
     """
     try:
         texts.tokenizer.encode("")
     except UserError as problem:
         warn(f"tokenizer: {problem}; no prompt was encoded")
         return
-    except Exception:  # of a user's tokenizer, which may encode no empty text
+    except Exception:  # a user's tokenizer may not encode an empty text
         pass
     for split in _splits(texts, _encoder(texts)):
         yield from _check(split, warn)
@@ -88,7 +88,7 @@ def _splits(texts: Texts, encode: _Encode) -> Iterator[_Split]:
 
 
 def _encoder(texts: Texts) -> _Encode:
-    """The tokens of a problem's prompt, or of the first messages of its conversation. UserError if there are none."""
+    """Make a function that encodes a problem's prompt or first messages. UserError if there are no tokens."""
     environment, tokenizer = texts.environment, texts.tokenizer
 
     def encode(problem: Problem) -> list[int]:
@@ -108,7 +108,7 @@ def _encoder(texts: Texts) -> _Encode:
 
 
 def _demonstration(texts: Texts, encode: _Encode) -> Callable[[int], int]:
-    """The tokens of a prompt and the messages of its demonstration; the replies of an environment are left out."""
+    """Make a function that counts the tokens of a prompt and its demonstration, without an environment's replies."""
     stage = texts.warm_start
     assert stage is not None
     chat: Any = texts.tokenizer  # encodes completions, as `tokenizer_problems` has checked
@@ -117,7 +117,7 @@ def _demonstration(texts: Texts, encode: _Encode) -> Callable[[int], int]:
         problem = read_problem(texts.data.train, index)
         try:
             messages = _shown(stage, problem, index)
-        except Exception:  # `check_calls` tells it
+        except Exception:  # `check_calls` reports it
             return 0
         turns = [chat.encode_completion(message) for message in messages if isinstance(message, str)]
         for turn, message in zip(turns, messages, strict=False):
@@ -128,13 +128,13 @@ def _demonstration(texts: Texts, encode: _Encode) -> Callable[[int], int]:
 
 
 def _shown(stage: WarmStart, problem: Problem, index: int) -> list[str]:
-    """The messages of a demonstration."""
+    """Return the messages of a demonstration."""
     shown = stage.demonstration(problem, np.random.default_rng((0, index)))
     return [shown] if isinstance(shown, str) else [*shown]
 
 
 def _warn_of_thinking(texts: Texts, encode: _Encode, warn: Callable[[str], None]) -> None:
-    """Warn of demonstrations that do not end the thinking that their prompts open: all of them would be thinking."""
+    """Warn about demonstrations that do not end the thinking that their prompts open: all of them would be thinking."""
     stage, open_ones, tried = texts.warm_start, list[str](), 0
     for index in range(min(STARTED, stage.rows * stage.steps) if stage is not None else 0):
         assert stage is not None
@@ -153,7 +153,7 @@ def _warn_of_thinking(texts: Texts, encode: _Encode, warn: Callable[[str], None]
 
 
 def _check(split: _Split, warn: Callable[[str], None]) -> Iterator[str]:
-    """One sentence if none of the first texts can be used, a warning if some cannot."""
+    """Yield sentences if none of the first texts can be used; warn if some cannot."""
     reasons, long = [], []
     for index in range(split.tried):
         try:
@@ -177,7 +177,7 @@ def _check(split: _Split, warn: Callable[[str], None]) -> Iterator[str]:
 
 
 def _decoded(texts: Texts, encode: _Encode) -> Iterator[str]:
-    """One sentence if the tokenizer does not give back a text."""
+    """Yield a sentence if the tokenizer does not decode to a text."""
     try:
         tokens = encode(read_problem(texts.data.train, 0))
     except Exception:  # told above

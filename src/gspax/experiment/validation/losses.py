@@ -33,6 +33,7 @@ from gspax.losses.traits import aggregate_of, is_scored, layers, level_of, takes
 
 
 def clip_range_problems(loss: Loss) -> Iterator[str]:
+    """Check the widths of a loss's clip range."""
     settings, limit = keywords(loss), traits_of(loss).clip_low_limit
     for name in ("clip_low", "clip_high"):
         value = settings.get(name, 0.0)
@@ -45,7 +46,7 @@ def clip_range_problems(loss: Loss) -> Iterator[str]:
 def calibration_problems(
     loss: Loss, calibration: Calibration | None, schedule: Schedule, regularizers: Regularizers
 ) -> Iterator[str]:
-    """A run adapts a clip range or the coefficient of an entropy bonus."""
+    """Check that a run can adapt the clip range or the coefficient of an entropy bonus."""
     yield from _entropy(regularizers)
     if calibration is None:
         return
@@ -65,7 +66,7 @@ def calibration_problems(
 def penalty_problems(
     loss: Loss, reference: Reference | None, regularizers: Regularizers, teacher: Teacher | None
 ) -> Iterator[str]:
-    """Penalties are aggregated as the loss is, so the loss must have an aggregation."""
+    """Check that the loss has an aggregation if there are penalties, which are aggregated likewise."""
     kl = None if reference is None else reference.loss
     if reference is not None and kl is not None and reference.reward is not None:
         yield "reference: wanted the KL in the loss or in the reward, got both"
@@ -83,7 +84,7 @@ def penalty_problems(
 
 
 def _entropy(regularizers: Regularizers) -> Iterator[str]:
-    """An adaptive entropy bonus starts within its bounds."""
+    """Check that an adaptive entropy bonus starts within its bounds."""
     adaptive = regularizers.adaptive_entropy
     if adaptive is not None and not 0 <= regularizers.entropy <= adaptive.highest:
         yield (
@@ -95,7 +96,7 @@ def _entropy(regularizers: Regularizers) -> Iterator[str]:
 def router_problems(
     model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
 ) -> Iterator[str]:
-    """Losses and settings of a router need experts."""
+    """Check that the model has experts if a loss or a setting is about routers."""
     on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
     on += ["routing_replay"] if routing_replay != "off" else []
     on += ["router_shift"] if router_shift is not None else []
@@ -116,7 +117,7 @@ def old_policy_problems(
     reference: Reference | None,
     teacher: Teacher | None,
 ) -> Iterator[str]:
-    """Old log-probs are interpolated by the age of tokens; a loss without an old policy takes none and one pass."""
+    """Check that interpolated log-probs have stale tokens, and that a loss without an old policy makes one pass."""
     yield from _stale_terms(loss, old_logp, reference, teacher, sampler)
     if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
         yield (
@@ -141,7 +142,7 @@ def _stale_terms(
     teacher: Teacher | None,
     sampler: Placement | Engine | None,
 ) -> Iterator[str]:
-    """A KL over the tokens of stale samples weighs them by the ratio to the policy that sampled them.
+    """Check that KL terms over stale samples weigh tokens by the ratio to the policy that sampled them.
 
     A term without weights has another gradient there from the first update on. A divergence of whole distributions
     needs none: its contexts are data.
@@ -168,7 +169,7 @@ def _stale_terms(
 
 
 def _reward_kl(reference: Reference | None) -> Iterator[str]:
-    """The expectation of a reward's gradient is that of the KL for k1 alone."""
+    """Warn unless the KL in a reward is estimated by k1, the only estimate with the KL's gradient in expectation."""
     for estimate in (k2, k3):
         if reference is not None and estimate in layers(reference.reward):
             yield (
@@ -178,7 +179,7 @@ def _reward_kl(reference: Reference | None) -> Iterator[str]:
 
 
 def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]) -> Iterator[str]:
-    """Where the setting `key` gives each token an advantage, the loss has one for each, and nothing mixes responses."""
+    """Check that the loss takes an advantage for each token if `key` provides them, and keeps responses apart."""
     traits = traits_of(loss)
     if not (traits.token_advantage or traits.ratio == traits.correction == "token"):
         yield (
@@ -193,7 +194,7 @@ def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]
 def score_norm_problems(
     advantage: Advantage, loss: Loss, old_logp: OldLogp, terms: Mapping[str, Function]
 ) -> Iterator[str]:
-    """The norms of scores come from the pass that computes old log-probs, and give each token an advantage."""
+    """Check that a pass computes old log-probs, and with them norms of scores, if the advantage needs these."""
     if takes_score_norms(advantage):
         yield from _unscored(loss, old_logp, {"advantage": True})
         yield from token_advantage_problems("advantage", loss, terms)
@@ -207,7 +208,7 @@ def sampler_logp_problems(
     calibration: Calibration | None,
     router_shift: RouterShift | None,
 ) -> Iterator[str]:
-    """With the sampler's log-probs as old ones, no setting needs log-probs that the learner computes."""
+    """Check that no setting needs the learner's log-probs if the sampler's are the old ones."""
     needs_computed = {
         "correction": correction is not None and takes_sampler_logp(loss, old_logp),
         "selection": selection is not None,
@@ -220,7 +221,7 @@ def sampler_logp_problems(
 def sampler_routing_problems(
     loss: Loss, old_logp: OldLogp, routing_replay: RoutingReplay, regularizers: Regularizers
 ) -> Iterator[str]:
-    """The routing of the old policy, and what is selected by it, are found by the pass that computes its log-probs."""
+    """Check that a pass computes old log-probs if a setting needs the old policy's routing or log-probs."""
     needs_computed = {
         "routing_replay": routing_replay == "old",
         "regularizers.kl_cov": regularizers.kl_cov is not None,
@@ -230,7 +231,7 @@ def sampler_routing_problems(
 
 
 def _unscored(loss: Loss, old_logp: OldLogp, needs_computed: Mapping[str, bool]) -> Iterator[str]:
-    """A sentence for each of these fields that is on, if no pass computes old log-probs."""
+    """Yield a sentence for each of these fields that is on, if no pass computes old log-probs."""
     if is_scored(loss, old_logp):
         return
     wanted = f"old_logp=learner, got {old_logp}"
@@ -243,7 +244,7 @@ def _unscored(loss: Loss, old_logp: OldLogp, needs_computed: Mapping[str, bool])
 def weight_problems(
     loss: Loss, correction: Correction | None, rejection: Rejection | None, selection: Selection | None
 ) -> Iterator[str]:
-    """A loss takes the weights of a correction."""
+    """Check that the loss takes the weights of a correction."""
     for field, function in {"correction": correction, "rejection": rejection, "selection": selection}.items():
         if function is not None and traits_of(loss).correction is None:
             yield f"{field}: wanted a loss that takes a `correction`, {title_of(loss)} does not"
@@ -257,7 +258,7 @@ def weight_problems(
 def loss_warnings(
     loss: Loss, correction: Correction | None, selection: Selection | None, calibration: Calibration | None
 ) -> Iterator[str]:
-    """Settings of a loss that run but are probably not meant."""
+    """Yield settings of a loss that run but are probably not intended."""
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
     wide = [f"loss.{name}={show(value)}" for name, value in clip.items() if value >= INERT]
     if traits_of(loss).ratio == "sequence" and wide and calibration is None:
@@ -276,7 +277,7 @@ def loss_warnings(
 
 
 def reference_problems(reference: Reference | None) -> Iterator[str]:
-    """There is a term that the coefficient multiplies."""
+    """Check that there is a term that the coefficient multiplies."""
     if reference is None or reference.loss is not None or reference.reward is not None:
         return
     if reference.coefficient != Reference().coefficient:
@@ -287,7 +288,7 @@ def reference_problems(reference: Reference | None) -> Iterator[str]:
 
 
 def reference_warnings(reference: Reference | None) -> Iterator[str]:
-    """A reference without a term, or with one whose gradient is not the KL's."""
+    """Warn about a reference without a term, or with one whose gradient is not that of the KL."""
     yield from _reward_kl(reference)
     if reference is not None and reference.loss is None and reference.reward is None:
         yield "reference: the KL to it is measured only; reference.loss or reference.reward adds it to the objective"
