@@ -105,7 +105,7 @@ def train(changes, rollouts=2, seed=0):
     steps = Steps(update, score(variant.model, keep, shift, norms), route(variant.model), None, scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = make_sampler(variant.model, MESH, MESH)
-    runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards, MESH)
+    runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
     adapted = first_adapted(variant.calibration, variant.regularizers)
     state = replace(state, adapted=jax.device_put(adapted, named_sharding(MESH)))

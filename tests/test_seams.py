@@ -26,7 +26,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 26),
+    "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 24),
     "reference": Feature(r"^reference|_reference|ref_logp", r"losses/kl", 21),
     "correction": Feature("correction(?!_bias)", "losses/correction", 14),
     "selection": Feature("selection", "losses/selection", 6),
@@ -42,8 +42,8 @@ FEATURES = {
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "8-bit numbers": Feature("int8|[qQ]uantiz", "quantization", 19),
 }
-NONE_PARAMETERS, NONE_GOAL = 513, 330  # parameters that may be None
-EXCLUSIONS, EXCLUSION_GOAL = 26, 12  # rules that forbid one feature beside another
+NONE_PARAMETERS, NONE_GOAL = 507, 330  # parameters that may be None
+EXCLUSIONS, EXCLUSION_GOAL = 25, 12  # rules that forbid one feature beside another
 EXCLUSION = re.compile(
     r'wanted (0|1|null|none|None|False|no|"auto")\b[^"]*? (with|beside|without|in a model|for a model)\b'
 )

@@ -33,7 +33,7 @@ Figures = dict[str, float]
 
 def measure(experiment: Experiment, topology: Topology) -> Figures:
     """The bounds of the prefill and of a pass, in seconds, and the bytes of a pass."""
-    targets = learner, sampler, _ = make_targets(experiment, topology)
+    targets = learner, sampler = make_targets(experiment, topology)
     few = few_layers(experiment.model)
     assert few is not None
 

@@ -8,7 +8,7 @@ import pytest
 import small_experiment
 
 from gspax import advantages, losses
-from gspax.config import Mesh, Placement, Reference, Teacher, TeacherPlacement
+from gspax.config import Reference, Teacher
 from gspax.data import CharTokenizer
 from gspax.experiment.description import describe
 from gspax.experiment.plan import plan, render
@@ -54,7 +54,7 @@ def one_number(logp, teacher_logp):
         replace(taught(divergence=JENSEN_SHANNON), sampling=replace(taught().sampling, top_p=0.9, mask_replay=8)),
         taught(model=None, refresh_every=4),
         taught(model=None, refresh_every=1, prompt=with_answer, max_prompt_tokens=64),
-        taught(model=None, models={"one": LARGE, "other": LARGE}, offload=True),
+        taught(model=None, models={"one": LARGE, "other": LARGE}),
         taught(losses.gspo_token, as_advantage=True),
         taught(model=replace(LARGE, vocab_size=99)),
         replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32)),
@@ -125,18 +125,6 @@ def test_every_form_is_valid(experiment):
             "teacher.models: wanted one dtype, got bfloat16 and float32",
         ),
         (
-            taught(model=None, offload=True),
-            "teacher.offload: wanted a teacher.model to offload, got an earlier policy, which is part of the state",
-        ),
-        (
-            taught(model=None, placement=TeacherPlacement(devices=1)),
-            "teacher.placement: wanted a teacher.model for it, got an earlier policy, which is part of the state",
-        ),
-        (
-            taught(offload=True, placement=TeacherPlacement(devices=1)),
-            "teacher.offload: wanted False with teacher.placement, whose devices keep the teacher, got True",
-        ),
-        (
             taught(max_prompt_tokens=8),
             "teacher.max_prompt_tokens: wanted 0 without teacher.prompt, got 8",
         ),
@@ -192,8 +180,7 @@ def test_every_form_is_valid(experiment):
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
 )
 def test_one_sentence_for_each_error(experiment, sentence):
-    apart = experiment.teacher is not None and experiment.teacher.placement is not None
-    assert validate(experiment, 2 if apart else 1) == [sentence]
+    assert validate(experiment, 1) == [sentence]
 
 
 def test_the_teachers_widths_divide_over_the_mesh():
@@ -201,34 +188,6 @@ def test_the_teachers_widths_divide_over_the_mesh():
     experiment = replace(experiment, mesh=replace(experiment.mesh, fsdp=4), warm_start=None)
     (sentence,) = validate(experiment, 4)
     assert sentence.startswith("teacher.model.hidden_size: wanted a multiple of mesh.fsdp (4)")
-
-
-@pytest.mark.parametrize(
-    ("own", "placement", "sentence"),
-    [
-        ({"devices": 4}, None, "teacher.placement.devices: wanted fewer than the 4 devices, got 4"),
-        (
-            {"devices": 2},
-            Placement(devices=2),
-            "placement.devices and teacher.placement.devices: wanted fewer than the 4 devices, got 2 + 2",
-        ),
-        (
-            {"devices": 2, "mesh": Mesh(fsdp=3)},
-            None,
-            "teacher.placement.mesh: wanted axes whose product is the 2 available devices (at most one may be -1), got "
-            "fsdp=3",
-        ),
-        (
-            {"devices": 2, "mesh": Mesh(fsdp=1, tensor=2)},
-            None,
-            "teacher.model.num_key_value_heads: wanted a multiple of teacher.placement.mesh.tensor (2), got 1",
-        ),
-    ],
-    ids=["all", "both", "axes", "width"],
-)
-def test_a_teachers_own_devices_are_some_of_all_and_fit_its_axes(own, placement, sentence):
-    experiment = replace(taught(placement=TeacherPlacement(**own)), placement=placement, warm_start=None)
-    assert validate(experiment, 4) == [sentence]
 
 
 def test_a_run_with_another_tokenizer_is_no_teacher(tmp_path):
@@ -258,33 +217,4 @@ def test_the_dry_run_counts_the_teacher_and_what_updates_read_of_it():
     several = plan(taught(model=None, models={"one": LARGE, "other": LARGE}, kept=8))
     assert several.learner["teacher, float32"] == 2 * weights
     assert several.learner["teacher's head, gathered"] == 2 * compared["teacher's head, gathered"]
-    offloaded = plan(taught(model=None, models={"one": LARGE, "other": LARGE}, offload=True))
-    assert offloaded.learner["the largest teacher, while it reads"] == weights and offloaded.host == 2 * weights
-    assert offloaded.sampler == plan(small_experiment.experiment).sampler  # in the host's memory meanwhile
     assert "teacher, float32" in render(plan(taught())) and "teacher, float32" in plan(taught()).sampler
-
-
-def test_the_dry_run_counts_a_teacher_on_devices_of_its_own():
-    """The learner's devices keep its head if logits are compared, and its results; the others its parameters."""
-    for kept, word, number in ((0, "log-probs", 4), (8, "hidden states", 4 * 64)):
-        experiment = replace(taught(kept=kept), warm_start=None)
-        together, apart = (
-            plan(experiment, 4),
-            plan(replace(experiment, teacher=replace(experiment.teacher, placement=TeacherPlacement(devices=2))), 6),
-        )
-        assert apart.mesh == together.mesh and together.teacher == {}
-        assert apart.teacher["teacher, float32"] == 2 * together.learner["teacher, float32"]
-        assert apart.teacher["tokens of the rollout"] == 32 * 8 * (4 + 1)
-        assert apart.teacher[f"{word} of a minibatch"] == 16 // 2 * 8 * number
-        head = {"teacher's head": 4 * 64 * MODEL.vocab_size // 4} if kept else {}
-        without = {name: size for name, size in together.learner.items() if name != "teacher, float32"}
-        assert apart.learner == without | head
-        text = render(apart)
-        assert "fsdp=4: 4 devices of the learner (" in text and "fsdp=2: 2 devices of the teacher" in text
-        assert "Memory per device, teacher" in text and "Memory per device, teacher" not in render(together)
-
-
-def test_a_description_names_own_devices_only_if_there_are_any():
-    """Runs that were begun before `placement` existed resume."""
-    assert "placement" not in describe(taught())["teacher"]
-    assert describe(taught(placement=TeacherPlacement(devices=2)))["teacher"]["placement"]["devices"] == 2

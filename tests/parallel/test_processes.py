@@ -485,31 +485,6 @@ def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, sampli
 
 
 @pytest.mark.slow
-def test_a_teacher_on_separate_processes(start, tmp_path):
-    """Four processes, the last two for the teacher; then two, one of them; compared with one process of four."""
-    finished(start(1, 1, tmp_path / "expert", *SMALL_OVERRIDES))
-    file = tmp_path / "taught.py"
-    file.write_text(
-        "from dataclasses import replace\n"
-        "from small_experiment import experiment as small\n"
-        "from gspax import config, losses\n"
-        "from gspax.hf import hf\n"
-        "own = config.TeacherPlacement(devices=2)\n"
-        f"teacher = config.Teacher(model=hf({str(tmp_path / 'expert')!r}), kept=2, placement=own)\n"
-        "experiment = replace(small, loss=losses.grpo, teacher=teacher)\n"
-    )
-    overrides = [*SMALL_OVERRIDES, "schedule.checkpoint_every=1"]
-    finished(start(4, 1, tmp_path / "many", *overrides, file=str(file)))
-    finished(start(2, 2, tmp_path / "many", *overrides, "schedule.steps=2", file=str(file)))
-    finished(start(1, 4, tmp_path / "one", *overrides, "schedule.steps=2", file=str(file)))
-    many, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("many", "one"))
-    many, one = ([row for row in rows if "policy/loss" in row] for rows in (many, one))
-    assert len(many) == 2 and all(row["policy/teacher_kl"] > 0 for row in many)
-    for row, other in zip(many, one, strict=True):
-        assert_close_rows(row, other)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [

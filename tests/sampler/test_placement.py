@@ -191,7 +191,7 @@ def test_no_rollout_is_drawn_across_a_checkpoint(staleness, wanted):
 
 def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
     half = replace(DISAGGREGATED, model=replace(experiment.model, dtype="bfloat16"), lora=Lora(rank=2))
-    mesh, sampler_mesh, _ = make_meshes(half)
+    mesh, sampler_mesh = make_meshes(half)
     push = make_sampler(half.model, sampler_mesh, mesh).push
     state = init_state(half.model, optax.identity(), jax.random.key(0), mesh)
     whole = push(state.params)

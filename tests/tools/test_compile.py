@@ -181,8 +181,6 @@ def test_the_step_time_needs_every_phase():
     taught = [*estimates, *((phase(name=f"teacher {number}", flops=197e12), times) for number in (1, 2))]
     lines = report.step_lines(small_experiment.experiment.sampling, taught, V5E, ahead=False)
     assert "A step takes at least 18.00 s: rollout 6.00, old log-probs 3.00, teacher 6.00, updates 3.00" in lines
-    lines = report.step_lines(small_experiment.experiment.sampling, taught, V5E, ahead=False, is_apart=True)
-    assert "at least 16.00 s: rollout 6.00, old log-probs 3.00, teacher 6.00 and meanwhile updates 3.00" in lines
     assert "not all of it compiled" in report.step_lines(
         small_experiment.experiment.sampling, estimates[1:], V5E, ahead=False
     )

@@ -13,7 +13,7 @@ import small_experiment
 from test_loop import final_state
 
 from gspax import losses
-from gspax.config import Mesh, Sampling, Teacher, TeacherPlacement
+from gspax.config import Sampling, Teacher
 from gspax.data.tasks import sort
 from gspax.errors import FailureError, UserError
 from gspax.experiment import validate
@@ -76,11 +76,9 @@ def taught_by(folder, **changes):
 
 
 def taught_by_two(folder):
-    """Each by its own teacher, which is loaded for a pass and reads the answer before the prompt."""
+    """Each by its own teacher, which reads the answer before the prompt."""
     model = hf(folder)
-    teacher = Teacher(
-        models={"short": model, "long": model}, kept=2, offload=True, prompt=with_answer, max_prompt_tokens=10
-    )
+    teacher = Teacher(models={"short": model, "long": model}, kept=2, prompt=with_answer, max_prompt_tokens=10)
     schedule = replace(small.schedule, microbatch_tokens=128)
     return replace(taught_by(folder), data=Taught(small.data), teacher=teacher, schedule=schedule)
 
@@ -156,28 +154,6 @@ def test_the_same_prompt_in_rows_of_their_own_is_the_same_lesson(expert, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        {"kept": 2},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"prompt": with_answer, "max_prompt_tokens": 10}, marks=pytest.mark.slow),
-        pytest.param("two", marks=pytest.mark.slow),
-    ],
-    ids=["kept", "sampled", "prompt", "two"],
-)
-def test_a_teacher_on_devices_of_its_own_teaches_the_same(expert, tmp_path, form):
-    """Half of the devices learn, some of them read, with other axes; what is learned differs by rounding."""
-    experiment = taught_by_two(expert) if form == "two" else taught_by(expert, **form)
-    experiment = replace(experiment, schedule=replace(experiment.schedule, microbatch_tokens=128))
-    own = TeacherPlacement(devices=jax.device_count() // 2, mesh=Mesh(data=2, fsdp=1, context=2))
-    apart = replace(experiment, teacher=replace(experiment.teacher, placement=own, offload=False))
-    theirs, ours = train_steps(apart, tmp_path / "apart", 2), train_steps(experiment, tmp_path / "together", 2)
-    assert len(learned(theirs)) == 2 and learned(ours)[0]["policy/teacher_kl"] > 0
-    for one, other in zip(learned(theirs), learned(ours), strict=True):
-        np.testing.assert_allclose([*one.values()], [*other.values()], rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize(
     ("kind", "form"),
     [
         (fake_vllm.Fake, {}),
@@ -230,11 +206,10 @@ def test_servers_that_are_gone_are_one_sentence():
     ("changes", "temperature", "sentence"),
     [
         ({"kept": 3}, 1.0, "teacher.kept: wanted none beside teacher.score, got 3"),
-        ({"offload": True}, 1.0, "teacher.offload: wanted none beside teacher.score, got True"),
         ({"model": small.model}, 1.0, "teacher.model: wanted none beside teacher.score, got "),
         ({}, 0.5, "sampling.temperature: wanted 1 with teacher.score, whose log-probs are at 1, got 0.5"),
     ],
-    ids=["kept", "offload", "model", "temperature"],
+    ids=["kept", "model", "temperature"],
 )
 def test_a_function_that_scores_is_the_whole_teacher(changes, temperature, sentence):
     teacher = Teacher(score=partial(scoring.score, addresses=("http://127.0.0.1:9",)), **changes)

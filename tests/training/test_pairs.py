@@ -75,7 +75,7 @@ def run(own, objectives, folder, monkeypatch):
         number, is_second = divmod(next(taken), 2)
         variant, mesh = variants[number], runtime.mesh
         if not is_second:
-            made["steps"] = make_steps(variant, runtime.optimizer, mesh, teacher_mesh=runtime.teacher_mesh)
+            made["steps"] = make_steps(variant, runtime.optimizer, mesh)
             adapted = first_adapted(variant.calibration, variant.regularizers)
             state = replace(state, adapted=multihost.to_devices(adapted, named_sharding(mesh)))
         reference = None if variant.reference is None else reference

@@ -203,13 +203,12 @@ def earlier_policy(teacher: Teacher | None) -> Teacher | None:
 def teacher_row_shape(teacher: Teacher, sampling: Sampling, schedule: Schedule, shards: int) -> RowShape | None:
     """The shape of the teachers' minibatch; None if one teacher reads the policy's own rows.
 
-    Teachers with other prompts or with devices of their own, and each of several teachers, read packed rows of their
-    own.
+    Teachers with other prompts, and each of several teachers, read packed rows of their own.
 
     Args:
-      shards: into which the rows are divided; a multiple of the learner's and the teachers'.
+      shards: into which the rows are divided.
     """
-    if teacher.prompt is None and len(teacher.models) < 2 and teacher.placement is None:
+    if teacher.prompt is None and len(teacher.models) < 2:
         return None
     longest = teacher.max_prompt_tokens or sampling.max_prompt_tokens
     own = replace(sampling, max_prompt_tokens=longest), replace(schedule, share_prompts=False)
@@ -335,8 +334,6 @@ class Teacher:
     kept_by: Literal["teacher", "policy"] = "teacher"  # the model that decides which tokens are most probable
     prompt: TeacherPrompt | None = None  # (problem, completion, feedback) -> a prompt of its own for the teacher
     max_prompt_tokens: OptionalSize = 0  # the length limit of that prompt; 0: `sampling.max_prompt_tokens`
-    offload: bool = False  # keep the teacher's parameters in host memory between its passes
-    placement: TeacherPlacement | None = None  # None: it reads on the learner's devices
     as_advantage: bool = False  # subtract the KL's estimate from the advantages instead of adding the KL to the loss
     coefficient: NonNegative = 1.0
 
@@ -449,14 +446,6 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherPlacement:
-    """Devices of a teacher's own; the learner's `Experiment.mesh` has the others."""
-
-    devices: PositiveInt  # the number of them, the last ones of `jax.devices()` before those of `Experiment.placement`
-    mesh: Mesh = field(default_factory=Mesh)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Engine:
     """vLLM or SGLang servers that sample for the run (`gspax.rollout.servers`).
 
@@ -518,21 +507,6 @@ class Experiment:
     sampler_mesh: Mesh | None = None  # the sampler's mesh on the learner's devices; None: chosen by `model.sizes`
     engine: Engine | None = None  # None: no server, gspax's own sampler is used
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
-
-
-class DeviceCounts(NamedTuple):
-    """How many devices the parts of a run have; 0: those of the learner."""
-
-    learner: int
-    sampler: int
-    teacher: int
-
-
-def divide_devices(teacher: Teacher | None, sampler: Placement | None, devices: int) -> DeviceCounts:
-    """The devices of the learner, and a teacher's and a sampler's own. The first number may be negative."""
-    of_teacher = teacher.placement.devices if teacher is not None and teacher.placement is not None else 0
-    of_sampler = sampler.devices if sampler is not None else 0
-    return DeviceCounts(devices - of_sampler - of_teacher, of_sampler, of_teacher)
 
 
 def trained_dtype(model: ModelConfig, lora: Lora | None) -> str:

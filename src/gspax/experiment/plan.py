@@ -14,7 +14,6 @@ from gspax.config import (
     Sampling,
     SelfAttention,
     WarmStart,
-    divide_devices,
     layers_of,
     repeated_patterns,
     teacher_models,
@@ -26,7 +25,6 @@ from gspax.model.sizes import (
     SamplerSizes,
     active_parameter_count,
     choose_sampler_layout,
-    host_teacher_bytes,
     kept_teacher_bytes,
     learner_bytes,
     optimizer_bytes,
@@ -34,7 +32,6 @@ from gspax.model.sizes import (
     sampler_bytes,
     sampler_sizes,
     size_of,
-    teacher_bytes,
     trained_count,
     with_carried,
 )
@@ -52,11 +49,9 @@ class Plan:
     sizes: SamplerSizes
     learner: dict[str, int]  # array -> bytes during an update, activations excluded
     sampler: dict[str, int]  # array -> bytes during a rollout
-    host: int  # bytes of offloaded optimizer state and teachers in host memory, for each device
+    host: int  # bytes of offloaded optimizer state in host memory, for each device
     checkpoint: int
     push: int  # bytes of the weights that servers get after each step; 0 without servers
-    teacher_mesh: dict[str, int]  # the learner's, unless the teacher has devices of its own
-    teacher: dict[str, int]  # array -> bytes on these, activations excluded; empty without them
 
 
 def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str] = ()) -> Plan:
@@ -67,10 +62,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     """
     config, placement, lora, teacher = experiment.model, experiment.placement, experiment.lora, experiment.teacher
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
-    mesh = sharding.resolve_axes(experiment.mesh, divide_devices(teacher, placement, devices).learner, config)
-    teacher_mesh = mesh
-    if teacher is not None and (place := teacher.placement) is not None:
-        teacher_mesh = sharding.resolve_axes(place.mesh, place.devices, teacher_models(teacher)[0])
+    mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
     sampler_mesh, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
     served = experiment.engine is not None
     moments, all_moments = (
@@ -84,11 +76,9 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         sampler_mesh=sampler_mesh,
         sizes=sampler_sizes(config, held, sampler_mesh),
         learner=learner_bytes(experiment, mesh),
-        teacher=teacher_bytes(teacher, experiment.sampling, experiment.schedule, mesh, teacher_mesh),
-        teacher_mesh=teacher_mesh,
         sampler={} if served else sampler_bytes(experiment, mesh, sampler_mesh),
         push=size_of(config.dtype) * parameter_count(config) if served else 0,
-        host=(moments if experiment.optimizer.offload else 0) + host_teacher_bytes(teacher, mesh),
+        host=moments if experiment.optimizer.offload else 0,
         checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments + all_kept,
     )
 
@@ -125,7 +115,7 @@ def memory_problems(plan: Plan, gib: float) -> list[str]:
 def render(plan: Plan) -> str:
     """The plan as text."""
     experiment, sampling = plan.experiment, plan.experiment.sampling
-    settings, is_divided = flatten(describe(experiment)), experiment.placement is not None or bool(plan.teacher)
+    settings, is_divided = flatten(describe(experiment)), experiment.placement is not None
     lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
     width = max(map(len, settings))
     for key, value in settings.items():
@@ -139,7 +129,6 @@ def render(plan: Plan) -> str:
         f"Layers      {_layers(experiment.model)}",
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if is_divided else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
-        *([f"            {_axes(plan.teacher_mesh)} of the teacher"] if plan.teacher else []),
         *_explain_sampler(plan),
         *(f"{name:<12}{text}" for name, text in _work(plan)),
     ]
@@ -152,7 +141,6 @@ def render(plan: Plan) -> str:
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
     for title, parts in (
         ("learner, without activations", plan.learner),
-        ("teacher, without activations", plan.teacher),
         ("sampler", plan.sampler),
     ):
         if not parts:
@@ -161,9 +149,7 @@ def render(plan: Plan) -> str:
         lines += [f"  {part:<44}{_bytes(size):>12}" for part, size in parts.items()]
         lines.append(f"  {'together':<44}{_bytes(sum(parts.values())):>12}")
     if plan.host:
-        held = ["the optimizer state"] * experiment.optimizer.offload
-        held += ["the teacher"] * (experiment.teacher is not None and experiment.teacher.offload)
-        lines += ["", f"In host memory, for each device: {' and '.join(held)}, {_bytes(plan.host)}"]
+        lines += ["", f"In host memory, for each device: the optimizer state, {_bytes(plan.host)}"]
     lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included"]
     return "\n".join(lines)
 

@@ -22,7 +22,6 @@ from gspax.learner.minibatches import Layout, pack, separate
 from gspax.learner.teacher import Teach
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding, token_spec
-from gspax.parallel.transfer import transfer
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, Rollout
 
@@ -35,14 +34,13 @@ class Lessons(NamedTuple):
     length_N: np.ndarray  # int32  tokens of a row
     shift_N: np.ndarray  # int32  columns by which a response is further right than in the policy's rollout
     first_N: np.ndarray  # int32  the last column of the policy's prompt, whose output predicts the response
-    mesh: jax.sharding.Mesh  # where teachers read them
 
 
-def as_sampled(rollout: Rollout, mesh: jax.sharding.Mesh) -> Lessons:
+def as_sampled(rollout: Rollout) -> Lessons:
     """With the prompts that the policy read."""
     prompt_N = np.asarray(rollout.prompt_length_B)
     length_N = prompt_N + np.asarray(rollout.length_B)
-    return Lessons(rollout.tokens_BT, rollout.mask_BT, length_N, np.zeros_like(prompt_N), prompt_N - 1, mesh)
+    return Lessons(rollout.tokens_BT, rollout.mask_BT, length_N, np.zeros_like(prompt_N), prompt_N - 1)
 
 
 def with_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]], longest: int, mesh: jax.sharding.Mesh) -> Lessons:
@@ -55,13 +53,7 @@ def with_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]], longest: in
     arrays = multihost.to_devices((prompt_NS, own_N, before_N), by_row)
     replace_prompts = jax.jit(_replace_prompts, out_shardings=by_row)
     tokens_NU, mask_NU = replace_prompts(rollout.tokens_BT, rollout.mask_BT, *arrays)
-    return Lessons(tokens_NU, mask_NU, own_N + np.asarray(rollout.length_B), own_N - before_N, before_N - 1, mesh)
-
-
-def move_lessons(lessons: Lessons, mesh: jax.sharding.Mesh) -> Lessons:
-    """The lessons on devices of the teachers' own, each of which has all of them: they are small."""
-    tokens_NU, mask_NU = transfer((lessons.tokens_NU, lessons.mask_NU), named_sharding(mesh))
-    return lessons._replace(tokens_NU=tokens_NU, mask_NU=mask_NU, mesh=mesh)
+    return Lessons(tokens_NU, mask_NU, own_N + np.asarray(rollout.length_B), own_N - before_N, before_N - 1)
 
 
 def _replace_prompts(
@@ -90,25 +82,20 @@ def read_lessons(
 ) -> list[Batch]:
     """The minibatches with what a teacher computes of its own responses. A stop point after each (`run.interrupt`).
 
-    A teacher on the learner's devices is waited for. One elsewhere reads the next minibatch during an update.
-
     Args:
       is_own_N: bool, the responses that this teacher reads.
       shape: of its rows, with room for all responses of a minibatch.
       width: of the widest teacher's hidden states; narrower ones get zeros.
-      mesh: the learner's.
     """
-    filled, is_elsewhere = [], lessons.mesh != mesh
+    filled = []
     for batch, layout in minibatches:
         chosen = np.unique(layout.response[layout.response >= 0])
         chosen = chosen[is_own_N[chosen]]
         if len(chosen):
-            values, place_BT = _read(teach, params, lessons, chosen, layout, shape)
-            if is_elsewhere:
-                values = transfer(values, named_sharding(mesh, "batch"))
+            values, place_BT = _read(teach, params, lessons, chosen, layout, shape=shape, mesh=mesh)
             name = "teacher_logp_BT" if values.ndim == 2 else "teacher_hidden_BTE"
             array = _put(getattr(batch, name), values, place_BT, width, mesh)
-            batch = replace(batch, **{name: array if is_elsewhere else jax.block_until_ready(array)})
+            batch = replace(batch, **{name: jax.block_until_ready(array)})
             interrupt.stop_point()
         filled.append(batch)
     return filled
@@ -120,10 +107,12 @@ def _read(
     lessons: Lessons,
     chosen: np.ndarray,
     layout: Layout,
+    *,
     shape: RowShape,
+    mesh: jax.sharding.Mesh,
 ) -> tuple[Array, np.ndarray]:
     """The result of `teach` for the chosen responses, and for each position of the minibatch its place there, or -1."""
-    by_row, (N, U) = named_sharding(lessons.mesh, "batch"), lessons.tokens_NU.shape
+    by_row, (N, U) = named_sharding(mesh, "batch"), lessons.tokens_NU.shape
     packed = pack(separate(lessons.length_N[chosen]), shape)
     there_BU = packed.segment_BT > 0
     response_BU = np.where(there_BU, chosen[packed.sequence_BT], 0)

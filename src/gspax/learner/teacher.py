@@ -26,8 +26,7 @@ from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
 from gspax.model.transformer import head_params
 from gspax.parallel import multihost
-from gspax.parallel.sharding import common_shards, constrain, constrain_tokens
-from gspax.parallel.transfer import transfer
+from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, PyTree, TrainState, named_leaves
 
@@ -40,47 +39,22 @@ ODD = 2654435761  # a multiplier that spreads positions over 32 bits (Knuth)
 class Teachers(NamedTuple):
     """The teachers' checkpoints, in the order of `config.teacher_models`."""
 
-    params: tuple[Params, ...]  # on the teachers' mesh; in host memory if they are offloaded
-    heads: tuple[Params, ...]  # on the learner's: what `transformer.head` reads; none if updates compare no logits
+    params: tuple[Params, ...]
+    heads: tuple[Params, ...]  # what `transformer.head` reads; none if updates compare no logits
 
 
 def load_teachers(
-    teacher: Teacher | None,
-    policy: ModelConfig,
-    mesh: jax.sharding.Mesh,
-    learner: jax.sharding.Mesh,
-    tokenizer: Tokenizer,
+    teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
 ) -> tuple[Teachers | None, str]:
     """The teachers, and a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
     params, heads, prints = [], [], []
     for published in teacher_models(teacher):
-        own, model = load_teacher(published, policy, mesh, tokenizer), with_tokens_of(policy, published)
+        own = load_teacher(published, policy, mesh, tokenizer)
         prints.append(fingerprint(own))
         if make_compare(teacher) is not None:
-            heads.append(_move_head(head_params(own), model, learner))
-        params.append(_to_host(own) if teacher is not None and teacher.offload else own)
+            heads.append(head_params(own))
+        params.append(own)
     return (Teachers(tuple(params), tuple(heads)) if params else None), "+".join(prints)
-
-
-def _move_head(head: Params, model: ModelConfig, learner: jax.sharding.Mesh) -> Params:
-    """A teacher's head, sharded over the learner's mesh."""
-    wanted = jax.tree.map(lambda leaf: leaf.sharding, head_params(abstract_params(model, learner)))
-    return head if wanted == jax.tree.map(lambda leaf: leaf.sharding, head) else transfer(head, wanted)
-
-
-def on_device(params: Params, teacher: Teacher) -> Params:
-    """A teacher's parameters as a pass takes them."""
-    return _to_device(params) if teacher.offload and teacher_models(teacher) else params
-
-
-@jax.jit
-def _to_host(params: Params) -> Params:
-    return jax.device_put(params, jax.memory.Space.Host)
-
-
-@jax.jit
-def _to_device(params: Params) -> Params:
-    return jax.device_put(params, jax.memory.Space.Device)
 
 
 def with_tokens_of(policy: ModelConfig, teacher: ModelConfig) -> ModelConfig:
@@ -139,7 +113,6 @@ def make_passes(
     teacher: Teacher | None,
     policy: ModelConfig,
     settings: StepSettings,
-    mesh: jax.sharding.Mesh,
     *,
     sampling: Sampling,
     schedule: Schedule,
@@ -149,13 +122,12 @@ def make_passes(
     Args:
       policy: its model, which is also that of a teacher that is an earlier policy.
       settings: of the update.
-      mesh: of the teachers.
     """
     if teacher is None or teacher.score is not None:
         return ()
-    shape = teacher_row_shape(teacher, sampling, schedule, common_shards(settings.mesh, mesh))
+    shape = teacher_row_shape(teacher, sampling, schedule, batch_shards(settings.mesh))
     if shape is not None:
-        settings = replace(settings, mesh=mesh, microbatch_rows=shape.microbatch, packed=True)
+        settings = replace(settings, microbatch_rows=shape.microbatch, packed=True)
     models = [with_tokens_of(policy, model) for model in teacher_models(teacher)] or [policy]
     return tuple(make_teach(model, settings) for model in models)
 

@@ -78,10 +78,9 @@ def make_steps(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     *,
-    teacher_mesh: jax.sharding.Mesh | None = None,
     worst_case: bool = False,
 ) -> Steps:
-    """The compiled functions of an experiment, all with the same `StepSettings`; teachers may have another mesh."""
+    """The compiled functions of an experiment, all with the same `StepSettings`."""
     sampling, schedule, model, teacher = experiment.sampling, experiment.schedule, experiment.model, experiment.teacher
     settings = StepSettings(
         config=model,
@@ -126,7 +125,7 @@ def make_steps(
         scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
         make_select(selected, mesh, teacher) if selected else None,
-        make_passes(teacher, model, settings, teacher_mesh or mesh, sampling=sampling, schedule=schedule),
+        make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),
     )
 
 

@@ -35,7 +35,6 @@ from gspax.config import (
     RoutingReplay,
     SamplerDtype,
     Sampling,
-    Schedule,
     Teacher,
     adapted_weights,
     earlier_policy,
@@ -46,7 +45,6 @@ from gspax.config import (
     sampling_mask_size,
     sparse_layers,
     teacher_models,
-    teacher_row_shape,
     token_id_dtype,
     trained_dtype,
 )
@@ -133,8 +131,6 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     weights, dtype = inference_weights_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
     if placement is None:
         has_reference, lora, teacher = experiment.reference is not None, experiment.lora, experiment.teacher
-        if teacher is not None and teacher.offload:
-            teacher = None  # in host memory meanwhile
         held = resident_bytes(config, lora, experiment.optimizer, learner, reference=has_reference, teacher=teacher)
         held[f"inference weights, {dtype}"] = weights
     else:
@@ -175,60 +171,14 @@ def resident_bytes(
         dtype = trained_dtype(config, lora)
         parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
     models = teacher_models(teacher)
-    if teacher is not None and models:
-        if teacher.placement is not None:
-            if teacher.divergence is not None or teacher.kept:
-                heads = [size_of(each.param_dtype) * each.hidden_size * each.vocab_size for each in models]
-                parts["teacher's head"] = _sharded(sum(heads), mesh)
-        elif teacher.offload:
-            parts["the largest teacher, while it reads"] = max(_checkpoint_bytes(model, mesh) for model in models)
-        else:
-            parts |= _teachers(models, mesh)
+    if models:
+        dtypes = " and ".join(sorted({each.param_dtype for each in models}))
+        parts[f"teacher, {dtypes}"] = sum(
+            size_of(each.param_dtype) * _sharded(parameter_count(each), mesh) for each in models
+        )
     elif earlier_policy(teacher) is not None:
         parts["teacher, an earlier policy"] = _sharded(kept_teacher_bytes(teacher, config, lora), mesh)
     return parts
-
-
-def host_teacher_bytes(teacher: Teacher | None, mesh: AxisSizes) -> int:
-    """A device's share of the offloaded teachers' parameters, in host memory."""
-    if teacher is None or not teacher.offload:
-        return 0
-    return sum(_checkpoint_bytes(model, mesh) for model in teacher_models(teacher))
-
-
-def teacher_bytes(
-    teacher: Teacher | None, sampling: Sampling, schedule: Schedule, learner: AxisSizes, mesh: AxisSizes
-) -> dict[str, int]:
-    """The arrays on a teacher's own devices by name, without activations; none if it has no devices of its own.
-
-    Args:
-      learner: axis sizes of the learner's mesh.
-      mesh: axis sizes of the teacher's mesh.
-    """
-    if teacher is None or teacher.placement is None:
-        return {}
-    shards, models = sharding.batch_shards(mesh), teacher_models(teacher)
-    shape = teacher_row_shape(teacher, sampling, schedule, math.lcm(shards, sharding.batch_shards(learner)))
-    assert shape is not None, "it reads rows of its own"
-    positions, compares = shape.rows * shape.length // shards, teacher.divergence is not None or teacher.kept
-    number = max(size_of(model.dtype) * model.hidden_size for model in models) if compares else FLOAT32
-    longest = (teacher.max_prompt_tokens or sampling.max_prompt_tokens) + sampling.max_tokens
-    return {
-        **_teachers(models, mesh),
-        "tokens of the rollout": sampling.prompts * sampling.group * longest * (4 + 1),
-        f"{'hidden states' if compares else 'log-probs'} of a minibatch": positions * number,
-    }
-
-
-def _teachers(models: tuple[ModelConfig, ...], mesh: AxisSizes) -> dict[str, int]:
-    """A device's share of all teachers' parameters."""
-    dtypes = " and ".join(sorted({model.param_dtype for model in models}))
-    return {f"teacher, {dtypes}": sum(_checkpoint_bytes(model, mesh) for model in models)}
-
-
-def _checkpoint_bytes(model: ModelConfig, mesh: AxisSizes) -> int:
-    """A device's share of the parameters of a model."""
-    return size_of(model.param_dtype) * _sharded(parameter_count(model), mesh)
 
 
 def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora | None) -> int:

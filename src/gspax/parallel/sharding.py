@@ -218,11 +218,6 @@ def make_mesh(
     return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def common_shards(mesh: jax.sharding.Mesh, other: jax.sharding.Mesh) -> int:
-    """The smallest number of rows that divides evenly over both meshes."""
-    return math.lcm(batch_shards(mesh), batch_shards(other))
-
-
 def single_device_mesh() -> jax.sharding.Mesh:
     """The mesh of the first device alone."""
     return make_mesh(ONES, jax.devices()[:1])

@@ -11,7 +11,7 @@ from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
 from gspax.learner.updates import Steps, make_steps
-from gspax.model.sizes import resident_bytes, teacher_bytes
+from gspax.model.sizes import resident_bytes
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.contract import RolloutSampler
@@ -32,7 +32,6 @@ class Runtime:
     steps: Steps
     sampler: Sampler
     rewards: Calls[Result]
-    teacher_mesh: jax.sharding.Mesh  # `mesh`, unless the teacher has devices of its own
     interaction: Interaction | None = None  # with an environment
     servers: ServerSampler | None = None  # with `Experiment.engine`
 
@@ -44,15 +43,13 @@ class Runtime:
 
 def make_runtime(experiment: Experiment) -> Runtime:
     """The mesh, optimizer, and compiled functions of an experiment. UserError if it does not fit the devices."""
-    mesh, sampler_mesh, teacher_mesh = make_meshes(experiment)
+    mesh, sampler_mesh = make_meshes(experiment)
     model, lora, teacher = experiment.model, experiment.lora, experiment.teacher
     axes, has_reference = dict(mesh.shape), experiment.reference is not None
     held = resident_bytes(model, lora, experiment.optimizer, axes, reference=has_reference, teacher=teacher)
     require_memory("model", held)
-    of_teacher = teacher_bytes(teacher, experiment.sampling, experiment.schedule, axes, dict(teacher_mesh.shape))
-    require_memory("teacher.model", of_teacher)
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
-    steps = make_steps(experiment, optimizer, mesh, teacher_mesh=teacher_mesh)
+    steps = make_steps(experiment, optimizer, mesh)
     sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
     rewards = reward_calls(experiment.reward, experiment.grading)
     interaction = None
@@ -63,7 +60,7 @@ def make_runtime(experiment: Experiment) -> Runtime:
     if (settings := experiment.engine) is not None:
         keep, lengths = experiment.routing_replay == "sampler", (experiment.sampling, experiment.evaluation)
         servers = connect(settings, experiment.model, *lengths, keep_experts=keep, mesh=mesh)
-    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, teacher_mesh, interaction, servers)
+    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction, servers)
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:

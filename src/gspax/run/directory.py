@@ -30,10 +30,7 @@ from gspax.storage.paths import is_bucket, read_bytes, require_usable, to_path
 from gspax.types import JsonObject
 
 # An evaluation may change these keys too: how many completions are sampled at once, and where
-LAYOUT = (
-    *("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*"),
-    *("teacher.placement", "teacher.placement.*"),
-)
+LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from gspax.config import Experiment, ModelConfig, SamplerDtype, divide_devices, teacher_models
+from gspax.config import Experiment, ModelConfig, SamplerDtype
 from gspax.errors import UserError
 from gspax.experiment.validation import check
 from gspax.model.sizes import choose_sampler_layout
@@ -47,7 +47,6 @@ class Meshes(NamedTuple):
 
     learner: jax.sharding.Mesh  # log-probs and updates
     sampler: jax.sharding.Mesh  # the learner's devices, unless `experiment.placement` disaggregates it
-    teacher: jax.sharding.Mesh  # the learner's mesh, unless `teacher.placement` gives it devices of its own
 
 
 def make_meshes(
@@ -55,7 +54,7 @@ def make_meshes(
 ) -> Meshes:
     """The meshes of a run on `devices` (default: all), which jax sorts by process.
 
-    The first are the learner's, then come those of a teacher of its own, and then those of a disaggregated sampler.
+    The first are the learner's, then come those of a disaggregated sampler.
 
     Args:
       memory: bytes that a program may use on a device; default: what the device states, if it does.
@@ -64,21 +63,14 @@ def make_meshes(
       UserError: the experiment is invalid, on these devices or on any (`validation.check`).
     """
     devices = jax.devices() if devices is None else list(devices)
-    placement, teacher, config = experiment.placement, experiment.teacher, experiment.model
-    count = divide_devices(teacher, placement, len(devices))
-    last = len(devices) - count.sampler
-    learners, teachers, samplers = devices[: count.learner], devices[count.learner : last], devices[last:]
-    slices = [len(group_by_slice(part)) for part in (learners, samplers, teachers)]
-    check(experiment, len(devices), (slices[0], slices[1], slices[2]))
+    placement, config = experiment.placement, experiment.model
+    count = len(devices) - (placement.devices if placement is not None else 0)
+    learners, samplers = devices[:count], devices[count:]
+    check(experiment, len(devices), (len(group_by_slice(learners)), len(group_by_slice(samplers))))
     mesh = make_mesh(experiment.mesh, learners, config)
     sampler = mesh if placement is None else make_mesh(placement.mesh, samplers, config)
     layout = choose_sampler_layout(experiment, dict(sampler.shape), memory or stated_memory(sampler))
-    taught = mesh
-    if teacher is not None and teacher.placement is not None:
-        taught = make_mesh(teacher.placement.mesh, teachers, teacher_models(teacher)[0])
-        if jax.process_count() > 1 and (problem := size_mismatch(mesh.size, taught.size)):
-            raise UserError(f"teacher.placement.devices: {problem}")
-    return Meshes(mesh, reshape_mesh(sampler, layout), taught)
+    return Meshes(mesh, reshape_mesh(sampler, layout))
 
 
 def stated_memory(mesh: jax.sharding.Mesh) -> int | None:

@@ -142,8 +142,7 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         reference = None
         if experiment.reference is not None:
             reference = jax.tree.map(jnp.copy, partition(state.params)[0])
-        meshes = runtime.teacher_mesh, runtime.mesh
-        teachers, _ = load_teachers(experiment.teacher, experiment.model, *meshes, experiment.tokenizer)
+        teachers, _ = load_teachers(experiment.teacher, experiment.model, runtime.mesh, experiment.tokenizer)
         if earlier_policy(experiment.teacher) is not None:
             policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
             state = start_teacher(state, abstract_teacher(policy, experiment.teacher))

@@ -59,8 +59,7 @@ def execute(options: argparse.Namespace) -> int:
     with Checkpoints(options.dump / run_guard.STATE, mesh=mesh) as checkpoints:
         lora, teacher = experiment.lora, experiment.teacher
         state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, teacher=teacher)
-    meshes = runtime.teacher_mesh, mesh
-    rows, (teachers, _) = batch, load_teachers(teacher, experiment.model, *meshes, experiment.tokenizer)
+    rows, (teachers, _) = batch, load_teachers(teacher, experiment.model, mesh, experiment.tokenizer)
     if rows.teacher_hidden_BTE is not None:
         (dtype,) = {model.dtype for model in teacher_models(teacher) or (experiment.model,)}
         rows = replace(rows, teacher_hidden_BTE=rows.teacher_hidden_BTE.astype(dtype))

@@ -174,8 +174,7 @@ def load_same_teachers(runtime: Runtime, checkpoints: Checkpoints, done: int) ->
     UserError if they are not those that the run was trained with up to step `done`.
     """
     experiment = runtime.experiment
-    meshes = runtime.teacher_mesh, runtime.mesh
-    teachers, identity = load_teachers(experiment.teacher, experiment.model, *meshes, experiment.tokenizer)
+    teachers, identity = load_teachers(experiment.teacher, experiment.model, runtime.mesh, experiment.tokenizer)
     if teachers is None:
         return None, {}
     if done and identity != (recorded := read_extra(checkpoints, done).get("teacher")):

@@ -17,16 +17,15 @@ from gspax.errors import FailureError, UserError, describe_error
 from gspax.learner.lessons import (
     Lessons,
     as_sampled,
-    move_lessons,
     number_tokens,
     read_lessons,
     take_positions,
     with_prompts,
 )
 from gspax.learner.minibatches import Layout
-from gspax.learner.teacher import Teachers, fill_teacher, on_device, own_teacher
+from gspax.learner.teacher import Teachers, fill_teacher, own_teacher
 from gspax.parallel import multihost
-from gspax.parallel.sharding import common_shards
+from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Completion
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
@@ -41,30 +40,26 @@ def teach(
     batches: list[Batch],
     layouts: Sequence[Layout],
 ) -> list[Batch]:
-    """The minibatches with what their updates need of the teachers, each of which is loaded once. Collective.
+    """The minibatches with what their updates need of the teachers. Collective.
 
     Args:
       teachers: from `load_teachers`; None for one that is an earlier policy.
     """
-    experiment, teacher = runtime.experiment, runtime.experiment.teacher
-    mesh, own_mesh = runtime.mesh, runtime.teacher_mesh
+    experiment, teacher, mesh = runtime.experiment, runtime.experiment.teacher, runtime.mesh
     if teacher is None:
         return batches
     if teacher.score is not None:
         return ask_teacher(teacher.score, prepare_lessons(runtime, teacher, graded), batches, layouts)
     passes, params = runtime.steps.teach, (own_teacher(state),) if teachers is None else teachers.params
-    shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, common_shards(mesh, own_mesh))
+    shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
     if shape is None:
-        return fill_teacher(passes[0], on_device(params[0], teacher), batches)
+        return fill_teacher(passes[0], params[0], batches)
     lessons = prepare_lessons(runtime, teacher, graded)
-    if own_mesh is not mesh:
-        lessons = move_lessons(lessons, own_mesh)
     number_N = number_responses(teacher, graded.problems, experiment.sampling.group)
     width = max(model.hidden_size for model in teacher_models(teacher) or (experiment.model,))
     for number, (read, own) in enumerate(zip(passes, params, strict=True)):
         places = list(zip(batches, layouts, strict=True))
-        loaded, is_own_N = on_device(own, teacher), number_N == number
-        batches = read_lessons(read, loaded, lessons, is_own_N, places, shape=shape, width=width, mesh=mesh)
+        batches = read_lessons(read, own, lessons, number_N == number, places, shape=shape, width=width, mesh=mesh)
     compares = any(batch.teacher_hidden_BTE is not None for batch in batches)
     return number_tokens(batches, layouts, number_N) if compares and len(passes) > 1 else batches
 
@@ -117,7 +112,7 @@ def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group
 def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> Lessons:
     """The responses of a rollout as its teachers read them. Collective. UserError as for `encode_teacher_prompt`."""
     if teacher.prompt is None:
-        return as_sampled(graded.rollout, runtime.mesh)
+        return as_sampled(graded.rollout)
     sampling, tokenizer, prompt = runtime.experiment.sampling, runtime.experiment.tokenizer, teacher.prompt
     longest = teacher.max_prompt_tokens or sampling.max_prompt_tokens
     vocabulary = runtime.experiment.model.vocab_size

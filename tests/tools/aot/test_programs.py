@@ -12,9 +12,7 @@ import small_experiment
 from gspax import config, losses
 from gspax.learner import minibatches, train_step
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params
 from gspax.model.sizes import reads_experts
-from gspax.model.transformer import head_params
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.environments import ToolUse
 from gspax.sampler.inference_weights import abstract_inference_weights
@@ -164,7 +162,7 @@ def test_every_program_can_be_lowered_for_present_devices():
 @pytest.mark.parametrize(
     "form",
     [
-        {"models": {"one": SMALL.model, "wide": WIDE}, "offload": True},
+        {"models": {"one": SMALL.model, "wide": WIDE}},
         pytest.param({"model": WIDE}, marks=pytest.mark.slow),
         pytest.param({"refresh_every": 1, "prompt": lambda *_: "", "max_prompt_tokens": 9}, marks=pytest.mark.slow),
     ],
@@ -183,22 +181,6 @@ def test_an_update_with_teachers_is_lowered_with_their_heads(form):
     assert widths == [model.hidden_size for model in models]
     (update,) = (program for program in found if program.name == programs.TRAIN)
     assert update.lower().out_info[0].step.shape == ()
-
-
-@pytest.mark.parametrize("kept", [0, 2])
-def test_a_teacher_on_devices_of_its_own_is_lowered_for_them(kept):
-    """They hold its parameters alone. The learner's hold its head, if updates compare logits."""
-    mesh, own = (make_mesh(config.Mesh(), jax.devices()[part]) for part in (slice(4), slice(4, 6)))
-    teacher = config.Teacher(model=WIDE, kept=kept, placement=config.TeacherPlacement(devices=2))
-    experiments = replace(SMALL, teacher=teacher), SMALL
-    found, alone = ({each.name: each for each in programs.make_programs(one, mesh, mesh, own)} for one in experiments)
-    assert found[programs.TEACHER].resident == 0, "the parameters are an argument"
-    taken = jax.tree.leaves(found[programs.TEACHER].lower.args)
-    assert {leaf.sharding.mesh for leaf in taken} == {own} and found[programs.TEACHER].lower()
-    weights = programs.device_bytes(head_params(abstract_params(WIDE, mesh))) if kept else 0
-    assert found[programs.SCORE].resident - alone[programs.SCORE].resident >= weights
-    assert found[programs.ROLLOUT].resident - alone[programs.ROLLOUT].resident == weights
-    assert found[programs.TRAIN].lower().out_info[0].step.shape == ()
 
 
 def test_conversations_are_sampled_by_three_programs_of_the_same_state():

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import small_experiment
 
-from gspax import losses
-from gspax.config import Mesh, Placement, Sampling, Teacher, TeacherPlacement
+from gspax.config import Mesh, Placement, Sampling
 from gspax.errors import UserError
 from gspax.tools.aot import chips
 from gspax.tools.aot.hlo import UNKNOWN
@@ -82,7 +81,7 @@ def test_of_several_slices_learner_and_sampler_have_whole_ones(devices):
 
 @needs_libtpu
 def test_one_mesh_for_both_over_all_slices():
-    learner, sampler, _ = chips.make_targets(SMALL, chips.parse_topology("2xv5e:4x4"))
+    learner, sampler = chips.make_targets(SMALL, chips.parse_topology("2xv5e:4x4"))
     assert str(learner) == "32 devices, slice=2, fsdp=16"
     assert str(sampler) == "32 devices, slice=2, data=4, expert=4"
     for target in (learner, sampler):
@@ -102,38 +101,18 @@ def test_rows_and_widths_are_validated_per_slice():
 
 @needs_libtpu
 def test_slices_of_learner_and_sampler():
-    learner, sampler, _ = chips.make_targets(placed(4), chips.parse_topology("3xv5e:2x2"))
+    learner, sampler = chips.make_targets(placed(4), chips.parse_topology("3xv5e:2x2"))
     assert (str(learner), str(learner.topology)) == ("8 devices, slice=2, fsdp=4", "2xv5e:2x2")
     assert (str(sampler), str(sampler.topology)) == ("4 devices, expert=4", "v5e:2x2")
-    learner, sampler, _ = chips.make_targets(placed(8), chips.parse_topology("3xv5e:2x2"))
+    learner, sampler = chips.make_targets(placed(8), chips.parse_topology("3xv5e:2x2"))
     assert (str(learner.topology), str(sampler)) == ("v5e:2x2", "8 devices, slice=2, expert=4")
-
-
-@needs_libtpu
-def test_a_teacher_has_slices_of_its_own():
-    """They are between the learner's and the sampler's; of one slice it has a part."""
-    teacher = Teacher(model=replace(SMALL.model, checkpoint="expert"), placement=TeacherPlacement(devices=4))
-    both, own = (
-        replace(placed(4), teacher=teacher, loss=losses.grpo),
-        replace(teacher, placement=TeacherPlacement(devices=8)),
-    )
-    alone = replace(SMALL, teacher=own, loss=losses.grpo)
-    learner, sampler, own = chips.make_targets(both, chips.parse_topology("4xv5e:2x2"))
-    assert [str(part.topology) for part in (learner, sampler, own)] == ["2xv5e:2x2", "v5e:2x2", "v5e:2x2"]
-    assert len({*learner.mesh.devices.flat, *sampler.mesh.devices.flat, *own.mesh.devices.flat}) == 16
-    learner, sampler, own = chips.make_targets(alone, chips.parse_topology("v5e:4x4"))
-    assert learner.topology is sampler.topology is own.topology and (learner.mesh.size, own.mesh.size) == (8, 8)
-    with pytest.raises(UserError, match=r"wanted a slice of 2xv5e:2x2 left for the learner"):
-        chips.make_targets(both, chips.parse_topology("2xv5e:2x2"))
-    with pytest.raises(UserError, match=r"^teacher\.placement\.devices: wanted whole slices of 16"):
-        chips.make_targets(alone, chips.parse_topology("2xv5e:4x4"))
 
 
 @needs_libtpu
 def test_parts_of_one_slice():
     """The sampler has the last devices; neither part wraps around."""
     whole = chips.parse_topology("v5p:4x4x4")
-    learner, sampler, _ = chips.make_targets(placed(32, mesh=Mesh(data=2, fsdp=16)), whole)
+    learner, sampler = chips.make_targets(placed(32, mesh=Mesh(data=2, fsdp=16)), whole)
     assert (str(learner), str(sampler)) == ("32 devices, fsdp=32", "32 devices, data=2, fsdp=16")
     assert not {*learner.mesh.devices.flat} & {*sampler.mesh.devices.flat}
     assert learner.link_rate(UNKNOWN) == 5 * whole.chip.link_rate

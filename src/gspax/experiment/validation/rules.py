@@ -29,10 +29,8 @@ from gspax.config import (
     Turns,
     WarmStart,
     adapted_weights,
-    divide_devices,
     filters_in_use,
     has_experts,
-    teacher_models,
     updates_per_step,
 )
 from gspax.config.functions import Function, interface_problems, named_parts, title_of
@@ -98,7 +96,7 @@ Terms = Mapping[str, Function]  # the functions of log-probs besides the loss, b
 def validate(
     experiment: Experiment,
     devices: int | None = None,
-    slices: tuple[int, int, int] = (1, 1, 1),
+    slices: tuple[int, int] = (1, 1),
     broken: Iterable[str] = (),
 ) -> list[str]:
     """All errors of an experiment, one sentence each; empty if it can run.
@@ -109,7 +107,7 @@ def validate(
     Args:
       experiment: as loaded and overridden.
       devices: the number of devices; None leaves out the checks that depend on it.
-      slices: TPU slices of the learner's devices, of a disaggregated sampler's, and of a teacher's own.
+      slices: TPU slices of the learner's devices, and of a disaggregated sampler's.
       broken: fields with an error already, such as an override that cannot be parsed.
     """
     problems = list(type_problems(experiment))
@@ -169,7 +167,7 @@ def _key(sentence: str) -> str:
     return sentence.partition(":")[0]
 
 
-def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int, int] = (1, 1, 1)) -> None:
+def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> None:
     """Raise UserError with the sentences of `validate`, if there are any."""
     problems = validate(experiment, devices, slices)
     if problems:
@@ -414,10 +412,9 @@ def _terms(correction: Correction | None, rejection: Rejection | None, reference
     return {field: function for field, function in terms.items() if function is not None}
 
 
-def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int, int]) -> Iterator[str]:
+def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:
     """The axes fit the devices, and everything that is sharded over them divides evenly."""
     mesh, placement, sampling = experiment.mesh, experiment.placement, experiment.sampling
-    yield from _teacher_mesh(experiment.teacher, slices[2])
     model, schedule = experiment.model, experiment.schedule
     if devices is None:
         axes = {axis: getattr(mesh, axis) for axis in sharding.AXES}
@@ -428,14 +425,11 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int, i
             return
         devices = math.prod(size or 1 for size in axes.values())
     else:
-        counts = divide_devices(experiment.teacher, placement, devices)
-        if counts.learner < 1:
-            taken = {"placement": counts.sampler, "teacher.placement": counts.teacher}
-            keys = [f"{key}.devices" for key, count in taken.items() if count]
-            got = " + ".join(str(count) for count in taken.values() if count)
-            yield f"{' and '.join(keys)}: wanted fewer than the {devices} devices, got {got}"
+        taken = placement.devices if placement is not None else 0
+        if taken >= devices:
+            yield f"placement.devices: wanted fewer than the {devices} devices, got {taken}"
             return
-        devices = counts.learner
+        devices -= taken
     if placement is not None:
         held = with_carried(sampling, placement)
         yield from _sampler_mesh(
@@ -461,8 +455,7 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int, i
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, model)
-    if experiment.teacher is not None and experiment.teacher.placement is None:
-        yield from _teacher_widths(experiment.teacher, sizes)
+    yield from _teacher_widths(experiment.teacher, sizes)
     if experiment.sampler_mesh is None:
         if placement is None and sampling.cache_gib:
             yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes))
@@ -475,24 +468,12 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int, i
         )
 
 
-def _teacher_mesh(teacher: Teacher | None, slices: int) -> Iterator[str]:
-    """The axes of a teacher's own mesh fit its devices, and its models divide over them."""
-    if teacher is None or teacher.placement is None or not (models := teacher_models(teacher)):
-        return
-    try:
-        sizes = sharding.resolve_axes(teacher.placement.mesh, teacher.placement.devices, models[0], slices=slices)
-    except UserError as problem:
-        yield f"teacher.placement.{problem}"
-    else:
-        yield from _teacher_widths(teacher, sizes, "teacher.placement.mesh.")
-
-
-def _teacher_widths(teacher: Teacher, sizes: dict[str, int], mesh: str = "mesh.") -> Iterator[str]:
-    """The widths of the teachers' models divide over the axes of a mesh, whose field is named."""
+def _teacher_widths(teacher: Teacher | None, sizes: dict[str, int]) -> Iterator[str]:
+    """The widths of the teachers' models divide over the axes of the mesh."""
     for key, model in keys_of_teachers(teacher):
         for misfit in sharding.find_mismatches(sizes, model):
             if misfit.startswith("model."):
-                yield f"{key}{misfit.removeprefix('model').replace(' mesh.', f' {mesh}')}"
+                yield f"{key}{misfit.removeprefix('model')}"
 
 
 def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sampling.prompts") -> Iterator[str]:

@@ -41,13 +41,6 @@ def teacher_problems(
     for name, default in (("refresh_every", 0), ("refresh_share", 1.0)):
         if named and (value := getattr(teacher, name)) != default:
             yield f"teacher.{name}: wanted {default:g} with teacher.model, which is not refreshed, got {value:g}"
-    if teacher.offload and not named:
-        yield "teacher.offload: wanted a teacher.model to offload, got an earlier policy, which is part of the state"
-    if teacher.placement is not None:
-        if not named:
-            yield "teacher.placement: wanted a teacher.model for it, got an earlier policy, which is part of the state"
-        if teacher.offload:
-            yield "teacher.offload: wanted False with teacher.placement, whose devices keep the teacher, got True"
     if teacher.refresh_share < 1 and not teacher.refresh_every:
         yield f"teacher.refresh_every: wanted at least 1 with teacher.refresh_share={teacher.refresh_share:g}, got 0"
     if teacher.kept > model.vocab_size:
@@ -60,7 +53,7 @@ def teacher_problems(
 
 def _score_problems(teacher: Teacher) -> Iterator[str]:
     """A function gives log-probs of the sampled tokens alone, of a model that no update changes."""
-    for name in ("model", "models", "divergence", "kept", "offload", "placement", "refresh_every"):
+    for name in ("model", "models", "divergence", "kept", "refresh_every"):
         if value := getattr(teacher, name):
             yield f"teacher.{name}: wanted none beside teacher.score, got {value if isinstance(value, int) else 'one'}"
 

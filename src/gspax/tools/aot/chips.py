@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from gspax import unstable
-from gspax.config import Experiment, Placement, TeacherPlacement
+from gspax.config import Experiment, Placement
 from gspax.errors import UserError, did_you_mean, how_to_install
 from gspax.sampler.placement import make_meshes
 from gspax.tools.aot.hlo import UNKNOWN
@@ -188,11 +188,10 @@ def _environment() -> Iterator[None]:
 
 
 class Targets(NamedTuple):
-    """The targets of a run: the same devices, unless the sampler or the teacher has devices of its own."""
+    """The targets of a run: the same devices, unless the sampler has devices of its own."""
 
     learner: Target
     sampler: Target
-    teacher: Target
 
 
 def make_targets(experiment: Experiment, topology: Topology) -> Targets:
@@ -202,31 +201,26 @@ def make_targets(experiment: Experiment, topology: Topology) -> Targets:
       UserError: libtpu is missing or does not support the topology, the experiment does not fit its number of devices,
         or a part would have some of a slice among several.
     """
-    taught = None if experiment.teacher is None else experiment.teacher.placement
-    teacher = _take_slices("teacher.placement.devices", taught, topology)
-    sampler = _take_slices("placement.devices", experiment.placement, topology)
-    own = [part for part in (teacher, sampler) if part is not None]
-    if (left := topology.slices - sum(part.slices for part in own)) < 1:
-        raise UserError(f"teacher.placement.devices: wanted a slice of {topology} left for the learner, got none")
-    learner = replace(topology, slices=left)
-    devices = [device for part in (learner, *own) for device in describe_devices(part)]
+    sampler, learner = _take_slices(experiment.placement, topology), topology
+    if sampler is not None:
+        learner = replace(topology, slices=topology.slices - sampler.slices)
+    devices = [device for part in (learner, sampler) if part is not None for device in describe_devices(part)]
     meshes = make_meshes(experiment, devices, topology.chip.memory)
     return Targets(
         Target(mesh=meshes.learner, topology=learner),
         Target(mesh=meshes.sampler, topology=sampler or learner),
-        Target(mesh=meshes.teacher, topology=teacher or learner),
     )
 
 
-def _take_slices(field: str, placement: Placement | TeacherPlacement | None, topology: Topology) -> Topology | None:
-    """The slices of a part of a run that has whole ones of its own; None without them, or if there is one slice."""
+def _take_slices(placement: Placement | None, topology: Topology) -> Topology | None:
+    """The slices of a sampler that has whole ones of its own; None without them, or if there is one slice."""
     if placement is None or topology.slices == 1:
         return None
     slices, rest = divmod(placement.devices, topology.slice_devices)
     if rest or not 0 < slices < topology.slices:
         raise UserError(
-            f"{field}: wanted whole slices of {topology.slice_devices} devices on {topology}, and fewer than all, got "
-            f"{placement.devices} (part of a slice is supported only where there is a single slice)"
+            f"placement.devices: wanted whole slices of {topology.slice_devices} devices on {topology}, and fewer than "
+            f"all, got {placement.devices} (part of a slice is supported only where there is a single slice)"
         )
     return replace(topology, slices=slices)
 

@@ -120,11 +120,11 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
     """
     jax.config.update("jax_platforms", "cpu")  # a TPU on this machine is not used
     model = experiment.model
-    targets = learner, sampler, teacher = make_targets(experiment, topology)
+    targets = learner, sampler = make_targets(experiment, topology)
     display(heading(experiment.name, topology, targets, turns=experiment.environment is not None))
 
     def make(model: ModelConfig) -> list[Program]:
-        return make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh, teacher.mesh)
+        return make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh)
 
     compiled = [_compile(program, model, make, all_layers=all_layers) for program in make(model)]
     succeeded = [program for program in compiled if not program.error]
@@ -137,8 +137,7 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
     if estimates:
         display("\n" + time_table(estimates, topology.chip))
         ahead = samples_ahead(experiment.placement, experiment.schedule.checkpoint_every)
-        is_apart = teacher.mesh is not learner.mesh
-        display("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead, is_apart=is_apart))
+        display("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
         if experiment.environment is not None:
             reply = reply_tokens(experiment.sampling.max_tokens)
             display(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
@@ -195,7 +194,7 @@ def _target_of(name: str, targets: Targets) -> Target:
     """The target that a program is compiled for."""
     if name in SAMPLER:
         return targets.sampler
-    return targets.teacher if name.startswith(TEACHER) else targets.learner
+    return targets.learner
 
 
 def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: int = 1) -> list[Phase]:
@@ -317,8 +316,6 @@ def heading(name: str, topology: Topology, targets: Targets, *, turns: bool) -> 
     """The title: the programs, and the devices that they are compiled for."""
     sampling = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
     parts = [(targets.learner, f"learner, {TRAIN}, {SCORE}"), (targets.sampler, f"sampler, {sampling}")]
-    if targets.teacher.mesh is not targets.learner.mesh:
-        parts.append((targets.teacher, TEACHER))
     return "\n".join([f"{name} on {topology}", *(f"  {of}: {target} of {target.topology}" for target, of in parts)])
 
 
@@ -357,13 +354,10 @@ def time_table(estimates: Estimates, chip: Chip) -> str:
     return "\n".join(lines)
 
 
-def step_lines(
-    sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool, is_apart: bool = False
-) -> str:
+def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool) -> str:
     """The whole step: rollout, old log-probs, teachers' passes and updates, if all of them compiled.
 
-    With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step. A teacher
-    that `is_apart` has devices of its own.
+    With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step.
     """
     seconds = {phase.name: phase.runs * times.bound for phase, times in estimates}
     if not {TRAIN, SCORE, PREFILL, DECODE} <= set(seconds):
@@ -372,13 +366,9 @@ def step_lines(
     rollout = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
     teachers = sum(time for name, time in seconds.items() if name.startswith(TEACHER))
     learner = seconds[SCORE] + teachers + seconds[TRAIN]
-    if is_apart:  # while an update runs, the teacher reads the next minibatch
-        runs = {phase.name: phase.runs for phase, _ in estimates}
-        passes = max((count for name, count in runs.items() if name.startswith(TEACHER)), default=1)
-        learner -= (passes - 1) * min(teachers / passes, seconds[TRAIN] / runs[TRAIN])
     step = max(copied + rollout, learner) if ahead else copied + rollout + learner
     push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
-    taught = f"teacher {teachers:.2f}{' and meanwhile' if is_apart else ','} " if teachers else ""
+    taught = f"teacher {teachers:.2f}, " if teachers else ""
     devices = topology.slices * topology.slice_devices
     tokens = sampling.prompts * sampling.group * sampling.max_tokens
     flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)

@@ -54,7 +54,7 @@ from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
 from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
 from gspax.model.transformer import head_params
-from gspax.parallel.sharding import batch_shards, common_shards, named_sharding, token_spec
+from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
 from gspax.sampler import continuous_batching, sampler
 from gspax.sampler.continuous_batching import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
@@ -86,7 +86,6 @@ def make_programs(
     experiment: Experiment,
     mesh: jax.sharding.Mesh,
     sampler_mesh: jax.sharding.Mesh,
-    teacher_mesh: jax.sharding.Mesh | None = None,
 ) -> list[Program]:
     """The train step, the log-probs of a minibatch (old ones; the reference's too), the inference weights of a
     colocated sampler, and the sampler: with an environment, the three programs of multi-turn rollouts.
@@ -97,16 +96,14 @@ def make_programs(
       experiment: its parameters, and all that shapes its programs.
       mesh: the learner's.
       sampler_mesh: the sampler's.
-      teacher_mesh: the teacher's; None: the learner's.
     """
-    teacher_mesh = teacher_mesh or mesh
     model, teacher, weights_dtype = experiment.model, experiment.teacher, experiment.sampling.weights_dtype
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
     state = abstract_state(model, optimizer, mesh, experiment.lora, experiment.teacher)
     batch = abstract_batch(experiment, mesh)
-    steps = make_steps(experiment, optimizer, mesh, teacher_mesh=teacher_mesh, worst_case=True)
+    steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
-    teachers, heads, held = _abstract_teachers(teacher, model, mesh, teacher_mesh)
+    teachers, heads, held = _abstract_teachers(teacher, model, mesh)
     held += 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
     learner_bytes = device_bytes(state) + held  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
@@ -127,9 +124,9 @@ def make_programs(
     if teacher is not None and teacher.score is None:
         models, params_of = teacher_models(teacher) or (model,), teachers or (own_teacher(state),)
         passes = list(zip(models, steps.teach, params_of, strict=True))
-        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, common_shards(mesh, teacher_mesh))
+        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
         held_then, runs = learner_bytes + other_batches, experiment.schedule.minibatches
-        teaching = _make_teaching(teacher, passes, batch, shape, held_then, mesh=teacher_mesh, runs=runs)
+        teaching = _make_teaching(passes, batch, shape, held_then, mesh=mesh, runs=runs)
     return [
         Program(
             name=TRAIN,
@@ -145,21 +142,19 @@ def make_programs(
 
 
 def _abstract_teachers(
-    teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh, own_mesh: jax.sharding.Mesh
+    teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh
 ) -> tuple[tuple[Params, ...], tuple[Params, ...], int]:
-    """The teachers' parameters, the heads that updates read, and the bytes of them that the learner's devices keep."""
+    """The teachers' parameters, the heads that updates read, and the bytes of them that the devices keep."""
     models = [with_tokens_of(policy, model) for model in teacher_models(teacher)]
-    params = tuple(abstract_params(model, own_mesh) for model in models)
+    params = tuple(abstract_params(model, mesh) for model in models)
     if make_compare(teacher) is None:
         heads: tuple[Params, ...] = ()
     else:
         heads = tuple(head_params(abstract_params(model, mesh)) for model in models)
-    is_away = teacher is not None and (teacher.offload or teacher.placement is not None)
-    return params, heads, device_bytes(heads if is_away else params)
+    return params, heads, device_bytes(params)
 
 
 def _make_teaching(
-    teacher: Teacher,
     passes: Sequence[tuple[ModelConfig, Teach, Params]],
     batch: Batch,
     shape: RowShape | None,
@@ -173,12 +168,8 @@ def _make_teaching(
     Args:
       passes: its model, its pass, and its parameters.
       shape: of rows of its own; None: those of the minibatch.
-      held: bytes that the learner's devices hold, the teachers' parameters included unless they are in host memory.
+      held: bytes that the learner's devices hold, the teachers' parameters included.
     """
-    if teacher.placement is not None:
-        held = sum(device_bytes(params) for *_, params in passes)
-    elif teacher.offload:
-        held += max(device_bytes(params) for *_, params in passes)
     read: list[Array | None] = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
     if shape is not None:
         rows = partial(abstract_rows, mesh, (shape.rows, shape.length))

@@ -119,7 +119,7 @@ def make_trainer(
         schedule=Schedule(minibatches=1),
         mesh=config.Mesh(**axes),
     )
-    mesh, sampler_mesh, _ = make_meshes(experiment, devices)
+    mesh, sampler_mesh = make_meshes(experiment, devices)
     optimizer = make_optimizer(experiment.optimizer, config.trained_dtype(wide, None))
     steps = make_steps(experiment, optimizer, mesh)
     return Trainer(experiment, mesh, optimizer, steps, make_sampler(wide, sampler_mesh, mesh))
