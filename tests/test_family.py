@@ -13,16 +13,15 @@ from small_experiment import experiment, objective_of
 
 from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
-from gspax.config.functions import takes_score_norms
 from gspax.experiment import validate
 from gspax.learner.diagnostics import make_route
 from gspax.learner.minibatches import make_select, selections
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_update
-from gspax.learner.updates import Steps, first_adapted, make_steps
+from gspax.learner.updates import Steps, first_adapted
 from gspax.losses import correction, kl, selection, shaping
-from gspax.model.sizes import reads_experts
+from gspax.model.passes import Passes
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.runtime import Runtime
@@ -96,13 +95,12 @@ def train(changes, rollouts=2, seed=0):
     if variant.reference is not None and variant.reference.loss is None:
         read["reference"] = Reference()  # only its loss is part of the objective
     update = step(*read.values())
-    read = reads_experts(variant.regularizers, variant.routing_replay, variant.router_shift)
-    keep = read and variant.routing_replay != "sampler"
-    shift, norms = variant.router_shift is not None, takes_score_norms(variant.advantage)
-    scored = make_steps(variant, OPTIMIZER, MESH).scored
+    passes = Passes(variant)
+    keep, shift, norms = passes.keeps_experts, passes.keeps_router_logp, passes.keeps_score_norms
     selected = selections(variant.selection, variant.regularizers)
     select = make_select(selected, MESH) if selected else None
-    steps = Steps(update, score(variant.model, keep, shift, norms), route(variant.model), None, scored, select=select)
+    scored = score(variant.model, keep, shift, norms)
+    steps = Steps(update, scored, route(variant.model), None, passes.scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = make_sampler(variant.model, MESH, MESH)
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)

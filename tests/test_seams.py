@@ -17,7 +17,10 @@ FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rgl
 
 
 class Feature(NamedTuple):
-    """What is looked for, and where it is at home. Settings are at home in `config/` too."""
+    """What is looked for, and where it is at home.
+
+    Settings are at home in `config/` too, and what they ask of a step's passes in `model/passes.py`.
+    """
 
     names: str  # a regular expression
     home: str  # likewise, of paths under src/gspax
@@ -31,7 +34,7 @@ FEATURES = {
     "correction": Feature("correction(?!_bias)", "losses/correction", 14),
     "selection": Feature("selection", "losses/selection", 6),
     "calibration": Feature("calibrat", "calibration", 8),
-    "routing replay": Feature("routing_replay|router_shift|RouterShift", "router_shift", 13),
+    "routing replay": Feature("routing_replay|router_shift|RouterShift", "router_shift", 8),
     "score norms": Feature("score_norm", "losses/logprobs", 12),
     "sampling masks": Feature("mask_replay|sampling_mask", "^$", 8),
     "delta nets": Feature("delta(?!s)", "delta", 11),
@@ -42,7 +45,7 @@ FEATURES = {
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "8-bit numbers": Feature("int8|[qQ]uantiz", "quantization", 19),
 }
-NONE_PARAMETERS, NONE_GOAL = 507, 330  # parameters that may be None
+NONE_PARAMETERS, NONE_GOAL = 497, 330  # parameters that may be None
 EXCLUSIONS, EXCLUSION_GOAL = 25, 12  # rules that forbid one feature beside another
 EXCLUSION = re.compile(
     r'wanted (0|1|null|none|None|False|no|"auto")\b[^"]*? (with|beside|without|in a model|for a model)\b'
@@ -72,8 +75,8 @@ def names_of(path):
 
 
 def modules_outside(feature):
-    """The modules outside a feature's home and `config/` whose code names it."""
-    pattern, home = re.compile(feature.names), re.compile(rf"^config/|{feature.home}")
+    """The modules outside a feature's homes whose code names it."""
+    pattern, home = re.compile(feature.names), re.compile(rf"^config/|^model/passes|{feature.home}")
     return [name for name, path in FILES.items() if not home.search(name) and any(map(pattern.search, names_of(path)))]
 
 

@@ -59,9 +59,9 @@ def read(teacher, params, schedule, prompts):
     )
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, ALONE, sharing=sharing)
-    lessons = with_prompts(rollout(), PROMPTS, LONGEST, ALONE) if prompts else as_sampled(rollout(), ALONE)
+    lessons = with_prompts(rollout(), PROMPTS, LONGEST, ALONE) if prompts else as_sampled(rollout())
     own = teacher_row_shape(teacher, **rows, shards=1)
-    passes = make_passes(teacher, MODEL, settings, ALONE, **rows)
+    passes = make_passes(teacher, MODEL, settings, **rows)
     for number, (one, parameters) in enumerate(zip(passes, params, strict=True)):
         places = list(zip(batches, layouts, strict=True))
         batches = read_lessons(one, parameters, lessons, number == NUMBER_N, places, shape=own, width=24, mesh=ALONE)

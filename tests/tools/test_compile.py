@@ -440,7 +440,7 @@ def test_the_report_of_a_disaggregated_sampler(topology, part, dcn, capsys, monk
     monkeypatch.setattr(report, "make_phases", phases)
     monkeypatch.setattr(report, "compile_program", lambda program: replace(stub, program=program))
     assert gspax(placed(tmp_path, staleness=1, mesh="Mesh(data=2, fsdp=2)"), "--topology", topology) == 0
-    assert meshes == [4, 2, 4]
+    assert meshes == [4, 2]
     assert counted == {programs.TRAIN: (1, 4, 1), programs.SCORE: (1, 4, 1), programs.ROLLOUT: (2, 2, 1)}
     out = capsys.readouterr().out
     assert f"small on {topology}\n  learner, train step, old log-probs: 4 devices, fsdp=4 of {part}\n" in out

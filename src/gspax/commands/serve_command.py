@@ -29,6 +29,7 @@ def execute(options: argparse.Namespace) -> int:
     if (engine := experiment.engine) is None:
         raise UserError("engine: wanted an Engine for `gspax serve-command` (engine=gspax.config.Engine), got None")
     from gspax.hf import config_json
+    from gspax.model.passes import Passes
     from gspax.rollout.servers import sglang, vllm
     from gspax.rollout.servers.sampler import context_length
 
@@ -38,7 +39,7 @@ def execute(options: argparse.Namespace) -> int:
     content = {**config_json.to_json(model), "torch_dtype": model.dtype}
     write_atomically(folder / "config.json", json.dumps(content, indent=2) + "\n")
     length = context_length(experiment.sampling, experiment.evaluation)
-    experts = experiment.routing_replay == "sampler"
+    experts = Passes(experiment).samples_experts
     program = sglang if engine.server == "sglang" else vllm
     display(program.command(folder, model, length, engine.addresses[0], experts=experts, cpu=options.cpu))
     return 0

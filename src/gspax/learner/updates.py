@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from gspax.config import Calibration, Experiment, Regularizers, has_experts, row_shape, updates_per_step
-from gspax.config.functions import keywords, takes_score_norms
+from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
 from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import Select, make_select, selections
@@ -38,8 +38,8 @@ from gspax.learner.train_step import (
 )
 from gspax.losses import Terms
 from gspax.losses.calibration import next_range, range_warnings
-from gspax.losses.traits import is_scored, traits_of
-from gspax.model.sizes import reads_experts
+from gspax.losses.traits import traits_of
+from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.types import Adapted, Array, Batch, PyTree, TrainState
@@ -82,6 +82,7 @@ def make_steps(
 ) -> Steps:
     """The compiled functions of an experiment, all with the same `StepSettings`."""
     sampling, schedule, model, teacher = experiment.sampling, experiment.schedule, experiment.model, experiment.teacher
+    passes = Passes(experiment)
     settings = StepSettings(
         config=model,
         mesh=mesh,
@@ -90,22 +91,11 @@ def make_steps(
         packed=schedule.microbatch_tokens > 0,
         worst_case=worst_case,
         routing_replay=experiment.routing_replay != "off",
-        updates_per_rollout=updates_per_step(schedule) if experiment.old_logp == "interpolated" else 1,
+        updates_per_rollout=updates_per_step(schedule) if passes.old_logp == "update" else 1,
         compare=make_compare(teacher),
         bias_update_speed=experiment.optimizer.bias_update_speed,
     )
-    # The sampler's experts are in the rollout; the old policy's are found by the pass that computes its log-probs.
-    reference, replay, shift = experiment.reference, experiment.routing_replay, experiment.router_shift
-    keep = replay != "sampler" and reads_experts(experiment.regularizers, replay, shift)
-    # The first minibatch's update computes its own old log-probs, unless they are read before it: by a KL in the
-    # reward, for the routing that updates read, by a selection of tokens, by an advantage, or for a calibrated clip
-    # range, which needs to know how differently the two passes round.
-    rewarded = reference is not None and reference.reward is not None
-    before = rewarded or keep or shift is not None or experiment.calibration is not None
     selected = selections(experiment.selection, experiment.regularizers)
-    norms = takes_score_norms(experiment.advantage)
-    first = 0 if before or selected or norms else 1
-    scored = range(first, schedule.minibatches) if is_scored(experiment.loss, experiment.old_logp) else range(0)
     objective = make_objective(
         experiment.loss,
         correction=experiment.correction,
@@ -119,10 +109,15 @@ def make_steps(
     diagnostics = experiment.diagnostics
     return Steps(
         make_update(settings, objective, optimizer, experiment.guard, experiment.regularizers.adaptive_entropy),
-        make_score(settings, keep_experts=keep, keep_router_logp=shift is not None, norms=norms),
+        make_score(
+            settings,
+            keep_experts=passes.keeps_experts,
+            keep_router_logp=passes.keeps_router_logp,
+            norms=passes.keeps_score_norms,
+        ),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(settings, objective),
-        scored,
+        passes.scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
         make_select(selected, mesh, teacher) if selected else None,
         make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),

@@ -78,16 +78,6 @@ def traits_of(loss: Callable[..., object]) -> Traits:
     )
 
 
-def takes_sampler_logp(loss: Callable[..., object], old_logp: str) -> bool:
-    """Whether the old log-probs are the sampler's, by an experiment's `old_logp` or because the loss demands it."""
-    return "sampler" in (old_logp, traits_of(loss).old_logp)
-
-
-def is_scored(loss: Callable[..., object], old_logp: str) -> bool:
-    """Whether a pass of the learner computes the old log-probs."""
-    return old_logp == "learner" and not takes_sampler_logp(loss, old_logp)
-
-
 def at_level(level: Level) -> Callable[[Function], Function]:
     """Decorator for an `aggregate` and a correction: whether each token or each sequence has its own weight."""
 

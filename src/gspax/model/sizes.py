@@ -30,9 +30,6 @@ from gspax.config import (
     ModelConfig,
     Optimizer,
     Placement,
-    Regularizers,
-    RouterShift,
-    RoutingReplay,
     SamplerDtype,
     Sampling,
     Teacher,
@@ -49,6 +46,7 @@ from gspax.config import (
     trained_dtype,
 )
 from gspax.config.functions import unwrap
+from gspax.model.passes import Passes
 from gspax.parallel import sharding
 
 FLOAT32 = 4  # bytes
@@ -106,7 +104,6 @@ def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
     config, lora, sampling = experiment.model, experiment.lora, experiment.sampling
     trained = _sharded(trained_count(config, lora), mesh)
     shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
-    updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
     reference, teacher = experiment.reference is not None, experiment.teacher
     parts = {
         **resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference, teacher=teacher),
@@ -114,7 +111,7 @@ def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
         "gradients": size_of(trained_dtype(config, lora)) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if shape.microbatch < shape.rows else 0,
         **_teacher_bytes(experiment.teacher, config, sampling, mesh),
-        **_rollout_bytes(config, sampling, *updates, mesh),
+        **_rollout_bytes(config, sampling, Passes(experiment), mesh),
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -139,7 +136,6 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     sizes = sampler_sizes(config, sampling, mesh)
     # The prefill is over when the completions' cache is made, except where that outlives the program of the prefill.
     prefill = sizes.prefill - (0 if sampling.chunk else sizes.completion_cache)
-    updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
     logits = sizes.device_slots * config.vocab_size // mesh["tensor"] * (1 + sampling.drafts)
     positions = f"{1 + sampling.drafts} positions" if sampling.drafts else "one position"
     parts = {
@@ -149,7 +145,7 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
         "states of the slots' delta nets": sizes.device_slots * sizes.state,
         f"prefill of {sizes.prefill_chunk} prompts, estimated, beyond that": prefill if prefill > PREFILL_BUDGET else 0,
         f"logits of {positions}, and their exponentials": 2 * FLOAT32 * logits,
-        **_rollout_bytes(config, sampling, *updates, mesh),
+        **_rollout_bytes(config, sampling, Passes(experiment), mesh),
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -231,19 +227,7 @@ def inference_weights_bytes(config: ModelConfig, sampling: Sampling, mesh: AxisS
     return math.ceil((count + size_of(config.dtype) * table) / (mesh["tensor"] * mesh["fsdp"]))
 
 
-def reads_experts(regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None) -> bool:
-    """Whether updates read the experts of a rollout's tokens: the sampler's, or those that the old policy chose."""
-    return routing_replay != "off" or bool(regularizers.load_balance) or router_shift is not None
-
-
-def _rollout_bytes(
-    config: ModelConfig,
-    sampling: Sampling,
-    regularizers: Regularizers,
-    replay: RoutingReplay,
-    shift: RouterShift | None,
-    mesh: AxisSizes,
-) -> dict[str, int]:
+def _rollout_bytes(config: ModelConfig, sampling: Sampling, passes: Passes, mesh: AxisSizes) -> dict[str, int]:
     """Tokens, segments, three kinds of log-probs (4 bytes each), a mask, and what updates read of a token's routing.
 
     That is its experts' ids in all layers, and their log-probs for a shift. For mask replay there are the ids that a
@@ -252,8 +236,8 @@ def _rollout_bytes(
     rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
     positions = rows * (sampling.max_prompt_tokens + sampling.max_tokens)
     parts = {"rollout": positions * (5 * 4 + 1)}
-    if reads_experts(regularizers, replay, shift):
-        expert = size_of(expert_id_dtype(config)) + (FLOAT32 if shift is not None else 0)
+    if passes.reads_experts:
+        expert = size_of(expert_id_dtype(config)) + (FLOAT32 if passes.keeps_router_logp else 0)
         parts["routing of the rollout"] = positions * sparse_layers(config) * config.num_experts_per_tok * expert
     if kept := sampling_mask_size(sampling, config.vocab_size):
         parts["sampling masks of the rollout"] = positions * (kept * size_of(token_id_dtype(config)) + 1)

@@ -11,6 +11,7 @@ from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
 from gspax.learner.updates import Steps, make_steps
+from gspax.model.passes import Passes
 from gspax.model.sizes import resident_bytes
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
@@ -58,7 +59,7 @@ def make_runtime(experiment: Experiment) -> Runtime:
         interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
     servers = None
     if (settings := experiment.engine) is not None:
-        keep, lengths = experiment.routing_replay == "sampler", (experiment.sampling, experiment.evaluation)
+        keep, lengths = Passes(experiment).samples_experts, (experiment.sampling, experiment.evaluation)
         servers = connect(settings, experiment.model, *lengths, keep_experts=keep, mesh=mesh)
     return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction, servers)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from gspax.config import Engine, Placement, sampling_mask_size
 from gspax.data.problem import Problem
+from gspax.model.passes import Passes
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
@@ -140,7 +141,7 @@ def sample_options(runtime: Runtime) -> SampleOptions:
     experiment, mesh = runtime.experiment, runtime.engine.mesh
     options = replace(
         make_options(experiment.model, experiment.tokenizer, experiment.sampling, mesh),
-        keep_experts=experiment.routing_replay == "sampler",
+        keep_experts=Passes(experiment).samples_experts,
         mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )
     other = other_devices(runtime)

@@ -31,8 +31,8 @@ from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates, refresh_teacher
 from gspax.learner.teacher import Teachers
 from gspax.learner.updates import Updated, bind_teachers, run_updates
-from gspax.losses.traits import is_scored
 from gspax.model.low_rank import combine, partition
+from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Samples
@@ -175,7 +175,7 @@ def replace_constant_groups(
 def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
     """The rollout with the version of the weights that sampled each token, if old log-probs are interpolated by it."""
     rollout = graded.rollout
-    if runtime.experiment.old_logp != "interpolated":
+    if Passes(runtime.experiment).old_logp != "update":
         return replace(rollout, version_BT=None)
     if rollout.version_BT is not None:
         return rollout
@@ -202,7 +202,7 @@ def prepare_minibatches(
     )
     if reference is not None:
         reference = combine(reference, partition(state.params)[1])
-    if not is_scored(experiment.loss, experiment.old_logp):
+    if Passes(experiment).old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it

@@ -12,7 +12,7 @@ import small_experiment
 from gspax import config, losses
 from gspax.learner import minibatches, train_step
 from gspax.learner.optimizer import make_optimizer
-from gspax.model.sizes import reads_experts
+from gspax.model.passes import Passes
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.environments import ToolUse
 from gspax.sampler.inference_weights import abstract_inference_weights
@@ -48,7 +48,7 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
         prompt_length_B=np.ones(B, np.int32),
         length_B=np.ones(B, np.int32),
         finished_B=np.ones(B, bool),
-        expert_BLTA=np.zeros(routed(B, T), np.uint8) if experiment.routing_replay == "sampler" else None,
+        expert_BLTA=np.zeros(routed(B, T), np.uint8) if Passes(experiment).samples_experts else None,
         kept_BTK=np.zeros((B, T, 5), np.uint8) if sampling.mask_replay else None,
     )
 
@@ -63,7 +63,7 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     batches, layouts = minibatches.split_minibatches(
         rollout, experiment.schedule.minibatches, shape, mesh, sharing=sharing
     )
-    reads = reads_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    reads = Passes(experiment).reads_experts
     keep_experts = reads and experiment.routing_replay != "sampler"
     reference = {} if experiment.reference else None
     batches, _ = minibatches.score_minibatches(score, {}, reference, batches, range(len(batches)))

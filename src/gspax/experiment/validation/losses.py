@@ -11,7 +11,6 @@ from gspax.config import (
     Calibration,
     Engine,
     ModelConfig,
-    OldLogp,
     Placement,
     Reference,
     Regularizers,
@@ -22,14 +21,15 @@ from gspax.config import (
     has_experts,
     updates_per_step,
 )
-from gspax.config.functions import Function, keywords, takes_score_norms, title_of
-from gspax.config.protocols import Advantage, Correction, Loss, Rejection, Selection
+from gspax.config.functions import Function, keywords, title_of
+from gspax.config.protocols import Correction, Loss, Rejection, Selection
 from gspax.experiment.description import show
 from gspax.experiment.validation.fields import takes_segments
 from gspax.losses.calibration import INERT
 from gspax.losses.kl import k2, k3
 from gspax.losses.selection import top_cov
-from gspax.losses.traits import aggregate_of, is_scored, layers, level_of, takes_sampler_logp, traits_of
+from gspax.losses.traits import aggregate_of, layers, level_of, traits_of
+from gspax.model.passes import Passes
 
 
 def clip_range_problems(loss: Loss) -> Iterator[str]:
@@ -109,16 +109,10 @@ def router_problems(
         )
 
 
-def old_policy_problems(
-    loss: Loss,
-    schedule: Schedule,
-    old_logp: OldLogp,
-    sampler: Placement | Engine | None,
-    reference: Reference | None,
-    teacher: Teacher | None,
-) -> Iterator[str]:
+def old_policy_problems(passes: Passes, sampler: Placement | Engine | None) -> Iterator[str]:
     """Check that interpolated log-probs have stale tokens, and that a loss without an old policy makes one pass."""
-    yield from _stale_terms(loss, old_logp, reference, teacher, sampler)
+    loss, old_logp, schedule = passes.experiment.loss, passes.experiment.old_logp, passes.experiment.schedule
+    yield from _stale_terms(passes, sampler)
     if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
         yield (
             "old_logp: wanted placement.staleness or engine.staleness above 0 with interpolated, which needs tokens of "
@@ -135,13 +129,7 @@ def old_policy_problems(
         )
 
 
-def _stale_terms(
-    loss: Loss,
-    old_logp: OldLogp,
-    reference: Reference | None,
-    teacher: Teacher | None,
-    sampler: Placement | Engine | None,
-) -> Iterator[str]:
+def _stale_terms(passes: Passes, sampler: Placement | Engine | None) -> Iterator[str]:
     """Check that KL terms over stale samples weigh tokens by the ratio to the policy that sampled them.
 
     A term without weights has another gradient there from the first update on. A divergence of whole distributions
@@ -150,6 +138,7 @@ def _stale_terms(
     if sampler is None or not sampler.staleness:
         return
     key = f"{'placement' if isinstance(sampler, Placement) else 'engine'}.staleness"
+    reference, teacher = passes.experiment.reference, passes.experiment.teacher
     kl = None if reference is None else reference.loss
     weighs = {
         "reference.loss": kl is not None and "old_logp" in keywords(kl),
@@ -160,11 +149,11 @@ def _stale_terms(
             f"reference.loss: wanted a KL that takes `old_logp` (gspax.losses.kl.token_kl) and old_logp=sampler with "
             f"{key}={sampler.staleness}, to weigh tokens by the ratio to the policy that sampled, got {title_of(kl)}"
         )
-    for field in (name for name, is_on in weighs.items() if is_on and not takes_sampler_logp(loss, old_logp)):
+    for field in (name for name, is_on in weighs.items() if is_on and passes.old_logp != "sampler"):
         instead = " or teacher.as_advantage=True" if field == "teacher" else ""
         yield (
             f"{field}: wanted old_logp=sampler{instead} with {key}={sampler.staleness}, because its term is "
-            f"weighted by the ratio to the policy that sampled, got old_logp={old_logp}"
+            f"weighted by the ratio to the policy that sampled, got old_logp={passes.experiment.old_logp}"
         )
 
 
@@ -191,49 +180,33 @@ def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]
             yield f"{key}: wanted a {field} that takes `segment_ids`, {title_of(function)} does not"
 
 
-def score_norm_problems(
-    advantage: Advantage, loss: Loss, old_logp: OldLogp, terms: Mapping[str, Function]
-) -> Iterator[str]:
+def score_norm_problems(passes: Passes, terms: Mapping[str, Function]) -> Iterator[str]:
     """Check that a pass computes old log-probs, and with them norms of scores, if the advantage needs these."""
-    if takes_score_norms(advantage):
-        yield from _unscored(loss, old_logp, {"advantage": True})
-        yield from token_advantage_problems("advantage", loss, terms)
+    if passes.keeps_score_norms:
+        yield from _unscored(passes, {"advantage": True})
+        yield from token_advantage_problems("advantage", passes.experiment.loss, terms)
 
 
-def sampler_logp_problems(
-    loss: Loss,
-    old_logp: OldLogp,
-    correction: Correction | None,
-    selection: Selection | None,
-    calibration: Calibration | None,
-    router_shift: RouterShift | None,
-) -> Iterator[str]:
-    """Check that no setting needs the learner's log-probs if the sampler's are the old ones."""
+def unscored_problems(passes: Passes) -> Iterator[str]:
+    """Check that the policy's pass computes old log-probs if a setting needs these, or what comes with them."""
+    e = passes.experiment
     needs_computed = {
-        "correction": correction is not None and takes_sampler_logp(loss, old_logp),
-        "selection": selection is not None,
-        "calibration": calibration is not None,
-        "router_shift": router_shift is not None,
+        "correction": e.correction is not None and passes.old_logp == "sampler",
+        "selection": e.selection is not None,
+        "calibration": e.calibration is not None,
+        "router_shift": e.router_shift is not None,
+        "routing_replay": e.routing_replay == "old",
+        "regularizers.kl_cov": e.regularizers.kl_cov is not None,
+        "regularizers.load_balance": e.regularizers.load_balance > 0 and not passes.samples_experts,
     }
-    return _unscored(loss, old_logp, needs_computed)
+    return _unscored(passes, needs_computed)
 
 
-def sampler_routing_problems(
-    loss: Loss, old_logp: OldLogp, routing_replay: RoutingReplay, regularizers: Regularizers
-) -> Iterator[str]:
-    """Check that a pass computes old log-probs if a setting needs the old policy's routing or log-probs."""
-    needs_computed = {
-        "routing_replay": routing_replay == "old",
-        "regularizers.kl_cov": regularizers.kl_cov is not None,
-        "regularizers.load_balance": regularizers.load_balance > 0 and routing_replay != "sampler",
-    }
-    return _unscored(loss, old_logp, needs_computed)
-
-
-def _unscored(loss: Loss, old_logp: OldLogp, needs_computed: Mapping[str, bool]) -> Iterator[str]:
+def _unscored(passes: Passes, needs_computed: Mapping[str, bool]) -> Iterator[str]:
     """Yield a sentence for each of these fields that is on, if no pass computes old log-probs."""
-    if is_scored(loss, old_logp):
+    if passes.old_logp == "pass":
         return
+    loss, old_logp = passes.experiment.loss, passes.experiment.old_logp
     wanted = f"old_logp=learner, got {old_logp}"
     if old_logp == "learner":
         wanted = f"a loss with old log-probs of the learner, got {title_of(loss)}"

@@ -74,14 +74,13 @@ from gspax.experiment.validation.losses import (
     reference_problems,
     reference_warnings,
     router_problems,
-    sampler_logp_problems,
-    sampler_routing_problems,
     score_norm_problems,
+    unscored_problems,
     weight_problems,
 )
 from gspax.experiment.validation.servers import engine_problems, engine_warnings
 from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
-from gspax.losses.traits import takes_sampler_logp
+from gspax.model.passes import Passes
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
@@ -121,6 +120,7 @@ def validate(
     e = without(experiment, [*broken, *map(_key, problems)])
     opening = list(_run(lambda: opening_problems(e.data, e.tokenizer)))  # they name a file
     problems += opening
+    passes = Passes(e)
     problems += _run(
         lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=e.warm_start is not None),
         lambda: chain(stop_problems(e.sampling, e.tokenizer), architecture_problems(e.model)),
@@ -137,15 +137,14 @@ def validate(
         lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
         lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
         lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
-        lambda: old_policy_problems(e.loss, e.schedule, e.old_logp, e.engine or e.placement, e.reference, e.teacher),
-        lambda: sampler_logp_problems(e.loss, e.old_logp, e.correction, e.selection, e.calibration, e.router_shift),
-        lambda: sampler_routing_problems(e.loss, e.old_logp, e.routing_replay, e.regularizers),
+        lambda: old_policy_problems(passes, e.engine or e.placement),
+        lambda: unscored_problems(passes),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
         lambda: advantage_problems(e.advantage, e.sampling, e.teacher, e.length_reward, e.reference),
         lambda: prompt_problems(e.teacher, e.environment, e.model, e.sampling),
         lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
-        lambda: score_norm_problems(e.advantage, e.loss, e.old_logp, _terms(e.correction, e.rejection, e.reference)),
+        lambda: score_norm_problems(passes, _terms(e.correction, e.rejection, e.reference)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement, e.sampling),
         lambda: credit_problems(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
         lambda: _mesh(e, devices, slices),
@@ -189,7 +188,7 @@ def warnings(experiment: Experiment) -> list[str]:
             "many tokens that a filter keeps"
         )
     placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
-    unexplained = uncorrected and not takes_sampler_logp(experiment.loss, experiment.old_logp)
+    unexplained = uncorrected and Passes(experiment).old_logp != "sampler"
     key, ahead = ("placement", placement) if placement else ("engine", experiment.engine)
     if ahead is not None and ahead.staleness and unexplained:
         notes.append(

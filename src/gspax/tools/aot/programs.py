@@ -43,7 +43,6 @@ from gspax.config import (
     trained_dtype,
     updates_per_step,
 )
-from gspax.config.functions import takes_score_norms
 from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import selections
 from gspax.learner.optimizer import make_optimizer
@@ -52,7 +51,8 @@ from gspax.learner.teacher import Teach, own_teacher, with_tokens_of
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
-from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
+from gspax.model.passes import Passes
+from gspax.model.sizes import sampler_sizes, with_carried
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
 from gspax.sampler import continuous_batching, sampler
@@ -111,10 +111,10 @@ def make_programs(
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Log-probs do not wait for the parameters that are on their way to the sampler.
         scoring += device_bytes(abstract_inference_weights(model, mesh, weights_dtype))
-    replayed = batch.expert_BLTA if experiment.routing_replay == "sampler" else None
+    replayed = batch.expert_BLTA if Passes(experiment).samples_experts else None
     scored = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
     score = _lower(steps.score, state.params, *scored, kept_BTK=batch.kept_BTK)
-    scores = len(steps.scored) + (experiment.reference is not None) * experiment.schedule.minibatches
+    scores = len(steps.scored) + Passes(experiment).reference * experiment.schedule.minibatches
     copy = Program(
         name=COPY,
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
@@ -277,12 +277,11 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
-    config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
+    config, schedule, passes = experiment.model, experiment.schedule, Passes(experiment)
     B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
     experts = B, sparse_layers(config), T, config.num_experts_per_tok
-    has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
     rows = partial(abstract_rows, mesh)
-    of_tokens = packed or experiment.turns.credit == "turn" or takes_score_norms(experiment.advantage)
+    of_tokens = packed or experiment.turns.credit == "turn" or passes.keeps_score_norms
     return Batch(
         tokens_BT=rows((B, T), jnp.int32),
         segment_BT=rows((B, T), jnp.int32),
@@ -291,12 +290,12 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         advantage=rows((B, T) if of_tokens else (B,), jnp.float32),
         prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
         sampler_logp_BT=rows((B, T), jnp.float32),
-        ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
-        version_BT=rows((B, T), jnp.int32) if experiment.old_logp == "interpolated" else None,
+        ref_logp_BT=rows((B, T), jnp.float32) if passes.reference else None,
+        version_BT=rows((B, T), jnp.int32) if passes.old_logp == "update" else None,
         **dict.fromkeys(selections(experiment.selection, experiment.regularizers), rows((B, T), jnp.float32)),
         **_teacher_arrays(experiment.teacher, config, mesh, B, T),
-        expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
-        router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
+        expert_BLTA=rows(experts, expert_id_dtype(config)) if passes.reads_experts else None,
+        router_logp_BLTA=rows(experts, jnp.float32) if passes.keeps_router_logp else None,
         kept_BTK=abstract_sets(config, experiment.sampling, mesh, (B, T)),
     )
 

@@ -1,0 +1,81 @@
+"""The forward passes that a step takes before its updates, and the columns of `Batch` that they fill.
+
+Everything that depends on this asks here: the compiled functions, the step, the sizes, the dry run, and `tools.aot`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gspax.config import Experiment
+from gspax.config.functions import takes_score_norms
+from gspax.losses.traits import traits_of
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of an experiment's step, in this order: the policy, then its reference.
+
+    Each property reads only the settings that it depends on, so a dry run can ask although others are wrong.
+    """
+
+    experiment: Experiment
+
+    @property
+    def old_logp(self) -> Literal["pass", "update", "sampler"]:
+        """Where `old_logp_BT` comes from: a pass, each update from the tokens' ages, or the rollout."""
+        if "sampler" in (self.experiment.old_logp, traits_of(self.experiment.loss).old_logp):
+            return "sampler"
+        return "update" if self.experiment.old_logp == "interpolated" else "pass"
+
+    @property
+    def scored(self) -> range:
+        """The minibatches that the policy's pass reads.
+
+        The first one's update computes its own old log-probs, unless something reads them, or what comes with them,
+        before it: a KL in the reward, the experts, a selection of tokens, an advantage, or a calibrated clip range,
+        which needs to know how differently the two passes round.
+        """
+        if self.old_logp != "pass":
+            return range(0)
+        e = self.experiment
+        before = (
+            e.reference is not None and e.reference.reward is not None,
+            self.keeps_experts or self.keeps_router_logp,
+            e.selection is not None or e.regularizers.kl_cov is not None,
+            self.keeps_score_norms,
+            e.calibration is not None,
+        )
+        return range(0 if any(before) else 1, e.schedule.minibatches)
+
+    @property
+    def samples_experts(self) -> bool:
+        """Whether the sampler records `expert_BLTA`."""
+        return self.experiment.routing_replay == "sampler"
+
+    @property
+    def reads_experts(self) -> bool:
+        """Whether updates read `expert_BLTA`, the sampler's or those that the policy's pass finds."""
+        e = self.experiment
+        return e.routing_replay != "off" or bool(e.regularizers.load_balance) or e.router_shift is not None
+
+    @property
+    def keeps_experts(self) -> bool:
+        """Whether the policy's pass fills `expert_BLTA`."""
+        return self.reads_experts and not self.samples_experts
+
+    @property
+    def keeps_router_logp(self) -> bool:
+        """Whether the policy's pass fills `router_logp_BLTA`."""
+        return self.experiment.router_shift is not None
+
+    @property
+    def keeps_score_norms(self) -> bool:
+        """Whether the policy's pass computes the norms of the scores, which the advantage takes."""
+        return takes_score_norms(self.experiment.advantage)
+
+    @property
+    def reference(self) -> bool:
+        """Whether the reference reads all minibatches, for `ref_logp_BT`."""
+        return self.experiment.reference is not None
