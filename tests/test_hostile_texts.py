@@ -13,11 +13,12 @@ import addition
 import calculations
 import pytest
 
+from gspax import http_client
 from gspax.data.chat import split_thinking
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.evaluation import tasks
-from gspax.rewards import answers, code, format, http, length, program_tests
+from gspax.rewards import answers, code, format, length, program_tests
 from gspax.rewards.environments import ToolError, parse_brackets, parse_hermes
 from gspax.rewards.environments.tools import calculate
 
@@ -59,7 +60,7 @@ READERS = {
     "tool calls": parse_hermes,
     "tool calls in brackets": parse_brackets,
     "calculator": calculate,
-    "judge's refusal": lambda text: http._start(text.encode(errors="replace")),
+    "judge's refusal": lambda text: http_client._start(text.encode(errors="replace")),
     "addition": partial(addition.reward, PROBLEM),
     "calculation": partial(calculations.reward, PROBLEM),
 }
