@@ -19,6 +19,7 @@ from gspax.learner import adapters
 from gspax.learner.state import init_state
 from gspax.losses import correction
 from gspax.model import decoding, low_rank, transformer
+from gspax.model.kernels import segments
 from gspax.model.kernels.quantization import Quantized, is_quantized
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.runtime import make_runtime
@@ -68,8 +69,14 @@ def mismatch(config, learner_params, **settings):
 
 def test_an_empty_cache_is_not_rounded():
     """XLA would find the largest of all its zeros when it compiles, which takes seconds for a cache of some size."""
-    prompts = [None] * tiny.MOE.num_hidden_layers
-    make = partial(decoding.new_cache, prompts, tiny.MOE, 4, 8, kv_cache_dtype="int8", mesh=tiny.one_device())
+    values = jax.ShapeDtypeStruct((2, tiny.MOE.num_key_value_heads, 5, tiny.MOE.head_dim), np.float32)
+    prompt = jax.eval_shape(partial(segments.make_segment, int8=True, kernel=False), values, values)
+
+    def make():
+        prompts, mesh = [(prompt,)] * tiny.MOE.num_hidden_layers, tiny.one_device()
+        cache = decoding.new_cache(prompts, tiny.MOE, 4, 8, kv_cache_dtype="int8", mesh=mesh)
+        return [layer.completion for layer in cache]
+
     assert jax.tree.leaves(jax.eval_shape(make))[0].dtype == np.int8
     assert "reduce_max" not in str(jax.make_jaxpr(make)())
 
