@@ -14,6 +14,8 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
+from gspax.config.hints import Hint, describe_hint, fits
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -21,7 +23,6 @@ _PART_NAME = re.compile(r"[\w-]*[^\W\d][\w-]*")  # no dot, which separates keys,
 
 T = TypeVar("T")
 Function: TypeAlias = Callable[..., object]
-Hint: TypeAlias = Any  # an annotation, such as `int | None`: typing has no name for its type
 
 
 def is_record(value: object) -> TypeGuard[DataclassInstance]:
@@ -170,18 +171,27 @@ def lookup(name: str) -> object:
     return None
 
 
-def parse(kind: type[T], described: Mapping[str, Any]) -> T:
-    """Build a dataclass from its `experiment.description.describe`.
+def parse(kind: type[T], described: object) -> T:
+    """Build a dataclass from its `experiment.description.describe`. A field that is missing has its default.
 
-    A field that is missing has its default; TypeError if it has none.
+    Raises:
+      TypeError: a field has another type, or is missing and has no default.
     """
+    if not isinstance(described, Mapping):
+        raise TypeError(f"wanted an object, got {described!r}")
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
         if name not in described:
             continue
         value = described[name]
-        if isinstance(value, dict):
-            kinds = {name_of(each): each for each in typing.get_args(hint) or (hint,)}
-            value = parse(kinds[value["type"]], value)
-        fields[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, Mapping):
+            members = filter(dataclasses.is_dataclass, typing.get_args(hint) or (hint,))
+            kinds = {name_of(each): each for each in members}
+            if (recorded := str(value.get("type"))) not in kinds:
+                raise TypeError(f"{name}: wanted {describe_hint(hint)}, got {recorded}")
+            value = parse(kinds[recorded], value)
+        value = tuple(value) if isinstance(value, list) else value
+        if not fits(value, hint):
+            raise TypeError(f"{name}: wanted {describe_hint(hint)}, got {value!r}")
+        fields[name] = value
     return kind(**fields)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gspax.config import Lora, ModelConfig
 from gspax.config.functions import parse
@@ -21,6 +21,7 @@ from gspax.hf.config_json import read_config
 
 CONFIG = ("config.json",)
 RUN = "experiment.json"  # in a run directory
+T = TypeVar("T")
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json")  # files next to the weights
 
 
@@ -51,11 +52,18 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
 
 
 def read_model(recorded: Mapping[str, Any], file: Path) -> tuple[ModelConfig, Lora | None]:
-    """Read the model and the adapters of a run from its experiment.json. UserError if another version wrote it."""
+    """Read the model and the adapters of a run from its experiment.json. UserError if they are damaged."""
+    model = read_part(ModelConfig, recorded.get("model"), f"{file}: model")
+    lora = recorded.get("lora")
+    return model, None if lora is None else read_part(Lora, lora, f"{file}: lora")
+
+
+def read_part(kind: type[T], described: object, where: str) -> T:
+    """Read a dataclass from its description. UserError if it is damaged or another version of gspax wrote it."""
     try:
-        return parse(ModelConfig, recorded["model"]), parse(Lora, recorded["lora"]) if recorded.get("lora") else None
-    except (KeyError, TypeError) as problem:
-        raise UserError(f"{file}: wanted a model of this version of gspax: {problem}") from problem
+        return parse(kind, described)
+    except (TypeError, ValueError) as problem:
+        raise UserError(f"{where}: wanted what this version of gspax records: {problem}") from problem
 
 
 def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:

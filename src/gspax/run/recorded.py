@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from gspax.config import Lora, ModelConfig
-from gspax.config.functions import name_of, parse
+from gspax.config import Lora, ModelConfig, Sampling
+from gspax.config.functions import name_of
 from gspax.data.chat import CharChat, ChatTokenizer
+from gspax.data.files import read_object, show
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer
 from gspax.errors import UserError
-from gspax.hf.source import read_model
-from gspax.run.directory import RunDir, read_json
+from gspax.hf.source import read_model, read_part
+from gspax.run.directory import RunDir
 from gspax.run.manifest import finished_steps
 
 if TYPE_CHECKING:
@@ -20,18 +21,29 @@ if TYPE_CHECKING:
     from gspax.types import JsonObject
 
 
+RECORDS = ("model", "data", "sampling", "tokenizer")  # fields of an experiment whose descriptions name a class
+
+
 def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
-    """Read the experiment of a run as experiment.json has it, its model, and its adapters. UserError if unreadable."""
-    experiment = read_json(run.experiment)
+    """Read the experiment of a run as experiment.json has it, its model, and its adapters. UserError if damaged."""
+    experiment = read_object(run.experiment)
+    loss = experiment.get("loss")
+    types = {name: part.get("type") if isinstance(part := experiment.get(name), dict) else None for name in RECORDS}
+    names = types | {"name": experiment.get("name"), "loss": loss.get("function") if isinstance(loss, dict) else loss}
+    for field, name in names.items():
+        if not isinstance(name, str):
+            got = show(experiment.get(field))
+            raise UserError(f"{run.experiment}: {field}: wanted what this version of gspax records, got {got}")
+    read_part(Sampling, experiment["sampling"], f"{run.experiment}: sampling")
     return experiment, *read_model(experiment, run.experiment)
 
 
 def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:
-    """Make the tokenizer of a run's description. UserError if its class is not one of gspax's."""
+    """Make the tokenizer of a run's description. UserError if its class is not one of gspax's, or it is damaged."""
     kinds = {name_of(kind): kind for kind in (CharTokenizer, CharChat, HFTokenizer, ChatTokenizer)}
-    if described["type"] not in kinds:
-        raise UserError(f"tokenizer: wanted --file with the experiment's file, which defines {described['type']}")
-    return cast("Tokenizer", parse(kinds[described["type"]], described))
+    if (recorded := str(described.get("type"))) not in kinds:
+        raise UserError(f"tokenizer: wanted --file with the experiment's file, which defines {recorded}")
+    return cast("Tokenizer", read_part(kinds[recorded], described, "tokenizer"))
 
 
 def find_checkpoints(run: RunDir) -> Path:

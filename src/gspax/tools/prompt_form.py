@@ -13,6 +13,7 @@ from gspax.data.problem import chat_of, encode_prompt
 from gspax.data.sources.mixture import Mixture
 from gspax.data.sources.row_source import RowSource
 from gspax.data.sources.schema import Schema
+from gspax.errors import UserError
 from gspax.rewards.environments.tool_use import Tool, ToolUse
 
 _SHOWN = 80  # characters of a text
@@ -60,8 +61,13 @@ def read_forms(recorded: Mapping[str, Any], environment: object = None) -> list[
       environment: of the experiment's file, if there is one; else only the tools of a `ToolUse` are known.
     """
     schemas = getattr(environment, "schemas", None)
-    tools = tuple(schemas() if schemas is not None else _recorded_tools(recorded.get("environment")))
-    forms = {str(form): form for schema in _schemas(recorded.get("data")) for form in [Form(schema, tools)]}
+    try:
+        tools = tuple(schemas() if schemas is not None else _recorded_tools(recorded.get("environment")))
+        forms = {str(form): form for schema in _schemas(recorded.get("data")) for form in [Form(schema, tools)]}
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise UserError(
+            f"experiment.json: wanted data and tools as this version of gspax records them: {problem}"
+        ) from problem
     return [form for text, form in forms.items() if text]
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 from gspax.config.functions import (
     GIVEN_KEYWORDS,
     Function,
-    Hint,
     hints_of,
     is_record,
     keywords,
@@ -26,6 +25,7 @@ from gspax.config.functions import (
     title_of,
     unwrap,
 )
+from gspax.config.hints import Hint, bare, describe_hint, fits
 from gspax.config.protocols import argument_names, is_function_protocol
 from gspax.config.ranges import Range
 from gspax.errors import did_you_mean
@@ -79,8 +79,8 @@ def type_problems(record: DataclassInstance, prefix: str = "") -> Iterator[str]:
     """Yield a sentence for each field whose value does not have the annotated type."""
     for name, hint in hints_of(type(record)).items():
         value = getattr(record, name)
-        if not _fits(value, hint):
-            yield f"{prefix}{name}: wanted {_words(hint)}, got {value!r}"
+        if not fits(value, hint):
+            yield f"{prefix}{name}: wanted {describe_hint(hint)}, got {value!r}"
         else:
             for key, part in _parts(f"{prefix}{name}", value, hint):
                 yield from type_problems(part, f"{key}.")
@@ -138,60 +138,16 @@ def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> I
         yield from ((f"{key}.{name}", item) for name, item in named_parts(value).items() if is_record(item))
 
 
-def bare(hint: Hint) -> Hint:
-    """Return `X` of `X | None` and of `Annotated[X, ...]`."""
-    if typing.get_origin(hint) is Annotated:
-        return bare(typing.get_args(hint)[0])
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-        return bare(members[0]) if len(members) == 1 else hint
-    return hint
-
-
 def _out_of_range(key: str, value: object, hint: Hint) -> Iterator[str]:
     if typing.get_origin(hint) is not Annotated or value is inspect.Parameter.empty:
         return
     kind, *ranges = typing.get_args(hint)
-    if not _fits(value, kind):
-        yield f"{key}: wanted {_words(kind)}, got {value!r}"
+    if not fits(value, kind):
+        yield f"{key}: wanted {describe_hint(kind)}, got {value!r}"
         return
     for range_ in ranges:
         if isinstance(range_, Range) and not range_.accepts(value):
             yield f"{key}: wanted {range_.words}, got {show(value) if isinstance(value, int | float) else repr(value)}"
-
-
-def _fits(value: object, hint: Hint) -> bool:
-    origin: Hint = typing.get_origin(hint)
-    members = typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, member) for member in members)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, members[0]) for item in value)
-    if origin is typing.Literal:
-        return value in members
-    if is_function_protocol(hint):
-        return callable(value)
-    if getattr(hint, "_is_protocol", False):
-        return True  # an object: what it lacks is reported by name, where it is defined what it needs
-    if hint in (int, float):
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-    return isinstance(value, origin or hint)
-
-
-def _words(hint: Hint) -> str:
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return " or ".join(map(repr, members))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_words(member) for member in members)
-    if origin is tuple:
-        if typing.get_origin(members[0]) is typing.Literal:
-            return f"a tuple of {_words(members[0])}"
-        return f"a tuple of {'integers' if members[0] is int else f'{members[0].__name__}s'}"
-    if is_function_protocol(hint):
-        return "a function"
-    plain = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
-    return plain.get(hint) or f"a {hint.__name__}"
 
 
 def takes_segments(function: Function) -> bool:
