@@ -1,4 +1,4 @@
-"""A run: restore or start, then step, record, evaluate and checkpoint until the last step."""
+"""Runs an experiment: restores or starts, then steps, records, evaluates and checkpoints until the last step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(
 
     Args:
       report_to: the trackers that get the metrics (`run.trackers.NAMES`).
-      file: the experiment file, of which the run keeps a copy.
+      file: the experiment file; the run stores a copy.
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
@@ -157,7 +157,7 @@ def train_from_newest(
 
 
 def longest_phases(recorder: Recorder) -> dict[str, float]:
-    """The longest times of the phases of `run_step` that were recorded before this process."""
+    """Return the longest recorded seconds of each phase of `run_step`, from before this process."""
     laps = {
         "sampling": "rollout",
         "grading": "reward",
@@ -169,9 +169,9 @@ def longest_phases(recorder: Recorder) -> dict[str, float]:
 
 
 def load_same_teachers(runtime: Runtime, checkpoints: Checkpoints, done: int) -> tuple[Teachers | None, dict[str, str]]:
-    """The teachers' checkpoints, and their fingerprint as the run's own checkpoints record it; None without one.
+    """Load the teachers and the entry that records their fingerprint in checkpoints; (None, {}) without a teacher.
 
-    UserError if they are not those that the run was trained with up to step `done`.
+    UserError if their parameters differ from the ones that the run was trained with up to step `done`.
     """
     experiment = runtime.experiment
     teachers, identity = load_teachers(experiment.teacher, experiment.model, runtime.mesh, experiment.tokenizer)
@@ -187,7 +187,7 @@ def load_same_teachers(runtime: Runtime, checkpoints: Checkpoints, done: int) ->
 
 
 def describe_unsaved(checkpoints: Path) -> str:
-    """A phrase that names what is lost if the run ends at once."""
+    """Return a phrase that names the work lost if the run ends at once."""
     finished = finished_steps(checkpoints)
     return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
 
@@ -228,7 +228,7 @@ def record_evaluation(
 
 @contextlib.contextmanager
 def keep_failures(recorder: Recorder, step: int) -> Iterator[None]:
-    """Record the completions whose rewards failed before this ends the run."""
+    """Record the completions with failed rewards before a FailedRewardsError ends the run."""
     try:
         yield
     except FailedRewardsError as problem:

@@ -1,4 +1,4 @@
-"""The guard of a run: it counts skipped updates, follows alarms, dumps what went wrong, and takes the run back.
+"""Guards a run: counts skipped updates, follows alarms, dumps faulty updates, and rolls the run back.
 
 An alarm warns, for example that the policy's entropy collapses or that responses are truncated. With `guard.collapse`,
 an alarm that lasts for `guard.collapse.steps` steps is a collapse, and the run warns or stops
@@ -49,24 +49,24 @@ NOT_FINITE = "their loss or gradient is not finite, or beyond the guard's limits
 
 @dataclass(frozen=True)
 class Watch:
-    """The record of a run up to some step."""
+    """A run's alarms, mean rewards, and skipped updates up to some step."""
 
     lasting: Mapping[str, int] = field(default_factory=dict)  # steps in a row with an alarm, by its name
     rewards: Sequence[float] = field(default_factory=list)  # mean rewards of the last `collapse.window` steps
-    best: float | None = None  # their largest mean over a whole window
+    best: float | None = None  # the largest mean reward of a whole window
     skipped: int = 0  # updates skipped in a row until now
 
     def mean(self, window: int) -> float | None:
-        """The mean reward of the window; None before it is full."""
+        """Return the mean reward of the window; None before the window is full."""
         return sum(self.rewards) / window if len(self.rewards) == window else None
 
 
 @dataclass
 class RunGuard:
-    """The part of a run that changes with its state.
+    """The guard of one run, with the state that changes after each step.
 
     Attributes:
-      mesh: the learner's, for a dump of the state.
+      mesh: the learner's mesh, for a dump of the state.
       watch: the alarms, and the updates skipped in a row, up to now. Each checkpoint stores it.
       is_sound: the last step left a state to go back to.
     """
@@ -81,7 +81,7 @@ class RunGuard:
         """Count the skipped updates of a step, follow its alarms, and warn of both.
 
         Returns:
-          The metrics of the alarms, and an error if the run has diverged. It is to be raised once the step is recorded.
+          The metrics of the alarms, and an error if the run has diverged, to be raised after the step is recorded.
         """
         settings, schedule = self.experiment.guard, self.experiment.schedule
         watch = follow(settings, self.watch, result.metrics)
@@ -103,7 +103,7 @@ class RunGuard:
 
 
 def follow(guard: Guard, before: Watch, metrics: Mapping[str, float]) -> Watch:
-    """The watch after a step; warns of the alarms that begin with it."""
+    """Return the watch after a step, and warn of the alarms that begin with it."""
     watch = before if guard.collapse is None else _add_reward(guard.collapse, before, metrics)
     alarms = find_alarms(guard, metrics, watch)
     for name, sentence in alarms.items():
@@ -121,7 +121,7 @@ def _add_reward(settings: Collapse, watch: Watch, metrics: Mapping[str, float]) 
 
 
 def find_alarms(guard: Guard, metrics: Mapping[str, float], watch: Watch) -> dict[str, str]:
-    """A sentence for each alarm that the metrics of a step give, with the rewards of a watch until then."""
+    """Return a sentence for each alarm raised by a step's metrics and the watch's rewards, by the alarm's name."""
     alarms, settings = {}, guard.collapse
     if (entropy := metrics.get("policy/entropy", math.inf)) < guard.min_entropy:
         alarms["entropy"] = (
@@ -147,7 +147,7 @@ def find_alarms(guard: Guard, metrics: Mapping[str, float], watch: Watch) -> dic
 
 
 def alarm_metrics(guard: Guard, watch: Watch) -> dict[str, float]:
-    """`alarm/entropy`, `alarm/length`, ...: 1 while there is that alarm, else 0; `alarm/collapse` likewise."""
+    """Return `alarm/entropy`, `alarm/length`, ...: 1 while the alarm lasts, else 0; `alarm/collapse` likewise."""
     collapse = guard.collapse
     names = ("entropy", "length") if collapse is None else ("entropy", "length", "reward", "gradient")
     metrics = {f"alarm/{name}": float(name in watch.lasting) for name in names}
@@ -158,7 +158,7 @@ def alarm_metrics(guard: Guard, watch: Watch) -> dict[str, float]:
 
 
 def find_collapse(settings: Collapse, watch: Watch) -> str:
-    """A sentence if the run collapses with this step: an alarm has now lasted long enough. Otherwise nothing."""
+    """Return a sentence if the run collapses with this step, when an alarm has lasted long enough; otherwise ""."""
     for name in settings.alarms:
         if watch.lasting.get(name, 0) == settings.steps:
             count = settings.steps
@@ -181,7 +181,7 @@ def count_skipped(before: int, skipped: Sequence[bool]) -> list[int]:
 
 
 def is_sound(updates: Sequence[Mapping[str, float]]) -> bool:
-    """Whether a step leaves a state to go back to: one of its updates was applied, and the last one was finite.
+    """Return whether the state after a step is safe to go back to: an update was applied, and the last one was finite.
 
     A finite update may break the parameters; then those after it are not finite.
 
@@ -195,7 +195,7 @@ def is_sound(updates: Sequence[Mapping[str, float]]) -> bool:
 
 
 def explain_skipped(step: int, samples: Samples) -> str:
-    """Why the updates of a step were skipped: their advantages, if some are not finite, or what came of them."""
+    """Explain why the updates of a step were skipped: advantages that are not finite, or their loss or gradient."""
     if bad := np.count_nonzero(~np.isfinite(samples.advantage_B)):
         among = f"{bad} of the {len(samples.advantage_B)} completions of step {step}"
         return f"advantage: wanted finite numbers, got others for {among}."
@@ -203,7 +203,7 @@ def explain_skipped(step: int, samples: Samples) -> str:
 
 
 def too_many_skipped(count: int, limits: tuple[int, int], step: int, state: TrainState, why: str) -> DivergedError:
-    """An error that says that too many updates in a row were skipped, or all of a run, and why.
+    """Return the error for too many skipped updates in a row, or for a run in which every update was skipped.
 
     Args:
       limits: `schedule.max_skipped`, and the number of updates of the run.
@@ -221,7 +221,7 @@ def too_many_skipped(count: int, limits: tuple[int, int], step: int, state: Trai
 def save_state(
     checkpoints: Checkpoints, recorder: Recorder, step: int, state: TrainState, extra: JsonObject, *, is_last: bool
 ) -> None:
-    """Save the state after `step` steps; its log is on disk before it. DivergedError if a parameter is not finite."""
+    """Save the state after `step` steps, once its log is on disk. DivergedError if a parameter is not finite."""
     stored = drop_frozen(state)
     check_finite(stored, step)
     save_checkpoint(checkpoints, step, stored, extra, recorder.flush(), is_last=is_last)
@@ -247,7 +247,7 @@ def _are_finite(params: Params) -> Params:
 
 
 def read_position(state: TrainState) -> int:
-    """The number of training problems that a state has consumed."""
+    """Return the number of training problems that a state has consumed."""
     return int(multihost.to_host(state.position))
 
 
@@ -264,7 +264,7 @@ def dump(guard: RunGuard, step: int, result: StepResult) -> str:
     Earlier dumps are deleted.
 
     Returns:
-      A sentence that names the folder, or why nothing could be written: the divergence is reported in any case. Nothing
+      A sentence that names the folder, or says why nothing could be written: the divergence is reported in any case. ""
       without a minibatch.
     """
     run, batch = guard.run, result.skipped_batch
@@ -296,7 +296,7 @@ def dump(guard: RunGuard, step: int, result: StepResult) -> str:
 
 
 def read_minibatch(folder: Path) -> Batch:
-    """The minibatch of a dump, on the host. UserError if it cannot be read."""
+    """Read the minibatch of a dump to the host. UserError if it cannot be read."""
     path = folder / MINIBATCH
     try:
         content = read_bytes(path)
@@ -313,7 +313,7 @@ def read_minibatch(folder: Path) -> Batch:
 
 
 def read_about(folder: Path) -> About:
-    """The description of a dump. UserError if it is no dump."""
+    """Read the description of a dump. UserError if the folder is not a dump."""
     if not (folder / ABOUT).is_file():
         raise UserError(f"{folder}: wanted a dump of a run (a folder in its dumps/), there is none")
     about = read_json(folder / ABOUT)
@@ -324,7 +324,7 @@ def read_about(folder: Path) -> About:
 
 
 def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard: Guard) -> None:
-    """Record that the run goes back to its newest checkpoint, or without one to its start, and warn of it.
+    """Record that the run returns to its newest checkpoint, or to its start if it has none, and warn of it.
 
     Raises:
       DivergedError: the run went back there `guard.rollbacks` times already.
@@ -345,7 +345,7 @@ def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard
 
 
 def skip_problems(run: RunDir, state: TrainState, step: int) -> TrainState:
-    """Mark the problems as consumed that the run went back from since `step`, where the state was restored."""
+    """Mark the problems as consumed that led to rollbacks since `step`, the step of the restored state."""
     positions = [row["position"] for row in multihost.gather(_read_rollbacks(run))[0] if row["to"] >= step]
     return replace(state, position=jnp.maximum(state.position, max(positions))) if positions else state
 

@@ -1,4 +1,4 @@
-"""The teachers' part of a step: each reads its own responses once, with prompts of its own if it has any."""
+"""Queries the teachers during a step: each reads its responses once, with `Teacher.prompt` if it has one."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def teach(
     batches: list[Batch],
     layouts: Sequence[Layout],
 ) -> list[Batch]:
-    """The minibatches with what their updates need of the teachers. Collective.
+    """Fill the minibatches with the teacher arrays that their updates read. Collective.
 
     Args:
-      teachers: from `load_teachers`; None for one that is an earlier policy.
+      teachers: from `load_teachers`; None if the teacher is an earlier policy.
     """
     experiment, teacher, mesh = runtime.experiment, runtime.experiment.teacher, runtime.mesh
     if teacher is None:
@@ -67,10 +67,10 @@ def teach(
 def ask_teacher(
     score: TeacherScore, lessons: Lessons, batches: Sequence[Batch], layouts: Sequence[Layout]
 ) -> list[Batch]:
-    """The minibatches with the log-probs that a function gives for the responses. Collective.
+    """Fill the minibatches with the log-probs that `score` returns for the responses. Collective.
 
     Raises:
-      FailureError: they are not what was asked for; and what the function raises.
+      FailureError: the answer does not fit the request; errors of `score` itself are passed on.
     """
     tokens_NU = multihost.to_host(lessons.tokens_NU)
     texts = [tokens[:length].tolist() for tokens, length in zip(tokens_NU, lessons.length_N, strict=True)]
@@ -87,7 +87,7 @@ def ask_teacher(
 
 
 def score_all(score: TeacherScore, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The teacher's log-probs of sequences, none for those of a single token. FailureError if they cannot be right."""
+    """Call `score` on the sequences of two or more tokens, and return all log-probs. FailureError if any is invalid."""
     asked = [tokens for tokens in sequences if len(tokens) > 1]
     answered = list(score(asked)) if asked else []
     if len(answered) != len(asked):
@@ -103,14 +103,14 @@ def score_all(score: TeacherScore, sequences: Sequence[Sequence[int]]) -> list[n
 
 
 def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group: int) -> np.ndarray:
-    """The number of each response's teacher, int32 [N]. Collective."""
+    """Return the index of each response's teacher, int32 [N]. Collective."""
     numbers = {name: number for number, name in enumerate(teacher.models)}
     own = [problem and (numbers[problem.teacher] if numbers else 0) for problem in problems]
     return np.repeat(np.array(multihost.gather_rows(own), np.int32), group)
 
 
 def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> Lessons:
-    """The responses of a rollout as its teachers read them. Collective. UserError as for `encode_teacher_prompt`."""
+    """Build the teachers' inputs from a rollout's responses. Collective. UserError if a teacher's prompt is invalid."""
     if teacher.prompt is None:
         return as_sampled(graded.rollout)
     sampling, tokenizer, prompt = runtime.experiment.sampling, runtime.experiment.tokenizer, teacher.prompt
@@ -133,7 +133,7 @@ def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> 
 
 
 def write_prompt(prompt: TeacherPrompt, problem: Problem, completion: Completion) -> str:
-    """The text of the prompt that the teacher reads. UserError if the function raises or returns no text."""
+    """Call the experiment's `teacher.prompt`. UserError if it raises or does not return a text."""
     assert completion.texts is not None
     try:
         text = prompt(problem, completion.texts.completion, completion.reason)
@@ -145,7 +145,7 @@ def write_prompt(prompt: TeacherPrompt, problem: Problem, completion: Completion
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem, text: str) -> list[int]:
-    """The token ids of a text in the place of the problem's prompt, after the chat before it."""
+    """Encode the teacher's prompt text to token ids, after the problem's `context` if it has one."""
     encode = cast(Callable[..., Sequence[int]], tokenizer.encode)
     context = getattr(problem, "context", ())
     return list(encode(text, context) if context else encode(text))

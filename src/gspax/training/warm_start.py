@@ -1,4 +1,4 @@
-"""The supervised warm start imitates demonstrations, before a run or alone (`gspax sft`).
+"""Runs the supervised warm start, which imitates demonstrations before a run or alone (`gspax sft`).
 
 It uses the train step of reinforcement learning with another loss, so both stages share the code of the gradient.
 """
@@ -44,13 +44,13 @@ from gspax.types import Array, Batch, TrainState
 
 
 def nll(logp_BT: Array, old_logp_BT: Array | None, advantage_B: Array | None, mask_BT: Array) -> Terms:
-    """Negative log-likelihood, every demonstrated token weighted equally. Only log-probs and mask are used."""
+    """Compute the negative log-likelihood; all demonstrated tokens weigh the same. Only log-probs and mask are used."""
     value_B = -logp_BT.sum(axis=-1, where=mask_BT)
     return Terms(value=value_B, weight=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
 
 
 def imitation(outputs: objective.Outputs, batch: Batch, constants: objective.UpdateConstants) -> Terms:
-    """The objective of an update with `nll`. There is no old policy, so there is no metric of a ratio."""
+    """Compute `nll` as the objective of an update. There is no old policy, so there is no metric of a ratio."""
     return nll(outputs.logp_BT, None, None, batch.mask_BT)
 
 
@@ -58,7 +58,7 @@ def run(experiment: Experiment, workdir: Path, file: str | None = None) -> None:
     """Run this stage alone (`gspax sft`), in `workdir/warm_start`, where `gspax train` finds it.
 
     Args:
-      file: the experiment file, of which the run keeps a copy.
+      file: the experiment file; the run stores a copy.
     """
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
@@ -141,7 +141,7 @@ def final_errors() -> Iterator[None]:
 
 
 def microbatch_rows(rows: int, sampling: Sampling, schedule: Schedule, mesh: jax.sharding.Mesh) -> int:
-    """The largest divisor of a minibatch's rows that also divides the rows of the run's microbatches."""
+    """Return the largest divisor of a minibatch's rows that also divides the rows of the run's microbatches."""
     of_run = schedule.microbatch_rows
     if schedule.microbatch_tokens:
         of_run = row_shape(sampling, schedule, batch_shards(mesh)).microbatch
@@ -150,7 +150,7 @@ def microbatch_rows(rows: int, sampling: Sampling, schedule: Schedule, mesh: jax
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """The demonstrations of a warm start, by the indices of their problems.
+    """The source of a warm start's demonstrations, indexed by problem.
 
     Attributes:
       length: the most tokens of a prompt and its demonstration.
@@ -168,7 +168,7 @@ class Demonstrations:
 def make_demonstrations(
     source: Demonstrations, first: int, *, mesh: jax.sharding.Mesh, skipped: Skipped
 ) -> tuple[Batch, int]:
-    """`stage.rows` demonstrated problems from index `first` on, and how many were read.
+    """Build a batch of `stage.rows` demonstrations from problem `first` on; return it and the number of problems read.
 
     A row is a function of (seed, index) alone. A demonstration that is too long or has an id out of range is skipped.
     """
@@ -187,7 +187,7 @@ def make_demonstrations(
 
 
 def demonstrate(source: Demonstrations, index: int) -> tuple[list[int], list[bool]]:
-    """The tokens of prompt, demonstration, and stop token, and whether each of them is imitated.
+    """Encode prompt, demonstration, and stop token, and mark the tokens to imitate.
 
     With an environment a demonstration is the messages of a conversation.
     """
