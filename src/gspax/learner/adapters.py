@@ -28,12 +28,12 @@ FACTORS = {"a", "b"}
 
 
 def logical_axes(config: ModelConfig, lora: Lora) -> Params:
-    """The logical axes (`gspax.parallel.sharding.RULES`) of each factor."""
+    """Return the logical axes (`gspax.parallel.sharding.RULES`) of each factor."""
     return _map_adapted(transformer.logical_axes(config), lora, lambda axes: _split(axes, axes, "rank"))
 
 
 def abstract(config: ModelConfig, lora: Lora) -> Params:
-    """`ShapeDtypeStruct`s of what `init` returns."""
+    """Return the `ShapeDtypeStruct`s of the adapters that `init` returns."""
     axes = transformer.logical_axes(config)
     shapes = jax.tree.map(
         lambda leaf, names: _split(names, leaf.shape, lora.rank), transformer.abstract_params(config), axes
@@ -43,7 +43,7 @@ def abstract(config: ModelConfig, lora: Lora) -> Params:
 
 
 def init(config: ModelConfig, lora: Lora, key: Array) -> Params:
-    """Fresh adapters in float32: a is normal with variance 1 / fan-in, b is 0."""
+    """Initialize adapters in float32: a is normal with variance 1 / fan-in, b is 0."""
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(config, lora))
     axes = jax.tree.leaves(logical_axes(config, lora), is_leaf=_is_tuple)
     factors = []
@@ -58,7 +58,7 @@ def init(config: ModelConfig, lora: Lora, key: Array) -> Params:
 
 
 def attach_adapters(base: Params, adapters: Params, lora: Lora) -> Params:
-    """The base with a `LowRank` wherever there is an adapter. Nothing is computed."""
+    """Replace each adapted weight of the base by a `LowRank`. Nothing is computed."""
     if isinstance(adapters, dict) and adapters.keys() == FACTORS:
         return LowRank(base, adapters["a"], adapters["b"], lora.alpha / lora.rank)
     return {
@@ -67,7 +67,7 @@ def attach_adapters(base: Params, adapters: Params, lora: Lora) -> Params:
 
 
 def trained_axes(config: ModelConfig, trained: Params) -> Params:
-    """The logical axes of what is trained (`low_rank.partition`): all parameters, or the factors alone."""
+    """Return the logical axes of the trained arrays (`low_rank.partition`): all parameters, or the factors alone."""
     axes = transformer.logical_axes(config)
     if not any(is_low_rank(leaf) for leaf in jax.tree.leaves(trained, is_leaf=is_low_rank)):
         return axes
@@ -80,10 +80,10 @@ def trained_axes(config: ModelConfig, trained: Params) -> Params:
 
 
 def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -> Params:
-    """The subtree of a parameter-like tree that is adapted, with `change` applied to each leaf."""
+    """Select the adapted subtree of a parameter-like tree, and apply `change` to each leaf."""
 
     def of_stacks(stacks: Params) -> Params:
-        """The changed weights of one stack of layers, or of several by their number."""
+        """Return the changed weights of one stack of layers, or of several by their number."""
         if "mlp" not in stacks:
             return {number: of_stacks(stack) for number, stack in stacks.items()}
         return {
@@ -96,7 +96,7 @@ def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -
 
 
 def _split(axes: tuple[str, ...], of: tuple[T, ...], rank: T) -> dict[str, tuple[T, ...]]:
-    """`of`, one entry per axis of a weight, divided between a and b: one side of the matrix is the model dimension."""
+    """Divide `of`, one entry per axis of a weight, between a and b: one side of the matrix is the model dimension."""
     stacked = sum(name in STACKED for name in axes)
     inner = stacked + 1 if axes[stacked].endswith("embed") else len(axes) - 1
     return {"a": (*of[:inner], rank), "b": (*of[:stacked], rank, *of[inner:])}

@@ -1,4 +1,4 @@
-"""Diagnostics around the last update of a rollout, every few steps (`config.Diagnostics`).
+"""Measures an update: diagnostics around a rollout's last update, every few steps (`config.Diagnostics`).
 
 Some rows of the update's minibatch are run again: by the policy before and after the update, for the experts that they
 choose and how surely; in float32 and in bfloat16, for the choices that rounding alone changes; and backwards, for the
@@ -51,11 +51,11 @@ Measure = Callable[..., tuple[TrainState, Scalars, Scores, Readings]]
 
 
 def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss, diagnostics: Diagnostics) -> Measure:
-    """`update` with the diagnostics around it; its results are untouched.
+    """Make a function that runs `update` with the diagnostics around it; the update's results are unchanged.
 
     Args:
-      objective: that the update minimizes.
-      loss: its policy loss; the gradient on policy is aggregated in the same way.
+      objective: the function that the update minimizes.
+      loss: the objective's policy loss; the gradient on policy is aggregated in the same way.
     """
     config, shards = settings.config, batch_shards(settings.mesh)
     compare = make_gradient_comparison(settings, objective, loss)
@@ -89,7 +89,7 @@ def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss,
 
 
 def take_rows(batch: PyTree, *, rows: int, shards: int, adjacent: bool) -> PyTree:
-    """The first axis of arrays reduced to this number of rows, the same number from each device's part; 0: all.
+    """Reduce the first axis of arrays to `rows` rows, the same number from each device's shard; 0: all.
 
     They are evenly spaced, so that they belong to several prompts, or the first ones of each device (`adjacent`): a
     packed row has several sequences, and the last rows may be empty.
@@ -105,10 +105,10 @@ def take_rows(batch: PyTree, *, rows: int, shards: int, adjacent: bool) -> PyTre
 
 
 def make_route(config: ModelConfig, mesh: jax.sharding.Mesh) -> Route:
-    """A jitted `(params, tokens_BT, segment_BT, prefix_BT) -> expert_LBTA`: the experts that some of the rows choose.
+    """Make a jitted `(params, tokens_BT, segment_BT, prefix_BT) -> expert_LBTA`: the experts that some rows choose.
 
-    There are `ROUTED_ROWS` of them, or one for each device that rows are sharded over if those are more; each device
-    keeps its own. No log-probs are computed.
+    `ROUTED_ROWS` rows are routed, but at least one on each device that rows are sharded over. No row moves to another
+    device, and no log-probs are computed.
     """
 
     @partial(jax.jit, compiler_options=unstable.light_compilation(mesh))
@@ -123,7 +123,7 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh) -> Route:
 def _route(
     settings: StepSettings, params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None
 ) -> tuple[Routing, Array]:
-    """The routing of some rows, prompts included, and bool [B, T], whether a position holds a token."""
+    """Compute the routing of some rows, prompts included, and bool [B, T]: the positions that hold a token."""
     config, mesh = settings.config, settings.mesh
     tokens_BT, segment_BT, prefix_BT = pad_rows((tokens_BT, segment_BT, prefix_BT), mesh)
     routing = transformer.apply(params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, mesh=mesh)[1]
@@ -131,7 +131,7 @@ def _route(
 
 
 def measure_confidence(settings: StepSettings, params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:
-    """The experts that the routers choose, [L, B, T, A], and `router_confidence` by the name of its metric."""
+    """Compute the chosen experts, [L, B, T, A], and the metrics of `router_confidence` by name."""
     routing, valid_BT = _route(settings, params, rows.tokens_BT, rows.segment_BT, rows.prefix_BT)
     config = settings.config
     logits_LBTE = softmax_logits(routing.logits, config.router)
@@ -142,7 +142,7 @@ def measure_confidence(settings: StepSettings, params: Params, rows: Batch) -> t
 
 
 def router_confidence(logits_LBTE: Array, valid_BT: Array, active: int) -> dict[str, Array]:
-    """The confidence of each layer's router, float32 `[L]`: means over the tokens of `valid_BT`.
+    """Compute the confidence of each layer's router, float32 `[L]`: means over the tokens of `valid_BT`.
 
     `entropy` of the softmax over the experts, in nats; `confidence`, its largest probability; `margin`, by how much the
     logit of the last chosen expert exceeds that of the first one that is not (0 if all `active` = E are chosen).
@@ -159,7 +159,7 @@ def router_confidence(logits_LBTE: Array, valid_BT: Array, active: int) -> dict[
 
 
 def measure_rounding(settings: StepSettings, params: Params, rows: Batch) -> Array:
-    """The share of choices that differ between float32 and bfloat16, float32 [L]."""
+    """Compute the share of expert choices that differ between float32 and bfloat16, float32 [L]."""
     arrays = rows.tokens_BT, rows.segment_BT, rows.prefix_BT
     float32, bfloat16 = (replace(settings, config=replace(settings.config, dtype=x)) for x in ("float32", "bfloat16"))
     with jax.default_matmul_precision(EXACT):
@@ -169,16 +169,16 @@ def measure_rounding(settings: StepSettings, params: Params, rows: Batch) -> Arr
 
 
 def changed_by_layer(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> Array:
-    """`changed_share` of each layer, float32 `[L]`."""
+    """Compute `changed_share` of each layer, float32 `[L]`."""
     return changed_share(before_LBTA, after_LBTA, num_experts, axis=(1, 2, 3))
 
 
 def make_gradient_comparison(
     settings: StepSettings, objective: Objective, loss: PolicyLoss
 ) -> Callable[..., dict[str, Array]]:
-    """A jitted `(state, rows, on_policy, teacher_heads) -> {"gradient/cosine", "gradient/norm_ratio"}`, scalars.
+    """Make a jitted `(state, rows, on_policy, teacher_heads) -> {"gradient/cosine", "gradient/norm_ratio"}`, scalars.
 
-    Both compare the gradient of the objective with that of the plain policy gradient on policy, with nothing clipped,
+    Both compare the gradient of the objective with the plain policy gradient on policy, with nothing clipped,
     corrected, penalized, or replayed, in float32, of the same rows. 0 if either gradient is 0.
     """
     on_policy_objective = make_objective(
@@ -203,7 +203,7 @@ def make_gradient_comparison(
 
 
 def compare_trees(one: PyTree, other: PyTree) -> dict[str, Array]:
-    """Cosine of the angle between two trees of arrays, and the norm of the first over that of the second."""
+    """Compute the cosine of the angle between two trees of arrays, and the ratio of their norms (first over second)."""
     one, other = to_float32(one), to_float32(other)
     across = optax.tree.sum(jax.tree.map(lambda x, y: x * y, one, other))  # not vdot: it would gather sharded leaves
     norms = optax.tree.norm(one), optax.tree.norm(other)
@@ -215,12 +215,12 @@ def compare_trees(one: PyTree, other: PyTree) -> dict[str, Array]:
 
 
 def to_float32(tree: PyTree) -> PyTree:
-    """The tree with its floating-point arrays in float32."""
+    """Cast the floating-point arrays of a tree to float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def diagnostic_metrics(readings: Readings, config: ModelConfig) -> dict[str, float]:
-    """The metrics of docs/metrics.md, from readings on the host."""
+    """Return the diagnostic metrics of docs/metrics.md from readings on the host."""
     sparse, metrics = sparse_numbers(config), {name: float(value) for name, value in readings.gradient.items()}
     for name, value_L in readings.by_layer.items():
         metrics[name] = float(np.mean(value_L))
@@ -229,7 +229,7 @@ def diagnostic_metrics(readings: Readings, config: ModelConfig) -> dict[str, flo
 
 
 def spread_metrics(ratio: Mapping[str, Array]) -> dict[str, float]:
-    """The scalars of `ratio_spread`, the fitted exponent, and the bins of lengths that have two sequences."""
+    """Return the scalars of `ratio_spread`, the fitted exponent, and the length bins with two or more sequences."""
     metrics = {f"ratio/{name}": float(x) for name, x in ratio.items() if not name.startswith("bin_")}
     bins = ("length", "sequence_std", "sequences")
     length_K, std_K, sequences_K = (np.asarray(ratio[f"bin_{name}"]) for name in bins)

@@ -1,8 +1,8 @@
-"""A teacher's divergence from the policy on the policy's own samples, as an update computes it.
+"""Computes a teacher's divergence from the policy on the policy's samples, within an update.
 
-The teacher's log-probs of the sampled tokens are computed before the updates, as those of a reference policy are.
+The teacher's log-probs of the sampled tokens are computed before the updates, like a reference policy's.
 Where other tokens of the vocabulary are compared as well, its last hidden states are, and every chunk of
-`forward.head_logp` multiplies them with the teacher's head beside the policy's.
+`forward.head_logp` multiplies them with the teacher's head in addition to the policy's.
 
 Axes: as in docs/architecture.md; K kept tokens, C tokens of a chunk.
 """
@@ -30,16 +30,16 @@ Compare = Callable[[Array, Array, Array, Array | None], PyTree]
 
 
 class KeptLogp(NamedTuple):
-    """The log-probs that `distill.reverse_kl` needs of a teacher; float32."""
+    """The float32 log-probs of policy and teacher that `distill.reverse_kl` takes."""
 
     policy_CK: Array  # of the kept tokens, differentiable
     teacher_CK: Array
     sampled_C: Array  # the teacher's of the sampled token
-    has_sampled_C: Array  # 1 where that token is one of the kept ones, else 0
+    has_sampled_C: Array  # 1 where the sampled token is a kept one, else 0
 
 
 def make_compare(teacher: Teacher | None) -> Compare | None:
-    """The comparison of a chunk's logits; None if the log-probs of the sampled tokens are enough."""
+    """Make the function that compares a chunk's logits; None if log-probs of the sampled tokens suffice."""
     if teacher is None:
         return None
     if teacher.divergence is not None:
@@ -76,10 +76,10 @@ def divergence_terms(
     aggregate: losses.Aggregate,
     segment_ids: Array | None,
 ) -> losses.Terms:
-    """The teacher's divergence over the response tokens, aggregated as the policy loss that it joins.
+    """Compute the teacher's divergence over the response tokens, aggregated like the policy loss.
 
     Args:
-      compared: what `make_compare` computed of each token, [B, T, ...]; None if there is `batch.teacher_logp_BT`.
+      compared: the result of `make_compare`'s function for each token, [B, T, ...]; None with `batch.teacher_logp_BT`.
     """
     mask_BT = batch.mask_BT
     if teacher.divergence is not None:
@@ -103,7 +103,7 @@ def divergence_terms(
 
 
 def mix_advantage(teacher: Teacher | None, batch: Batch) -> tuple[Batch, losses.Metrics]:
-    """With `as_advantage` the batch gets advantages of tokens with the teacher's part, and the metrics its KL."""
+    """Add the teacher's advantage to the batch's if `as_advantage`, and return its KL as a metric."""
     if teacher is None or not teacher.as_advantage:
         return batch, {}
     logp_BT, teacher_logp_BT = known(batch, "old_logp_BT"), known(batch, "teacher_logp_BT")

@@ -1,4 +1,4 @@
-"""The policy's forward pass: the model, then log-probs and entropies of tokens, on one device or on a mesh.
+"""Runs the policy's forward pass: the model, then log-probs and entropies of tokens, on one device or on a mesh.
 
 The head is multiplied with the tokens of the mask only: on each device their hidden states are moved to the front, and
 as many chunks are computed as they fill. Nothing of size [tokens, V] exists beyond a chunk; the backward pass computes
@@ -38,9 +38,9 @@ Rows = TypeVar("Rows")  # a tree of arrays [B, T, ...]
 
 
 class Target(NamedTuple):
-    """The tokens that are scored, and what each of them was chosen from; of any leading axes."""
+    """The scored tokens and their sampling masks, with any leading axes."""
 
-    token: Array  # int32; -1 for those that are not scored
+    token: Array  # int32; -1 for tokens that are not scored
     kept: Array | None  # [..., S] as in `Batch`; None: the whole vocabulary
 
 
@@ -49,7 +49,7 @@ class StepSettings:
     """The settings that the learner's compiled functions share."""
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh  # that the arrays are sharded over
+    mesh: jax.sharding.Mesh  # the arrays are sharded over it
     temperature: float = 1.0  # the sampler's; log-probs are of the logits divided by it
     microbatch_rows: int = 0  # rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once
     # Rows are packed (`minibatches.pack`): advantages are [B, T], and microbatches without a token are not run. Their
@@ -69,14 +69,14 @@ class Inputs(NamedTuple):
 
     tokens_BT: Array
     segment_BT: Array
-    mask_BT: Array | None = None  # the tokens whose log-probs and entropies are computed; None: all
-    expert_BLTA: Array | None = None  # the experts that the tokens go to; None: those that the routers choose
+    mask_BT: Array | None = None  # the tokens to compute log-probs and entropies of; None: all
+    expert_BLTA: Array | None = None  # the experts that the tokens go to; None: the routers choose
     prefix_BT: Array | None = None
     kept_BTK: Array | None = None  # log-probs and entropies are of the distribution over these tokens; None: over all
 
 
 class TeacherRows(NamedTuple):
-    """The teachers' part of a pass, for `StepSettings.compare`."""
+    """The teachers' heads and hidden states in a pass, for `StepSettings.compare`."""
 
     heads: tuple[Params, ...] = ()  # the parameters that `transformer.head` reads, of each teacher
     hidden_BTE: Array | None = None  # None: there is no teacher, and `compare` gets the policy's logits twice
@@ -93,7 +93,7 @@ class Scoring(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The output projections, as `_product` takes the policy's."""
+    """The output projections in the form that `_product` takes."""
 
     policy_DV: Array  # in the compute dtype, a constant
     summed_DV: Array  # float32; its gradient is the head's
@@ -101,7 +101,7 @@ class Heads(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Last hidden states, [..., D] and [..., E], and the numbers of the teachers, [..., 1]."""
+    """The last hidden states, [..., D] and [..., E], and the indices of the teachers, [..., 1]."""
 
     policy: Array
     teacher: Array | None
@@ -109,7 +109,7 @@ class Hidden(NamedTuple):
 
 
 def forward(params: Params, settings: StepSettings, rows: Inputs, teacher: TeacherRows | None = None) -> Outputs:
-    """Log-probs, entropies, and routing of these tokens under the policy; the first two are 0 outside the mask.
+    """Compute log-probs, entropies, and routing of the rows under the policy; the first two are 0 outside the mask.
 
     Logits exist for one chunk of tokens at a time (`sizes.logit_chunk`) and are recomputed in the backward pass. With
     `settings.worst_case` all log-probs are computed.
@@ -139,7 +139,7 @@ def forward(params: Params, settings: StepSettings, rows: Inputs, teacher: Teach
 
 
 def pad_rows(arrays: Rows, mesh: jax.sharding.Mesh) -> Rows:
-    """The arrays `[B, T, ...]` with padding at T's end, so that the devices of a row have equal chunks of it."""
+    """Pad arrays `[B, T, ...]` at the end of T, so that the devices of a row get equal chunks of it."""
     size = mesh.shape["context"]
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2))), arrays)
 
@@ -152,12 +152,12 @@ def head_logp(
     mesh: jax.sharding.Mesh,
     teacher: TeacherRows,
 ) -> Scored:
-    """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32, and what is compared.
+    """Compute `losses.chunked_token_logp` with the model's head: float32 logp_BT and entropy_BT, and the comparisons.
 
     Args:
       hidden_BTD: from `transformer.apply`, in the compute dtype.
       mesh: rows and positions are sharded over it by `token_spec`, and must divide evenly.
-      teacher: its rows and positions are those of `hidden_BTD`.
+      teacher: rows and positions as in `hidden_BTD`.
     """
     numbers, dtype = None if teacher.number_BT is None else teacher.number_BT[..., None], hidden_BTD.dtype
     hidden_BT = Hidden(hidden_BTD, teacher.hidden_BTE, numbers)
@@ -183,7 +183,7 @@ def head_logp(
 
 
 def _heads(teacher: TeacherRows) -> tuple[Array, ...]:
-    """The output projections of the teachers, in the dtype of their hidden states."""
+    """Return the output projections of the teachers, in the dtype of their hidden states."""
     if teacher.hidden_BTE is None:
         return ()
     return tuple(transformer.head(params).astype(teacher.hidden_BTE.dtype) for params in teacher.heads)
@@ -192,7 +192,7 @@ def _heads(teacher: TeacherRows) -> tuple[Array, ...]:
 def _device_logp(
     scoring: Scoring, heads: Heads, hidden_BT: Hidden, target_BT: Target, *, over: tuple[str, ...]
 ) -> Scored:
-    """The scores of a device's targets, 0 where the target is -1.
+    """Compute the log-probs, entropies, and comparisons of a device's targets, 0 where the target is -1.
 
     All devices of the mesh axes `over` compute the same number of chunks: the vocabulary may be sharded over others,
     and devices that exchange something in a chunk must all compute it.
@@ -230,7 +230,7 @@ def _device_logp(
 
 
 def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, target_C: Target) -> Scored:
-    """Log-probs and entropies of one chunk, [C], and what the teacher's logits are compared for, [C, ...]."""
+    """Compute log-probs and entropies of one chunk, [C], and `scoring.compare` of its logits, [C, ...]."""
     logits_CV = _product(heads.policy_DV, heads.summed_DV, hidden_C.policy)
     logp_C, entropy_C = logp_and_entropy(logits_CV, target_C.token, scoring.temperature, target_C.kept)
     if scoring.compare is None:
@@ -243,7 +243,7 @@ def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, target_C: Targ
 
 
 def _teacher_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:
-    """Float32 logits of each token's teacher, [C, V]; with several, those of all are computed."""
+    """Compute float32 logits of each token's teacher, [C, V]; with several teachers, the logits of all are computed."""
     with jax.named_scope("teacher_head"):
         logits = [
             jnp.matmul(hidden_CE[:, : len(head_EV)], head_EV, preferred_element_type=jnp.float32) for head_EV in heads
@@ -256,7 +256,7 @@ def _teacher_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunks_logp(scoring: Scoring, heads: Heads, hidden_KC: Hidden, target_KC: Target, count: Array | None) -> Scored:
-    """`_chunk_logp` of the first `count` chunks, [K, C, ...], and 0 for the others. None: all."""
+    """Compute `_chunk_logp` of the first `count` chunks, [K, C, ...], and 0 for the others. None: all chunks."""
 
     def step(k: Array, scored_KC: Scored) -> Scored:
         scored_C = _chunk_logp(scoring, heads, *jax.tree.map(lambda x_KC: x_KC[k], (hidden_KC, target_KC)))
@@ -303,7 +303,7 @@ _chunks_logp.defvjp(_chunks_logp_forward, _chunks_logp_backward)
 
 @jax.custom_vjp
 def _permute(x_N: Array, order_N: Array, inverse_N: Array) -> Array:
-    """x[order]. Its gradient is a gather too, by the inverse, where autodiff would scatter."""
+    """Return x[order]. The gradient is a gather too, by the inverse, where autodiff would scatter."""
     del inverse_N
     return x_N[order_N]
 
@@ -320,10 +320,10 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 
 def _copier(mesh: jax.sharding.Mesh, split: tuple[str, ...]) -> Callable[[Array], Array]:
-    """A function from a head to one copy for each of the X devices of `split`: [X, D, V], sharded over X and V.
+    """Make a function from a head to one copy per device of `split`: [X, D, V], sharded over X and V.
 
-    Of the policy's head there is one copy in the compute dtype that has no gradient, and one in float32 of which only
-    the gradient is used, so that it is never materialized: chunks multiply in the compute dtype but accumulate in
+    The policy's head has one copy in the compute dtype without a gradient, and one in float32 that serves only for its
+    gradient, so that it is never materialized: chunks multiply in the compute dtype but accumulate in
     float32, and the sum over copies is computed in shards, each on the device that owns that shard of the head.
     """
     gathered = mesh_axes("embed")
@@ -341,7 +341,7 @@ def _copier(mesh: jax.sharding.Mesh, split: tuple[str, ...]) -> Callable[[Array]
 
 @jax.custom_vjp
 def _product(head_DV: Array, summed_DV: Array, hidden_CD: Array) -> Array:
-    """Float32 logits hidden · head; the head's gradient is that of `summed_DV`."""
+    """Compute float32 logits hidden · head; the gradient of the head is assigned to `summed_DV`."""
     del summed_DV
     with jax.named_scope("head"):
         return jnp.matmul(hidden_CD, head_DV, preferred_element_type=jnp.float32)

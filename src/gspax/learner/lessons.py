@@ -1,7 +1,7 @@
-"""Rows that a teacher reads and the policy does not: with prompts of its own, or only the problems that are its own.
+"""Builds the rows that a teacher reads and the policy does not: other prompts, or only the problems of this teacher.
 
-Such rows are packed by themselves. What the teacher computes of a response is then moved to the response's place in the
-policy's minibatch.
+Such rows are packed by themselves. The teacher's outputs for a response are then moved to the response's positions in
+the policy's minibatch.
 
 Axes: as in docs/architecture.md; N responses of a rollout, S positions of the teacher's prompts, U of its rows.
 """
@@ -27,7 +27,7 @@ from gspax.types import Array, Batch, Params, Rollout
 
 
 class Lessons(NamedTuple):
-    """The responses of a rollout as teachers read them."""
+    """The responses of a rollout in the rows that teachers read."""
 
     tokens_NU: Array
     mask_NU: Array
@@ -37,14 +37,14 @@ class Lessons(NamedTuple):
 
 
 def as_sampled(rollout: Rollout) -> Lessons:
-    """With the prompts that the policy read."""
+    """Build the teachers' rows with the policy's prompts."""
     prompt_N = np.asarray(rollout.prompt_length_B)
     length_N = prompt_N + np.asarray(rollout.length_B)
     return Lessons(rollout.tokens_BT, rollout.mask_BT, length_N, np.zeros_like(prompt_N), prompt_N - 1)
 
 
 def with_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]], longest: int, mesh: jax.sharding.Mesh) -> Lessons:
-    """With other prompts: the tokens of each response's, at most `longest`."""
+    """Build the teachers' rows with each response's prompt replaced by `prompts`, each at most `longest` tokens."""
     prompt_NS = np.zeros((len(prompts), longest), np.int32)
     for row, tokens in enumerate(prompts):
         prompt_NS[row, : len(tokens)] = tokens
@@ -80,12 +80,12 @@ def read_lessons(
     width: int,
     mesh: jax.sharding.Mesh,
 ) -> list[Batch]:
-    """The minibatches with what a teacher computes of its own responses. A stop point after each (`run.interrupt`).
+    """Fill the minibatches with a teacher's outputs for its responses, with a stop point after each (`run.interrupt`).
 
     Args:
       is_own_N: bool, the responses that this teacher reads.
-      shape: of its rows, with room for all responses of a minibatch.
-      width: of the widest teacher's hidden states; narrower ones get zeros.
+      shape: the shape of the teacher's rows, with room for all responses of a minibatch.
+      width: the width of the widest teacher's hidden states; narrower ones are padded with zeros.
     """
     filled = []
     for batch, layout in minibatches:
@@ -111,7 +111,7 @@ def _read(
     shape: RowShape,
     mesh: jax.sharding.Mesh,
 ) -> tuple[Array, np.ndarray]:
-    """The result of `teach` for the chosen responses, and for each position of the minibatch its place there, or -1."""
+    """Run `teach` on the chosen responses; return its result and the index of each minibatch position in it, or -1."""
     by_row, (N, U) = named_sharding(mesh, "batch"), lessons.tokens_NU.shape
     packed = pack(separate(lessons.length_N[chosen]), shape)
     there_BU = packed.segment_BT > 0
@@ -129,7 +129,7 @@ def _read(
 
 
 def take_positions(of_NU: np.ndarray, lessons: Lessons, layout: Layout, rest: float) -> np.ndarray:
-    """The value of each position of a minibatch, [B, T]; `rest` for padding, and for prompts but their last token."""
+    """Gather the value of each minibatch position, [B, T]; `rest` for padding and prompts, but not their last token."""
     response_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
     number_BT, U = np.maximum(response_BT, 0), of_NU.shape[1]
     wanted_BT = column_BT + lessons.shift_N[number_BT]
@@ -145,7 +145,7 @@ def _take(tokens_NU: Array, mask_NU: Array, source_BU: Array, segment_BU: Array)
 
 
 def _put(into: Array | None, values: Array, place_BT: np.ndarray, width: int, mesh: jax.sharding.Mesh) -> Array:
-    """`into`, zeros at first, with the values at the positions that have a place among them."""
+    """Write values into `into` (default: zeros) at the positions with an index of 0 or more in `place_BT`."""
     if values.ndim == 3:  # positions are padded as `forward` pads them
         place_BT = np.pad(place_BT, ((0, 0), (0, -place_BT.shape[1] % mesh.shape["context"])), constant_values=-1)
         values = jnp.pad(values, ((0, 0), (0, 0), (0, width - values.shape[2])))
@@ -161,7 +161,7 @@ def _move(into: Array | None, values: Array, place_BT: Array) -> Array:
 
 
 def number_tokens(batches: Sequence[Batch], layouts: Sequence[Layout], number_N: np.ndarray) -> list[Batch]:
-    """The minibatches with the number of each token's teacher, for updates that compare the logits of several."""
+    """Fill the minibatches with the index of each token's teacher, for updates that compare the logits of several."""
     filled = []
     for batch, layout in zip(batches, layouts, strict=True):
         number_BT = np.where(layout.response >= 0, number_N[layout.response], 0).astype(np.float32)

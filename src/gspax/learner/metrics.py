@@ -1,4 +1,4 @@
-"""The metrics of a step (rollout, updates, routing, time) as flat dicts of floats named `group/name`.
+"""Computes the metrics of a step (rollout, updates, routing, time) as flat dicts of floats named `group/name`.
 
 Axes: as in docs/architecture.md; L sparse layers.
 """
@@ -25,7 +25,7 @@ COUNTS = "skipped", "empty", "ring_fallbacks"
 
 
 class Clock:
-    """Seconds of each phase of a step: wall time (`time/`), and CPU time of this process (`cpu/`)."""
+    """A stopwatch for the phases of a step: wall seconds (`time/`), and CPU seconds of this process (`cpu/`)."""
 
     def __init__(self) -> None:
         self.start = self.last = self.now()
@@ -46,7 +46,7 @@ class Clock:
 
 
 def response_metrics(length_B: np.ndarray, finished_B: Array | np.ndarray) -> dict[str, float]:
-    """Lengths in sampled tokens; truncated is the share of responses that have no stop token."""
+    """Compute response lengths in sampled tokens, and the share of responses without a stop token."""
     return {
         "response/length_mean": float(length_B.mean()),
         "response/length_min": float(length_B.min()),
@@ -56,7 +56,7 @@ def response_metrics(length_B: np.ndarray, finished_B: Array | np.ndarray) -> di
 
 
 def staleness_metrics(rollout: Rollout, trained: int, policy: int) -> dict[str, float]:
-    """Rollouts trained on since the weights that sampled a token: mean and maximum over response tokens.
+    """Compute the policy lag in rollouts of the response tokens: its mean and maximum.
 
     Args:
       rollout: its `version_BT`, if it has one, counts the rollouts that each token's weights had been trained on.
@@ -77,7 +77,7 @@ def _mean_and_max(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
 
 
 def sampling_mask_metrics(rollout: Rollout, vocab_size: int) -> dict[str, float]:
-    """The mean size of a token's sampling mask, and the share of tokens whose mask was cut; nothing without them."""
+    """Compute the mean size of a token's sampling mask and the share of tokens with a cut mask; {} without masks."""
     if rollout.kept_BTK is None or rollout.cut_BT is None:
         return {}
     means = multihost.to_host(_mask_means(rollout.kept_BTK < vocab_size, rollout.cut_BT, rollout.mask_BT))
@@ -91,7 +91,7 @@ def _mask_means(inside_BTK: Array, cut_BT: Array, mask_BT: Array) -> tuple[Array
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The train step's metrics over a rollout: min of `_min`, max of `_max`, sums of counts, else the mean.
+    """Reduce the train step's metrics over a rollout: min of `_min`, max of `_max`, sums of counts, else the mean.
 
     An update without response tokens has counts only.
     """
@@ -105,7 +105,7 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def score_metrics(scored: Sequence[tuple[Batch, Scores]]) -> dict[str, float]:
-    """Entropy of the old policy, the mismatch of sampler and learner, and the KL to the reference.
+    """Compute the old policy's entropy, the mismatch of sampler and learner, and the KL to the reference.
 
     `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
     over the response tokens. Without any of these there are no metrics.
@@ -120,7 +120,7 @@ def score_metrics(scored: Sequence[tuple[Batch, Scores]]) -> dict[str, float]:
 
 @jax.jit
 def _reduce_rows(rows: losses.Metrics) -> dict[str, Array]:
-    """The metrics of all rows, with the effective sample sizes."""
+    """Reduce the metrics of all rows, and add the effective sample sizes."""
     nothing_B = jnp.zeros(1)
     _, reduced = losses.reduce(losses.Terms(nothing_B, nothing_B, rows))
     return reduced | effective_sample_sizes(reduced)
@@ -128,7 +128,7 @@ def _reduce_rows(rows: losses.Metrics) -> dict[str, Array]:
 
 @jax.jit
 def _score_rows(batch: Batch, logp_BT: Array, entropy_BT: Array) -> losses.Metrics:
-    """The metrics of `score_metrics`, by row."""
+    """Compute the metrics of `score_metrics` by row."""
     mask_BT, ref_logp_BT = batch.mask_BT, batch.ref_logp_BT
     metrics: losses.Metrics = {
         "policy/entropy": mean_over(entropy_BT, mask_BT),
@@ -141,7 +141,7 @@ def _score_rows(batch: Batch, logp_BT: Array, entropy_BT: Array) -> losses.Metri
 
 
 def routing_metrics(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> dict[str, float]:
-    """Expert load before a step's updates, and the share of choices that they changed.
+    """Compute the expert load before a step's updates, and the share of expert choices that the updates changed.
 
     Args:
       count_LE: tokens that each layer sent to each expert.
@@ -162,25 +162,25 @@ def _load_and_change(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> 
 
 
 def expert_counts(expert_LBTA: Array, num_experts: int) -> Array:
-    """Tokens that each layer sent to each expert, int32 `[L, E]`. Ids equal to `num_experts` are padding."""
+    """Count the tokens that each layer sent to each expert, int32 `[L, E]`. Ids equal to `num_experts` are padding."""
     return jax.nn.one_hot(expert_LBTA, num_experts, dtype=jnp.int32).sum(axis=(1, 2, 3))
 
 
 def relative_load(count_LE: Array) -> Array:
-    """The counts over the mean of their layer, float32 `[L, E]`: 1 everywhere is perfect balance."""
+    """Divide the counts by the mean of their layer, float32 `[L, E]`: 1 everywhere is perfect balance."""
     mean_L1 = jnp.maximum(count_LE.mean(axis=-1, keepdims=True), 1.0)
     return (count_LE / mean_L1).astype(jnp.float32)
 
 
 def expert_load(expert_LBTA: Array, num_experts: int) -> Array:
-    """`relative_load` of the choices in `expert_counts`."""
+    """Compute the `relative_load` of expert choices."""
     return relative_load(expert_counts(expert_LBTA, num_experts))
 
 
 def changed_share(
     before_LBTA: Array, after_LBTA: Array, num_experts: int, axis: tuple[int, ...] | None = None
 ) -> Array:
-    """Share of the same tokens' expert choices that changed, 1 - |before ∩ after| / A, float32.
+    """Compute the share of the same tokens' expert choices that changed, 1 - |before ∩ after| / A, float32.
 
     The order of a token's experts does not matter; padding (id `num_experts`) is not counted.
     """

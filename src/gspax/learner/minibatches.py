@@ -1,4 +1,4 @@
-"""A rollout becomes the minibatches of its optimizer updates: split or packed, with old log-probs and advantages.
+"""Builds the minibatches of a rollout's updates: split or packed, with old log-probs and advantages.
 
 Packed rows hold several responses, each with its prompt or after a shared one.
 """
@@ -29,12 +29,12 @@ from gspax.types import Array, Batch, Params, PyTree, Rollout, known
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a rollout's responses in a minibatch, and how much of the minibatch is padding."""
+    """The positions of a rollout's responses in a minibatch, and the size of its padding."""
 
     response: np.ndarray  # int32 [B, T], or [B, 1] for one response in each row; -1: padding
     column: np.ndarray  # int32 [B, T], or [1, T] likewise: the position within the response's own row
-    tokens: int  # completions, and prompts as often as they are there
-    positions: int  # that a pass computes
+    tokens: int  # tokens of completions, and of prompts as often as they occur
+    positions: int  # positions that a pass computes
 
 
 def split_minibatches(
@@ -85,7 +85,7 @@ def split_minibatches(
 
 
 def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> list[Batch]:
-    """A row for each response, and empty rows at the end of each minibatch."""
+    """Make one row per response, and empty rows at the end of each minibatch."""
     total_B1 = (rollout.prompt_length_B + rollout.length_B)[:, None]
     responses, columns = rollout.tokens_BT.shape
     segment_BT = (jnp.arange(columns)[None] < total_B1).astype(jnp.int32)
@@ -100,7 +100,7 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
 def _gather(
     rollout: Rollout, source_BT: Array, segment_BT: Array, prefix_BT: Array | None, without_overlong: bool
 ) -> Batch:
-    """Packed rows; `source_BT` is where a position comes from in the rollout's rows, one after the other."""
+    """Build packed rows; `source_BT` is each position's index in the concatenated rows of the rollout."""
 
     def take(x_BT: Array) -> Array:  # sets and experts of padding are any: nothing reads them
         taken_BT = x_BT.reshape(-1, *x_BT.shape[2:])[source_BT]
@@ -115,7 +115,7 @@ def _gather(
 
 
 def _arrays(rollout: Rollout, without_overlong: bool) -> dict[str, PyTree]:
-    """What minibatches have of a rollout, by the field of `Batch`; None for what it does not have."""
+    """Return the rollout's arrays by the field of `Batch`; None for arrays that the rollout lacks."""
     mask_BT = rollout.mask_BT
     return {
         "tokens_BT": rollout.tokens_BT,
@@ -128,7 +128,7 @@ def _arrays(rollout: Rollout, without_overlong: bool) -> dict[str, PyTree]:
 
 
 def first_fit_decreasing(length_N: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """The row of each sequence and its first position there: the longest first, each in the first row with room for it.
+    """Assign each sequence a row and a start position: the longest first, each to the first row with room for it.
 
     At most 11/9 of the fewest rows possible, plus one (Johnson 1973).
 
@@ -158,15 +158,15 @@ Unit = list[Piece]  # pieces that stay together in a row: one sequence, or a pro
 
 
 def separate(length_N: np.ndarray) -> list[Unit]:
-    """Each sequence by itself, with its prompt."""
+    """Make one unit per sequence, prompt included."""
     return [[Piece(index, 0, int(length))] for index, length in enumerate(length_N)]
 
 
 def share_prompts(length_N: np.ndarray, prompt_length_N: np.ndarray, group_N: np.ndarray, capacity: int) -> list[Unit]:
-    """Each prompt once for as many of its responses as fit a row of `capacity` tokens.
+    """Make units that hold a prompt once for as many of its responses as fit a row of `capacity` tokens.
 
-    The first piece of a unit is the prompt without its last token. That belongs to every response, so that the token
-    before each token of a response is in the same piece.
+    The first piece of a unit is the prompt without its last token. The last token is repeated in every response, so
+    that the token before each token of a response is in the same piece.
 
     Args:
       group_N: sequences with equal numbers have one prompt.
@@ -187,7 +187,7 @@ def share_prompts(length_N: np.ndarray, prompt_length_N: np.ndarray, group_N: np
 
 
 class Packed(NamedTuple):
-    """The places of the pieces in packed rows; int32 [B, T]."""
+    """The positions of the pieces in packed rows; int32 [B, T]."""
 
     sequence_BT: np.ndarray  # the sequence at each position; -1: padding
     column_BT: np.ndarray  # its position in that sequence; -1: padding
@@ -197,7 +197,7 @@ class Packed(NamedTuple):
 
 
 def pack(units: Sequence[Unit], shape: RowShape) -> Packed:
-    """Place units in rows, the pieces of a unit one after the other.
+    """Pack units into rows; the pieces of a unit are adjacent.
 
     Axes: B rows, T positions, as `shape` has them. Microbatch m takes the rows m, m + M, ...
     (`train_step.run_microbatches`), so that is where its rows are put.
@@ -224,7 +224,7 @@ def pack(units: Sequence[Unit], shape: RowShape) -> Packed:
 
 
 def packing_efficiency(layouts: Sequence[Layout]) -> float:
-    """The share of the positions that a pass computes that hold a token; the rest is padding."""
+    """Compute the share of the positions in a forward pass that hold a token instead of padding."""
     return sum(layout.tokens for layout in layouts) / sum(layout.positions for layout in layouts)
 
 
@@ -269,7 +269,7 @@ Select = Callable[[Batch, Array, Array], dict[str, Array]]
 
 
 def selections(selection: Selection | None, regularizers: Regularizers) -> dict[str, Selection]:
-    """The selections of an experiment, by the field of `Batch` that their weights belong to."""
+    """Return the experiment's selections by the field of `Batch` that holds their weights."""
     found: dict[str, Selection] = {} if selection is None else {"selected_BT": selection}
     if regularizers.kl_cov is not None:
         found["penalized_BT"] = partial(top_cov, share=regularizers.kl_cov.share)
@@ -277,10 +277,10 @@ def selections(selection: Selection | None, regularizers: Regularizers) -> dict[
 
 
 def make_select(functions: Mapping[str, Selection], mesh: jax.sharding.Mesh, teacher: Teacher | None = None) -> Select:
-    """The selections of tokens, jitted, for a batch with old log-probs and advantages.
+    """Make a jitted function that computes all selections of a batch with old log-probs and advantages.
 
     Args:
-      teacher: its part is added to the advantages if they are mixed, as in the loss (`mix_advantage`).
+      teacher: its advantage is added if `as_advantage`, as in the loss (`mix_advantage`).
     """
 
     @partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
@@ -296,11 +296,11 @@ def make_select(functions: Mapping[str, Selection], mesh: jax.sharding.Mesh, tea
 
 
 def select_tokens(select: Select, batches: Sequence[Batch], scores: Sequence[Scores | None], key: Array) -> list[Batch]:
-    """The minibatches with the weights of selections, of each as a whole.
+    """Fill the minibatches with the weights of the selections, each computed over a whole minibatch.
 
     Args:
       scores: the old policy's, of each minibatch.
-      key: of this rollout alone.
+      key: a random key for this rollout alone.
     """
     entropies = [of_old.entropy_BT for of_old in scores if of_old is not None]
     return [
@@ -310,12 +310,12 @@ def select_tokens(select: Select, batches: Sequence[Batch], scores: Sequence[Sco
 
 
 def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:
-    """The minibatches with the sampler's log-probs as the old ones."""
+    """Use the sampler's log-probs as the old log-probs of the minibatches."""
     return [replace(batch, old_logp_BT=known(batch, "sampler_logp_BT")) for batch in batches]
 
 
 def reward_kl(reference: Reference | None, batches: Sequence[Batch], layouts: Sequence[Layout]) -> np.ndarray | None:
-    """The sum of `reference.reward` over the tokens of each response, float32 [N]; None without one."""
+    """Sum `reference.reward` over the tokens of each response, float32 [N]; None without such a reward."""
     if reference is None or reference.reward is None:
         return None
     values = [
@@ -335,7 +335,7 @@ def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
 def gather_score_norms(
     scores: Sequence[Scores | None], layouts: Sequence[Layout], shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """The norms of the scores in the rows of the rollout, float32 of its `shape`, [N, T]; None if there are none."""
+    """Gather the score norms into the rows of the rollout, float32 [N, T]; None without norms."""
     norms = [of_old.score_norm_BT for of_old in scores if of_old is not None]
     if not norms or norms[0] is None:
         return None
@@ -350,9 +350,9 @@ def gather_score_norms(
 def set_advantages(
     batches: Sequence[Batch], layouts: Sequence[Layout], advantage: np.ndarray, mesh: jax.sharding.Mesh
 ) -> list[Batch]:
-    """The minibatches with the advantages of the responses, [N], or of their tokens, [N, T].
+    """Fill the minibatches with advantages of the responses, [N], or of their tokens, [N, T].
 
-    Those of responses are set by row, in packed rows by token.
+    Advantages of responses are set by row, in packed rows by token.
     """
 
     def place(layout: Layout) -> np.ndarray:

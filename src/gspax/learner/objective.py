@@ -1,7 +1,7 @@
-"""The objective of an update: the policy loss and the terms added to it.
+"""Defines the objective of an update: the policy loss and the terms added to it.
 
 An objective is `(outputs, batch, constants) -> losses.Terms`: the policy's outputs for the rows of one microbatch,
-those rows, and what is the same for all microbatches. `make_objective` combines a loss with a correction for the
+those rows, and the values shared by all microbatches. `make_objective` combines a loss with a correction for the
 sampler, a KL to the reference, a teacher, penalties (`Regularizers`) and a calibrated clip range, each optional.
 """
 
@@ -56,7 +56,7 @@ class Scores(NamedTuple):
 
 
 class UpdateConstants(NamedTuple):
-    """The values that are the same for all microbatches of an update."""
+    """The values shared by all microbatches of an update."""
 
     adapted: Adapted  # `TrainState.adapted`
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
@@ -65,7 +65,7 @@ class UpdateConstants(NamedTuple):
 
 
 class RoutingSettings(NamedTuple):
-    """The settings of an objective that are about routers."""
+    """The router settings of an objective."""
 
     router: Router = SOFTMAX  # the model's
     shift: RouterShift | None = None  # `Experiment.router_shift`
@@ -86,10 +86,10 @@ def make_objective(
     calibration: Calibration | None = None,
     routing: RoutingSettings = SOFTMAX_ROUTING,
 ) -> Objective:
-    """The objective of a policy loss; the other arguments are the fields of `Experiment` of the same names.
+    """Make the objective of a policy loss; the other arguments are the fields of `Experiment` of the same names.
 
-    The metrics of `ratio_metrics` are added where the loss does not report them, `token_ratio` unless its ratio is that
-    of a sequence. With `calibration` the clip range is in `constants.adapted`, and there are those of `range_metrics`.
+    Adds the metrics of `ratio_metrics` that the loss does not report, `token_ratio` only if the loss has no sequence
+    ratio. With `calibration` the clip range is in `constants.adapted`, and the metrics of `range_metrics` are added.
     """
     traits, aggregate = traits_of(loss), aggregate_of(loss)
 
@@ -136,18 +136,18 @@ def make_objective(
 
 
 def shift_factor(settings: RouterShift, router: Router, routing: Routing, batch: Batch) -> Array:
-    """log γ of each token, float32 [B, T] (`losses.router_shift`)."""
+    """Compute log γ of each token, float32 [B, T] (`losses.router_shift`)."""
     now_BLTA = router_logp(routing, known(batch, "expert_BLTA"), router)
     return log_factor(now_BLTA, known(batch, "router_logp_BLTA"), batch.mask_BT, floor=settings.floor)
 
 
 def router_logp(routing: Routing, expert_BLTA: Array, router: Router = SOFTMAX) -> Array:
-    """The logarithm of the routers' scores of these experts, float32 [B, L, T, A]; 0 where none is known."""
+    """Compute the log of the routers' scores of the given experts, float32 [B, L, T, A]; 0 where none is known."""
     return scores_of(log_scores(routing.logits, router).swapaxes(0, 1), expert_BLTA)
 
 
 def segment_ids(batch: Batch) -> Array | None:
-    """The segments of a batch whose advantages are [B, T], packed rows or advantages of tokens; else None.
+    """Return the segments of a batch with advantages [B, T], of packed rows or of tokens; else None.
 
     With one sequence in each row they change nothing but the shape of what a loss takes and returns.
     """
@@ -155,7 +155,7 @@ def segment_ids(batch: Batch) -> Array | None:
 
 
 def packed(batch: Batch) -> dict[str, Array]:
-    """`segment_ids` as a keyword, for functions of the experiment that need not take it."""
+    """Return `segment_ids` as a keyword argument, or nothing, for the experiment's functions that need not take it."""
     ids = segment_ids(batch)
     return {} if ids is None else {"segment_ids": ids}
 
@@ -163,7 +163,7 @@ def packed(batch: Batch) -> dict[str, Array]:
 def correction_weight(
     correction: Callable[..., Array] | None, rejection: Callable[..., Array] | None, logp_BT: Array, batch: Batch
 ) -> Array | None:
-    """The constant factor of the objective, float32 [B] or [B, T]; None if nothing is corrected."""
+    """Compute the constant factor of the objective, float32 [B] or [B, T]; None if nothing is corrected."""
     weights, mask_BT, keywords = [], batch.mask_BT, packed(batch)
     if correction is not None:
         weights.append(correction(known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT"), mask_BT, **keywords))
@@ -184,7 +184,7 @@ def penalties(
     *,
     router: Router = SOFTMAX,
 ) -> Iterator[tuple[float, losses.Terms]]:
-    """(coefficient, penalty) of a teacher and of each regularizer that is on, aggregated as the policy loss is.
+    """Yield (coefficient, penalty) of the teacher and of each active regularizer, aggregated like the policy loss.
 
     Where the router's scores are sigmoids, the load balance takes their shares of the sum (arXiv 2412.19437, eq. 19).
     """
@@ -218,6 +218,6 @@ def penalties(
 def reference_kl(
     kl: Callable[..., losses.Terms], logp_BT: Array, batch: Batch, aggregate: losses.Aggregate | None
 ) -> losses.Terms:
-    """The KL term, with those of `aggregate` and `old_logp` that it takes and that are not bound to it."""
+    """Compute the KL penalty to the reference, and pass `aggregate` and `old_logp` if `kl` takes them."""
     options = free_keywords(kl, {"aggregate": aggregate, "old_logp": batch.old_logp_BT, **packed(batch)})
     return kl(logp_BT, known(batch, "ref_logp_BT"), batch.mask_BT, **options)

@@ -1,4 +1,4 @@
-"""The optimizer of a training stage: the settings' transform behind a gradient clip, and where its state is placed."""
+"""Builds a training stage's optimizer, the settings' transform behind a gradient clip, and its state's shardings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gspax.types import Array, Params, PyTree
 
 
 def learning_rate(settings: config.Optimizer) -> optax.Schedule:
-    """The learning rate as a function of the updates applied (`state.applied_updates`)."""
+    """Return the learning rate as a function of the updates applied (`state.applied_updates`)."""
     return settings.schedule(settings.learning_rate, settings.warmup_updates)
 
 
 def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -> optax.GradientTransformation:
-    """The settings' transform behind a global-norm clip.
+    """Make the settings' transform behind a global-norm clip.
 
     Args:
       trained_dtype: dtype of the trained arrays; unless it is float32, the state holds a float32 copy (`with_master`).
@@ -43,9 +43,9 @@ BALANCING = "correction_bias"  # parameters that balance the experts and have no
 
 
 def balance(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, except for correction biases: these move by the steps of `balancing_steps`, and by nothing else.
+    """Wrap an optimizer so that correction biases move by the steps of `balancing_steps`, and by nothing else.
 
-    A weight decay or a sign would move them too. The state is that of the optimizer itself.
+    A weight decay or a sign would move them too. The state is the wrapped optimizer's.
     """
 
     def update(grads: Params, state: optax.OptState, params: Params = None) -> tuple[Params, optax.OptState]:
@@ -63,7 +63,7 @@ def balance(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def balancing_steps(grads: Params, count_LE: Array, config: ModelConfig, speed: float) -> Params:
-    """The gradients, with the next steps of the correction biases in the places of theirs.
+    """Replace the gradients of the correction biases by the biases' next steps.
 
     b_e += speed · sign(mean of the counts - count_e) in each layer, so that experts with few tokens are chosen more
     often (auxiliary-loss-free balancing, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
@@ -91,9 +91,9 @@ def _balances(path: Iterable[object]) -> bool:
 
 
 def freeze(inner: optax.GradientTransformation, names: Sequence[str]) -> optax.GradientTransformation:
-    """The optimizer of all parameters but those whose path has one of these names; these have no moments.
+    """Wrap an optimizer so that parameters with one of `names` in their path are frozen and have no moments.
 
-    The global norm that is clipped is that of the others. UserError, when the state is made, for a name that no
+    Clipping uses the global norm of the other parameters. UserError, when the state is made, for a name that no
     parameter has.
     """
 
@@ -112,7 +112,7 @@ def _names(path: Iterable[object]) -> set[str]:
 
 
 def state_shardings(opt_state: PyTree, trained: Params, replicated: jax.sharding.Sharding) -> PyTree:
-    """A tree like `opt_state`: a leaf that belongs to a parameter has its sharding, all others are `replicated`.
+    """Return a tree like `opt_state` of shardings: a parameter's own for its leaves, `replicated` for all others.
 
     A leaf belongs to a parameter if its path ends with the parameter's and it has its shape. Factored moments, as in
     Adafactor, have other shapes; they are small.
@@ -140,7 +140,7 @@ class Master(NamedTuple):
 
 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer on a float32 copy; `apply_updates` gives that copy rounded to the parameters' dtype.
+    """Wrap an optimizer to update a float32 copy; `apply_updates` gives that copy rounded to the parameters' dtype.
 
     An update below 1/256 of a bfloat16 number would be lost to rounding.
     """
@@ -161,11 +161,11 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 class Offloaded(optax.GradientTransformation):
-    """An optimizer whose state is kept in host memory; `state.abstract_state` places it there."""
+    """An optimizer with its state in host memory; `state.abstract_state` gives the state that sharding."""
 
 
 def offloaded(inner: optax.GradientTransformation) -> Offloaded:
-    """The optimizer with its state in host memory: it is copied to the devices for an update and back afterwards."""
+    """Wrap an optimizer so that its state stays in host memory and is copied to the devices for each update."""
 
     def update(grads: Params, state: optax.OptState, params: Params = None) -> tuple[Params, optax.OptState]:
         updates, state = inner.update(grads, jax.device_put(state, jax.memory.Space.Device), params)
@@ -177,9 +177,9 @@ def offloaded(inner: optax.GradientTransformation) -> Offloaded:
 def update_if(
     applied: Array, optimizer: optax.GradientTransformation, grads: Params, state: optax.OptState, params: Params
 ) -> tuple[Params, optax.OptState]:
-    """The parameters and the optimizer's state after an update, or as they are.
+    """Apply the update if `applied`; otherwise return the parameters and the optimizer's state unchanged.
 
-    Every array is selected in the loop that computes it, so the new one takes the place of the old; the branch of a
+    Every array is selected in the loop that computes it, so the new one overwrites the old; the branch of a
     `lax.cond` would hold both. A state in host memory is on the devices within such a branch only.
 
     Args:

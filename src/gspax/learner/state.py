@@ -1,6 +1,6 @@
-"""The training state: created sharded, so that no array is ever whole on one device first, stored, and restored.
+"""Creates, stores, and restores the training state; it is created sharded, so no array is ever whole on one device.
 
-Its first parameters are random ones, or those of a published checkpoint or of one that `gspax convert` wrote. A run
+Its first parameters are random, or read from a published checkpoint or from one that `gspax convert` wrote. A run
 with a reference policy or with adapters stores them in `start/`: step 0 is the model, step 1 the adapters that the
 reference policy has. With adapters the checkpoints leave out what is frozen.
 """
@@ -39,7 +39,7 @@ MODEL, ADAPTERS = 0, 1  # the steps of `start/`
 
 
 def require_memory(field: str, parts: Mapping[str, int]) -> None:
-    """UserError about a field if what a run always holds, by name and bytes, is larger than the memory of a device."""
+    """Raise UserError about a field if the arrays that a run always holds do not fit the memory of a device."""
     needed, available = sum(parts.values()), device_memory(jax.local_devices()[0])
     if available is not None and needed > available:
         what = ", ".join(f"{part} {size / 2**30:,.1f} GiB" for part, size in parts.items())
@@ -50,28 +50,28 @@ def require_memory(field: str, parts: Mapping[str, int]) -> None:
 
 
 def device_memory(device: jax.Device) -> int | None:
-    """Bytes; for a CPU device its share of the machine's. None if it is not known."""
+    """Return the device's memory in bytes, for a CPU device its share of the machine's; None if unknown."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def count_updates(state: TrainState) -> int:
-    """The optimizer updates that a state has had, skipped ones included."""
+    """Return the number of optimizer updates of a state, skipped ones included."""
     return int(multihost.to_host(state.step))
 
 
 def applied_updates(state: TrainState) -> int:
-    """The updates that moved the parameters: the schedule's count, read from the optimizer's state.
+    """Return the number of updates that moved the parameters: the schedule's count, read from the optimizer's state.
 
-    All updates for an optimizer that keeps no `count`, as optax's schedules and moments do.
+    An optimizer without a `count`, which optax's schedules and moments have, counts all updates.
     """
     counts = [count for _, count in optax.tree.get_all_with_path(state.opt_state, "count")]
     return max(map(int, multihost.to_host(counts)), default=count_updates(state))
 
 
 def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
-    """The state before the first update."""
+    """Make the state before the first update."""
     # step and position are two arrays: a donated state must not hold one buffer twice
     return TrainState(
         step=jnp.int32(0),
@@ -86,7 +86,7 @@ def new_state(params: Params, optimizer: optax.GradientTransformation, key: Arra
 def init_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, key: Array, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Fresh optimizer moments, and parameters from `config.checkpoint` or random ones, sharded over the mesh.
+    """Make a state with new optimizer moments and with parameters from `config.checkpoint` or random ones, sharded.
 
     Random parameters come from `Stream.PARAMETERS`. UserError if the checkpoint is broken or of another model.
     """
@@ -115,9 +115,9 @@ def add_adapters(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> TrainState:
-    """The state with adapters on its parameters, and moments of those alone.
+    """Add adapters to the state's parameters, with optimizer moments for the adapters alone.
 
-    The adapters are fresh ones from `Stream.ADAPTERS`, or those of `lora.checkpoint`. UserError if that does not fit.
+    The adapters are initialized from `Stream.ADAPTERS`, or read from `lora.checkpoint`. UserError if it does not fit.
     """
 
     def draw(key: Array) -> Params:
@@ -140,7 +140,7 @@ def with_new_moments(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> TrainState:
-    """The state before the first update of an optimizer: no parameter is moved, the updates count from 0 again."""
+    """Reset the optimizer state and the count of updates; no parameter is moved."""
     wanted = abstract_state(config, optimizer, mesh, lora)
     start = jax.jit(
         lambda trained: (jnp.int32(0), optimizer.init(trained)),
@@ -151,22 +151,22 @@ def with_new_moments(
 
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
-    """`ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in `dtype` or by default the model's."""
+    """Return `ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in `dtype` (default: the model's)."""
     return _sharded(transformer.abstract_params(config, dtype), transformer.logical_axes(config), mesh)
 
 
 def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:
-    """`ShapeDtypeStruct`s of the adapters, sharded by `sharding.RULES`."""
+    """Return `ShapeDtypeStruct`s of the adapters, sharded by `sharding.RULES`."""
     return _sharded(adapters.abstract(config, lora), adapters.logical_axes(config, lora), mesh)
 
 
 def _sharded(shapes: PyTree, axes: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-    """The `ShapeDtypeStruct`s, sharded by the names of their axes."""
+    """Shard `ShapeDtypeStruct`s by the names of their axes."""
     return jax.tree.map(lambda leaf, names: leaf.update(sharding=named_sharding(mesh, *names)), shapes, axes)
 
 
 def abstract_policy(config: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh) -> Params:
-    """`ShapeDtypeStruct`s of the parameters, with adapters if there is `lora`."""
+    """Return `ShapeDtypeStruct`s of the parameters, with adapters if there is `lora`."""
     params = abstract_params(config, mesh)
     return params if lora is None else adapters.attach_adapters(params, abstract_adapters(config, lora, mesh), lora)
 
@@ -178,7 +178,7 @@ def abstract_state(
     lora: Lora | None = None,
     teacher: Teacher | None = None,
 ) -> TrainState:
-    """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated.
+    """Return `ShapeDtypeStruct`s of the state: parameters and moments sharded by the table, the rest replicated.
 
     With `lora` the parameters have adapters. The moments are in the hosts' memory if the optimizer is `Offloaded`.
     """
@@ -197,7 +197,7 @@ def abstract_state(
 
 
 def abstract_teacher(params: Params, teacher: Teacher | None) -> Params:
-    """`ShapeDtypeStruct`s of the parameters of a teacher that is an earlier policy; None without one.
+    """Return `ShapeDtypeStruct`s of a teacher that is an earlier policy; None without one.
 
     A moving average is in float32: in bfloat16 most of its steps would be lost.
     """
@@ -210,13 +210,13 @@ def abstract_teacher(params: Params, teacher: Teacher | None) -> Params:
 
 
 def start_teacher(state: TrainState, wanted: Params) -> TrainState:
-    """The state with its trained parameters as its teacher, like `wanted`, as arrays of their own."""
+    """Copy the state's trained parameters to its teacher, in the dtypes of `wanted`."""
     copy = jax.tree.map(lambda leaf, like: jnp.copy(leaf).astype(like.dtype), partition(state.params)[0], wanted)
     return replace(state, teacher=copy)
 
 
 def refresh_teacher(state: TrainState, share: float) -> TrainState:
-    """The state with its teacher moved by a share of the way to its trained parameters; 1: equal to them."""
+    """Move the state's teacher by `share` of the way to its trained parameters; 1: make them equal."""
     trained = partition(state.params)[0]
     if share == 1:
         return start_teacher(state, state.teacher)
@@ -233,9 +233,9 @@ def _shardings(tree: PyTree) -> PyTree:
 
 
 def load_model(config: ModelConfig, wanted: Params) -> Params:
-    """The parameters of `config.checkpoint`, with the shardings and dtypes of `wanted` (`ShapeDtypeStruct`s).
+    """Load the parameters of `config.checkpoint`, with the shardings and dtypes of `wanted` (`ShapeDtypeStruct`s).
 
-    A run's are those of its newest checkpoint.
+    A run's folder is read at its newest checkpoint.
 
     Raises:
       UserError: the checkpoint is broken, or of another architecture than `config`.
@@ -253,11 +253,11 @@ def load_model(config: ModelConfig, wanted: Params) -> Params:
 def load_policy(
     run: RunDir, checkpoints: Path, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh, step: int | None
 ) -> Params:
-    """The parameters of a run's checkpoint (default: the newest), adapters included, without an optimizer's state.
+    """Load the parameters of a run's checkpoint (default: the newest), adapters included, without optimizer state.
 
     Args:
       run: has the frozen parameters of adapters in `start/`.
-      checkpoints: the folder of the run's checkpoints, or of those of its warm start.
+      checkpoints: the folder of the run's checkpoints, or of its warm start's.
 
     Raises:
       UserError: there is no such checkpoint, or it is of another model.
@@ -268,7 +268,7 @@ def load_policy(
 
 
 def _restore_params(checkpoints: Checkpoints, wanted: Params, step: int | None = None) -> Params:
-    """The parameters of a checkpoint (default: the newest), like `wanted`. UserError if there is none."""
+    """Restore the parameters of a checkpoint (default: the newest), like `wanted`. UserError if there is none."""
     step = checkpoints.latest() if step is None else step
     if step is None:
         raise UserError(f"there is no checkpoint in {checkpoints.directory}")
@@ -278,7 +278,7 @@ def _restore_params(checkpoints: Checkpoints, wanted: Params, step: int | None =
 
 
 def _with_frozen(run: RunDir, params: Params, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh) -> Params:
-    """The parameters with those that adapters leave frozen, from `start/`."""
+    """Add the frozen base parameters from `start/` to the adapters."""
     if lora is None:
         return params
     base = load_start(run, abstract_params(model, mesh), mesh)
@@ -287,7 +287,7 @@ def _with_frozen(run: RunDir, params: Params, model: ModelConfig, lora: Lora | N
 
 
 def require_intact(folder: Path) -> None:
-    """UserError if config.json or the tokenizer of a converted checkpoint is damaged; a warning without a manifest."""
+    """Raise UserError if config.json or the tokenizer of a converted checkpoint is damaged; warn without a manifest."""
     if not has_manifest(folder):
         multihost.warn_from_primary(f"{folder}: config.json and the tokenizer are not verified: there is no {MANIFEST}")
     elif damage := find_damage(folder):
@@ -297,7 +297,7 @@ def require_intact(folder: Path) -> None:
 
 
 def load_adapters(config: ModelConfig, lora: Lora, wanted: Params) -> Params:
-    """The adapters of `lora.checkpoint`, with the shardings of `wanted`. UserError as for `load_model`."""
+    """Load the adapters of `lora.checkpoint`, with the shardings of `wanted`. UserError as for `load_model`."""
     leaves, shapes = named_leaves(wanted), named_shapes(wanted)
     factors = multihost.all_or_raise(lambda: read_adapters(Path(lora.checkpoint), config, lora, shapes))
     arrays = [multihost.to_devices(factors[name], leaf.sharding) for name, leaf in leaves.items()]
@@ -312,7 +312,7 @@ def first_state(
     key: Array,
     mesh: jax.sharding.Mesh,
 ) -> TrainState:
-    """The state before any update, of the warm start if there is one. The base of adapters is written to `start/`."""
+    """Make the state before any update, of the warm start if there is one. Writes the base of adapters to `start/`."""
     if lora is None:
         return init_state(model, optimizer, key, mesh)
     state = init_state(model, optax.identity(), key, mesh)  # there are moments of the adapters alone
@@ -321,13 +321,13 @@ def first_state(
 
 
 def save_start(run: RunDir, params: Params, mesh: jax.sharding.Mesh, step: int = MODEL) -> None:
-    """Write parameters to `start/`: those of the model, or with `ADAPTERS` the adapters alone."""
+    """Write parameters to `start/`: the model's, or with `ADAPTERS` the adapters alone."""
     with Checkpoints(run.start, keep=2, mesh=mesh) as checkpoints:
         checkpoints.save(step, params, {})
 
 
 def load_start(run: RunDir, wanted: Params, mesh: jax.sharding.Mesh, step: int = MODEL) -> Params:
-    """The parameters that `save_start` wrote, like `wanted`. UserError if they are not there."""
+    """Load the parameters that `save_start` wrote, like `wanted`. UserError if they are missing."""
     with Checkpoints(run.start, mesh=mesh) as checkpoints:
         return checkpoints.restore(wanted, step)[0]
 
@@ -340,7 +340,7 @@ def save_reference(run: RunDir, state: TrainState, lora: Lora | None, mesh: jax.
 def load_reference(
     run: RunDir, state: TrainState, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh
 ) -> Params:
-    """The trained parameters as they were before the first update, as arrays of their own."""
+    """Load the trained parameters from before the first update; they share no buffers with the state."""
     if count_updates(state) == 0:
         return jax.tree.map(jnp.copy, drop_frozen(state).params)  # the state is donated to the first update
     wanted = partition(abstract_policy(model, lora, mesh))[0]
@@ -348,7 +348,7 @@ def load_reference(
 
 
 def drop_frozen(state: TrainState) -> TrainState:
-    """The part of a state that a checkpoint stores: without the frozen parameters."""
+    """Remove the frozen parameters from a state, which leaves the arrays that a checkpoint stores."""
     return replace(state, params=partition(state.params)[0])
 
 
@@ -363,6 +363,6 @@ def restore_state(
     teacher: Teacher | None = None,
     step: int | None = None,
 ) -> TrainState:
-    """The whole state of a checkpoint (default: the newest). UserError if there is none that can be read."""
+    """Restore the whole state of a checkpoint (default: the newest). UserError if none can be read."""
     state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora, teacher)), step)
     return replace(state, params=_with_frozen(run, state.params, model, lora, mesh))

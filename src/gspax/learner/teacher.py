@@ -1,4 +1,4 @@
-"""A run's teacher: its parameters, read and identified, and its pass over a minibatch before the updates."""
+"""Loads and identifies a run's teachers, and runs their forward pass over a minibatch before the updates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Teachers(NamedTuple):
 def load_teachers(
     teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
 ) -> tuple[Teachers | None, str]:
-    """The teachers, and a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
+    """Load the teachers, with a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
     params, heads, prints = [], [], []
     for published in teacher_models(teacher):
         own = load_teacher(published, policy, mesh, tokenizer)
@@ -58,12 +58,12 @@ def load_teachers(
 
 
 def with_tokens_of(policy: ModelConfig, teacher: ModelConfig) -> ModelConfig:
-    """A teacher's model with the policy's vocabulary: what it has beyond that is padding, which no tokenizer names."""
+    """Give a teacher's model the policy's vocabulary: the teacher's further ids are padding that no tokenizer names."""
     return replace(teacher, vocab_size=policy.vocab_size)
 
 
 def load_teacher(model: ModelConfig, policy: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
-    """The parameters of the teacher's checkpoint for the policy's vocabulary, sharded as the policy's are.
+    """Load the teacher's checkpoint for the policy's vocabulary, sharded like the policy's parameters.
 
     UserError as for `load_model`, and if the checkpoint has another tokenizer than the experiment.
     """
@@ -75,7 +75,7 @@ def load_teacher(model: ModelConfig, policy: ModelConfig, mesh: jax.sharding.Mes
 
 
 def _cut(leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
-    """The first rows, or columns, of a parameter that has more than wanted."""
+    """Cut a parameter to the wanted shape: its first rows or columns."""
     if leaf.shape == wanted.shape:
         return leaf
     size = wanted.shape
@@ -83,12 +83,12 @@ def _cut(leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
 
 
 def own_teacher(state: TrainState) -> Params:
-    """The parameters of a teacher that is an earlier policy."""
+    """Return the parameters of a teacher that is an earlier policy."""
     return combine(state.teacher, partition(state.params)[1])
 
 
 def fingerprint(params: Params) -> str:
-    """16 hex digits that identify the parameters, whatever mesh they are on."""
+    """Return 16 hex digits that identify the parameters, independent of their mesh."""
     sums = multihost.to_host(_weighted_sums(params))
     lines = [f"{name} {leaf.shape} {leaf.dtype} {int(sums[name])}\n" for name, leaf in named_leaves(params).items()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
@@ -96,7 +96,7 @@ def fingerprint(params: Params) -> str:
 
 @jax.jit
 def _weighted_sums(params: Params) -> dict[str, Array]:
-    """The sum over each parameter of its numbers' bits times an odd number that depends on the place, modulo 2^32."""
+    """Sum each parameter's bits as integers times an odd number that depends on the position, modulo 2^32."""
 
     def weighted_sum(leaf: Array) -> Array:
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
@@ -117,11 +117,11 @@ def make_passes(
     sampling: Sampling,
     schedule: Schedule,
 ) -> tuple[Teach, ...]:
-    """The pass of each teacher. Those with rows of their own run the microbatches that hold a token alone.
+    """Make the `Teach` function of each teacher. Teachers with separate rows skip microbatches without a token.
 
     Args:
-      policy: its model, which is also that of a teacher that is an earlier policy.
-      settings: of the update.
+      policy: the policy's model, which a teacher that is an earlier policy shares.
+      settings: the update's settings.
     """
     if teacher is None or teacher.score is not None:
         return ()
@@ -133,7 +133,7 @@ def make_passes(
 
 
 def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
-    """A jitted `Teach`: the log-probs of the sampled tokens, or the last hidden states if updates compare logits."""
+    """Make a jitted `Teach`: log-probs of the sampled tokens, or last hidden states if updates compare logits."""
     compares = settings.compare is not None
     own = replace(settings, config=model, routing_replay=False, compare=None)
 
@@ -159,7 +159,7 @@ def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
 
 
 def fill_teacher(teach: Teach, params: Params, batches: Sequence[Batch]) -> list[Batch]:
-    """The minibatches with what their updates need of the teacher. A stop point after each (`run.interrupt`)."""
+    """Fill the minibatches with the teacher's outputs, with a stop point after each (`run.interrupt`)."""
     filled = []
     for batch in batches:
         array = teach(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT)

@@ -1,12 +1,12 @@
-"""One optimizer update, and the pass that computes the old log-probs which its ratios start from.
+"""Compiles one optimizer update, and the pass that computes the old log-probs for its ratios.
 
 The loss of a minibatch is Σ value / Σ weight over its rows. Each microbatch differentiates its Σ value; the gradients
 are summed and divided once, so every split gives the same update. Microbatch m of M has the rows m, m + M, ..., so that
 every device keeps its own rows.
 
-The first update of a rollout needs no old log-probs: it uses those that it computes itself (`on_policy`).
+The first update of a rollout needs no old log-probs: it uses the log-probs that it computes itself (`on_policy`).
 
-Left to the partitioner, each microbatch's gradient is added up over all devices with rows of their own. Over the axes
+Left to the partitioner, each microbatch's gradient is added up over all devices with different rows. Over the axes
 that parameters are sharded over this is necessary, since no device has room for more than its part. Over the others,
 slices of a TPU or copies of the model (`sharding.replica_axes`), each adds up its own microbatches, and the sums are
 added once.
@@ -53,7 +53,7 @@ NO_LIMITS = Guard()
 
 
 def make_train_step(settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation) -> TrainStep:
-    """A pure, jitted `(state, batch) -> (state, metrics)`, as `make_update`; the state argument is donated."""
+    """Make a pure, jitted `(state, batch) -> (state, metrics)`, as `make_update`; the state argument is donated."""
     update = _update(settings, objective, optimizer, NO_LIMITS)
 
     @partial(jax.jit, donate_argnums=0, compiler_options=unstable.light_compilation(settings.mesh))
@@ -70,9 +70,10 @@ def make_update(
     guard: Guard = NO_LIMITS,
     adaptive_entropy: AdaptiveEntropy | None = None,
 ) -> Update:
-    """A pure, jitted `(state, batch, on_policy, teacher_heads) -> (state, metrics, scores)`; the state is donated.
+    """Make a pure, jitted `(state, batch, on_policy, teacher_heads) -> (state, metrics, scores)`; the state is donated.
 
-    The parameters that `transformer.head` reads of each teacher are given if `settings.compare` needs its logits.
+    `teacher_heads` has the parameters that `transformer.head` reads, of each teacher whose logits `settings.compare`
+    takes.
 
     With `on_policy` the batch's old log-probs are not read: the old log-probs are the policy's own before the update,
     without a gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the
@@ -96,7 +97,7 @@ def make_update(
 
 
 def fill_old_logp(batch: Batch) -> tuple[Batch, bool]:
-    """A batch for the compiled update, and whether the update is `on_policy`: the batch has no old log-probs yet.
+    """Return a batch for the compiled update, and `on_policy`: True if the batch has no old log-probs yet.
 
     The update is compiled for a batch that has them. NaN stands in for those that are missing, so that a use shows.
     """
@@ -112,7 +113,7 @@ def _update(
     guard: Guard,
     adaptive_entropy: AdaptiveEntropy | None = None,
 ) -> Callable[..., tuple[TrainState, Scalars, Scores]]:
-    """The function that `make_update` compiles."""
+    """Make the function that `make_update` compiles."""
     gradient = make_gradient(settings, objective)
     exchanges = has_experts(settings.config) and exchanges_rows(settings.mesh)
 
@@ -145,7 +146,7 @@ def _update(
 
 
 def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Scalars) -> Array:
-    """Whether an update is finite and within the guard's limits; a bool."""
+    """Return whether an update is finite and within the guard's limits, a bool array."""
     healthy = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if guard.max_grad_norm:
         healthy &= grad_norm <= guard.max_grad_norm
@@ -157,12 +158,12 @@ def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Scalars) ->
 
 
 def largest_ratio(metrics: Scalars) -> Array | None:
-    """The largest ratio: of a token, or of a sequence if the loss has that; None if it is not reported."""
+    """Return the largest ratio of a token, or of a sequence for losses of sequence ratios; None if not reported."""
     return metrics.get("token_ratio_max", metrics.get("ratio_max"))
 
 
 def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
-    """The gradient that `make_update` applies, not compiled."""
+    """Make the gradient function that `make_update` applies, not compiled."""
     config, mesh, microbatch_rows = settings.config, settings.mesh, settings.microbatch_rows
     replicas = math.prod(mesh.shape[axis] for axis in replica_axes(mesh))
 
@@ -174,7 +175,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         on_policy: bool | Array,
         count: Array | None,
     ) -> tuple[PyTree, tuple[losses.Terms, Scores]]:
-        """The sums over one replica's rows (gradient, tokens by expert, fallbacks), and terms and scores by row."""
+        """Compute sums over one replica's rows (gradient, tokens by expert, fallbacks), and terms and scores by row."""
         trained, frozen = partition(params)
         on_mesh = replace(settings, mesh=mesh)
 
@@ -216,7 +217,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
 
 
 def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, updates_per_rollout: int) -> Batch:
-    """The batch with old log-probs between the sampler's and the policy's own (`losses.proximal`)."""
+    """Set the old log-probs between the sampler's and the policy's (`losses.proximal`)."""
     rollouts, done = updates // updates_per_rollout, updates % updates_per_rollout
     age_BT = jnp.maximum(rollouts - known(batch, "version_BT"), 0)
     sampler_logp_BT, progress = known(batch, "sampler_logp_BT"), done / updates_per_rollout
@@ -224,14 +225,14 @@ def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, upd
 
 
 def _own_head(settings: StepSettings, state: TrainState) -> tuple[Params, ...]:
-    """The head of a teacher that is an earlier policy, if updates compare its logits."""
+    """Return the head of a teacher that is an earlier policy, if updates compare its logits."""
     if settings.compare is None:
         return ()
     return (head_params(combine(state.teacher, partition(state.params)[1])),)
 
 
 def _of_teacher(settings: StepSettings, part: Batch, constants: UpdateConstants) -> TeacherRows | None:
-    """The teachers' part of the pass; None if no teacher's logits are compared."""
+    """Return the teachers' heads and hidden states for the pass; None if no teacher's logits are compared."""
     if settings.compare is None:
         return None
     return TeacherRows(constants.teacher_heads, known(part, "teacher_hidden_BTE"), part.teacher_BT)
@@ -240,7 +241,7 @@ def _of_teacher(settings: StepSettings, part: Batch, constants: UpdateConstants)
 def make_score(
     settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False, norms: bool = False
 ) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
+    """Make a jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
 
     With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs, entropies, and norms
     are over these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the experts that they went to,
@@ -287,7 +288,7 @@ def _own_score_norm(logits_CV: Array, _: Array, token_C: Array, kept_CS: Array |
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:
-    """`expert_load` of the response tokens of a whole minibatch, if the batch has the experts."""
+    """Compute `expert_load` of a whole minibatch's response tokens, if the batch has the experts."""
     if batch.expert_BLTA is None:
         return None
     expert_BLTA = jnp.where(batch.mask_BT[:, None, :, None], batch.expert_BLTA, num_experts)
@@ -302,10 +303,10 @@ Rows = TypeVar("Rows")  # a tree of arrays with a row for each of a part's
 def run_microbatches(
     compute: Callable[[Part], tuple[Sums, Rows]], batch: Part, rows: int, count: Array | None = None
 ) -> tuple[Sums, Rows]:
-    """Call `compute` on every microbatch: the sums of its first result in float32, and the rows of its second, joined.
+    """Call `compute` on every microbatch; add up its first results in float32, and join the rows of its second results.
 
     Args:
-      rows: of a microbatch; 0: all of them.
+      rows: the rows of a microbatch; 0: all rows.
       count: the number of microbatches to run, the first ones; the results of the others are zeros. None: all.
 
     Raises:
@@ -340,7 +341,7 @@ def run_microbatches(
 
 
 def count_held(settings: StepSettings, segment_BT: Array) -> Array | None:
-    """The number of microbatches that hold a token, int32, if only these are to be run; None: all are run."""
+    """Count the microbatches that hold a token, int32, if only these are to be run; None: all are run."""
     if not settings.packed or settings.worst_case:
         return None
     rows = settings.microbatch_rows or segment_BT.shape[0]
@@ -348,17 +349,17 @@ def count_held(settings: StepSettings, segment_BT: Array) -> Array | None:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    """Sums of floats are float32, whatever is added."""
+    """Return zeros for a sum; sums of floats are float32 whatever the dtype of the terms."""
     return jnp.zeros(like.shape, jnp.float32 if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype)
 
 
 def _split(x: Array, parts: int) -> Array:
-    """`[B, ...]` to `[M, B / M, ...]`, part m holding the rows m, m + M, ..."""
+    """Split `[B, ...]` into `[M, B / M, ...]`; part m holds the rows m, m + M, ..."""
     return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _join(x: Array) -> Array:
-    """The inverse of `_split`."""
+    """Invert `_split`."""
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 

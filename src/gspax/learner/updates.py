@@ -1,4 +1,4 @@
-"""The compiled functions of the learner, and the optimizer updates of a rollout, one minibatch after the other.
+"""Compiles the learner's functions, and runs the optimizer updates of a rollout, one minibatch after the other.
 
 A run can calibrate its clip range (`losses.calibration`). Each update measures the widths that would have clipped the
 wanted share, and the next one uses their running average, so a run has a range after its first ratios other than 1, in
@@ -62,7 +62,7 @@ class Steps(NamedTuple):
 
 
 def bind_teachers(steps: Steps, teachers: Teachers | None) -> Steps:
-    """The steps, with updates that have the teachers' heads, for those that compare their logits."""
+    """Bind the teachers' heads to the update and the diagnostics."""
     if teachers is None:
         return steps
 
@@ -80,7 +80,7 @@ def make_steps(
     *,
     worst_case: bool = False,
 ) -> Steps:
-    """The compiled functions of an experiment, all with the same `StepSettings`."""
+    """Compile the functions of an experiment, all with the same `StepSettings`."""
     sampling, schedule, model, teacher = experiment.sampling, experiment.schedule, experiment.model, experiment.teacher
     passes = Passes(experiment)
     settings = StepSettings(
@@ -129,8 +129,8 @@ class Updated(NamedTuple):
 
     state: TrainState
     metrics: list[Mapping[str, float]]  # of each update, on the host
-    scored: list[tuple[Batch, Scores]]  # the minibatches whose log-probs under the old policy are known, with these
-    routing: tuple[Array, Array, Array] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
+    scored: list[tuple[Batch, Scores]]  # minibatches with known log-probs under the old policy, and these scores
+    routing: tuple[Array, Array, Array] | None  # arguments of `metrics.routing_metrics`; None for a dense model
     readings: Readings | None = None  # of the diagnostics, on the host
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
@@ -146,10 +146,10 @@ def run_updates(
     calibration: Calibration | None = None,
     measure: Measure | None = None,
 ) -> Updated:
-    """One optimizer update per minibatch and epoch, after each of which a calibrated clip range is adapted.
+    """Run one optimizer update per minibatch and epoch, and adapt a calibrated clip range after each update.
 
     Args:
-      batches, scores: from `score_minibatches`. What the first minibatch lacks its own update computes.
+      batches, scores: from `score_minibatches`. The first update computes the scores that the first minibatch lacks.
       rate: the learning rate as a function of the updates applied.
       measure: diagnostics around the last update; None: not in this step.
     """
@@ -189,19 +189,19 @@ def run_updates(
 
 
 def first_adapted(settings: Calibration | None, regularizers: Regularizers = NO_REGULARIZERS) -> Adapted:
-    """`TrainState.adapted` before anything is measured: a calibrated clip range is `WIDEST`, which clips nothing."""
+    """Return `TrainState.adapted` before any measurement: a calibrated clip range is `WIDEST`, which clips nothing."""
     width = 0.0 if settings is None else WIDEST
     entropy = 0.0 if regularizers.adaptive_entropy is None else regularizers.entropy
     return Adapted(jnp.float32(width), jnp.float32(width), jnp.float32(entropy))
 
 
 def noise_floor(first_update: Mapping[str, float]) -> float:
-    """The noise floor of s: `ratio_deviation` of a rollout's first update, where only rounding moves s from 1."""
+    """Return the noise floor of s: `ratio_deviation` of a rollout's first update, which deviates by rounding alone."""
     return max(float(first_update["ratio_deviation"]), RESOLUTION)
 
 
 def _calibrate(settings: Calibration, state: TrainState, updates: list[PyTree], rates: Sequence[float]) -> TrainState:
-    """The state with the clip range for its next update; that of the last of `updates` joins its metrics."""
+    """Set the clip range for the state's next update, and add the current one to the last update's metrics."""
     low, high, _ = map(float, multihost.to_host(state.adapted))
     updates[-1] = {**multihost.to_host(updates[-1]), "clip_low": low, "clip_high": high}
     own, sharding = state.adapted, state.adapted.clip_low.sharding
@@ -216,7 +216,7 @@ def adapt_range(
     updates: Sequence[Mapping[str, float]],
     rates: Sequence[float],
 ) -> tuple[float, float]:
-    """The range after the last of `updates`, the updates of a rollout so far.
+    """Return the clip range after the last of `updates`, the updates of a rollout so far.
 
     Sequence ratios spread in proportion to the sum of the learning rates of the rollout's updates before. So the widths
     that an update measured (`calibration.range_metrics`) are scaled by the sum that is typical of a rollout over that
@@ -226,7 +226,7 @@ def adapt_range(
 
     Args:
       updates: the metrics of each update on the host.
-      rates: the learning rates of this rollout's updates if all are applied, then those of the next rollout's.
+      rates: the learning rates of this rollout's updates if all are applied, then of the next rollout's.
     """
     before, following = (np.cumsum([0, *half[:-1]]) for half in np.split(np.asarray(rates, np.float64), 2))
     typical, this = _geometric_mean(before), len(updates) - 1
@@ -251,12 +251,12 @@ def adapt_range(
 
 
 def _geometric_mean(sums: np.ndarray) -> float:
-    """The geometric mean of the sums above 0; 0 if there are none."""
+    """Compute the geometric mean of the sums above 0; 0 if there are none."""
     return float(np.exp(np.mean(np.log(sums[sums > 0])))) if (sums > 0).any() else 0.0
 
 
 def noise_warnings(loss: Callable[..., Terms], floor: float) -> tuple[str, ...]:
-    """A sentence for each side of a loss's own clip range on sequence ratios that is below the noise floor."""
+    """Return a sentence for each side of a loss's fixed clip range on sequence ratios that is below the noise floor."""
     traits, options = traits_of(loss), keywords(loss)
     if traits.ratio != "sequence" or not traits.clip_range or not {"clip_low", "clip_high"} <= options.keys():
         return ()
