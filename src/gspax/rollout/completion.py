@@ -1,6 +1,6 @@
-"""A completion with its rewards: built once (`grading.reward_completions`) and never written to.
+"""Defines a completion with its rewards: built once (`grading.reward_completions`) and never modified.
 
-Advantages are no part of a completion: they are arrays with a value for each.
+Advantages are not part of a completion: they are arrays with one value per completion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Texts(NamedTuple):
 
 
 class GradedTurns(NamedTuple):
-    """The turns of a multi-turn rollout, with a reward for each."""
+    """The turns of a multi-turn rollout and their rewards."""
 
     spans: tuple[tuple[int, int], ...]  # from the end of the prompt; the ends are exclusive
     rewards: tuple[float, ...]
@@ -57,13 +57,13 @@ class Samples(NamedTuple):
     turn_advantages: Sequence[Sequence[float]] | None = None  # for each completion, one for each of its turns
 
     def failed(self) -> Samples:
-        """The samples for which the reward function failed."""
+        """Return the samples for which the reward function failed."""
         rows = [row for row, completion in enumerate(self.completions) if completion.error]
         turns = self.turn_advantages and [self.turn_advantages[row] for row in rows]
         return Samples([self.completions[row] for row in rows], self.advantage_B[rows], turns)
 
     def to_json(self) -> list[dict[str, object]]:
-        """One JSON object per completion. Collective."""
+        """Return one JSON object per completion. Collective."""
         lines = [to_json(completion) for completion in gather_texts(self.completions)]
         for row, line in enumerate(lines):
             if self.turn_advantages is not None:
@@ -73,7 +73,7 @@ class Samples(NamedTuple):
 
 
 def to_json(completion: Completion) -> dict[str, object]:
-    """A completion with its texts as a JSON object, without parts, reason and error where there are none."""
+    """Convert a completion with its texts to a JSON object; empty parts, reason and error are left out."""
     assert completion.texts is not None, "see gather_texts"
     line: dict[str, object] = completion.texts._asdict()
     line |= {"reward": completion.reward, "length": completion.length, "finished": completion.finished}
@@ -86,6 +86,6 @@ def to_json(completion: Completion) -> dict[str, object]:
 
 
 def gather_texts(completions: Sequence[Completion]) -> list[Completion]:
-    """The completions, all of them with their texts. Collective."""
+    """Gather the texts of all completions from all processes. Collective."""
     texts = multihost.gather_rows([completion.texts and tuple(completion.texts) for completion in completions])
     return [replace(completion, texts=Texts(*own)) for completion, own in zip(completions, texts, strict=True)]

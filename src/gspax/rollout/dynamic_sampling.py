@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): fresh groups replace those whose rewards are all equal.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): fresh groups replace groups with equal rewards.
 
 A group with equal rewards has no advantage and adds nothing to the gradient. Up to `sampling.max_refills` times P fresh
 prompts are sampled: fresh groups with a signal replace the first groups without one, in order, and the others are
@@ -26,7 +26,7 @@ from gspax.types import Array, Rollout
 
 @dataclass(frozen=True)
 class GradedBatch:
-    """A rollout with its rewards, ready to train on."""
+    """A rollout with its rewards, ready for training."""
 
     policy: int  # number of rollouts that the sampling policy was trained on
     prompts: int  # taken from the data: more than P if groups were replaced or problems skipped
@@ -46,12 +46,12 @@ def refill(
     without_overlong: bool = False,
     by_turn: bool = False,
 ) -> GradedBatch:
-    """The batch with groups of fresh prompts in place of those without a signal. Collective.
+    """Replace groups without a signal by groups of fresh prompts. Collective.
 
     Args:
       sample: a function of n that samples the P prompts from the n-th after the first of `batch` on.
       sampling: its `group` and `max_refills`.
-      mesh: the learner's.
+      mesh: the learner's mesh.
       without_overlong, by_turn: as for `find_constant_groups`.
     """
     find = partial(find_constant_groups, group=sampling.group, without_overlong=without_overlong, by_turn=by_turn)
@@ -84,7 +84,7 @@ def refill(
 def find_constant_groups(
     completions: Sequence[Completion], *, group: int, without_overlong: bool = False, by_turn: bool = False
 ) -> np.ndarray:
-    """bool [P]: all completions of the group have the same rewards, as float32.
+    """Return bool [P]: all completions of the group have the same rewards, as float32.
 
     With `without_overlong` truncated completions do not count, because they have no advantage. With `by_turn` the
     rewards of turns are compared, because each turn has an advantage (`grading.credit_turns`).
@@ -99,7 +99,7 @@ def find_constant_groups(
 
 
 def plan_refill(constant_P: np.ndarray, fresh_constant_P: np.ndarray) -> np.ndarray:
-    """int32 [P]: for each group the fresh one that replaces it, or -1.
+    """Return int32 [P]: for each group the fresh group that replaces it, or -1.
 
     >>> plan_refill(np.array([True, False, True, True]), np.array([True, False, True, False])).tolist()
     [1, -1, 3, -1]
@@ -111,7 +111,7 @@ def plan_refill(constant_P: np.ndarray, fresh_constant_P: np.ndarray) -> np.ndar
 
 
 def replace_groups(rollout: Rollout, fresh: Rollout, source_P: np.ndarray, mesh: jax.sharding.Mesh) -> Rollout:
-    """The rollout with the fresh groups of `plan_refill`, padded to the longer one. Fields on the host stay there."""
+    """Replace groups as planned by `plan_refill`, padded to the longer rollout. Fields on the host stay there."""
     source_B = _by_row(source_P, len(rollout.length_B))
     pick_on_devices = jax.jit(_pick_rows, out_shardings=named_sharding(mesh, "batch"))
 
@@ -124,14 +124,14 @@ def replace_groups(rollout: Rollout, fresh: Rollout, source_P: np.ndarray, mesh:
 
 
 def _by_row(source_P: np.ndarray, rows: int) -> np.ndarray:
-    """int32 [B]: for each row the fresh one that replaces it, or -1."""
+    """Return int32 [B]: for each row the fresh row that replaces it, or -1."""
     group = rows // len(source_P)
     source_PG = np.where(source_P[:, None] < 0, -1, source_P[:, None] * group + np.arange(group))
     return source_PG.reshape(-1).astype(np.int32)
 
 
 def _pick_rows(source_B: Array, old: Array, new: Array) -> Array:
-    """Rows of either array, padded along T: with 0, or with the experts of the last token, which has none."""
+    """Select rows of either array, padded along T: with 0, or with the experts of the last token, which has none."""
     shape = (0, *np.maximum(old.shape, new.shape)[1:])  # rows are not padded
     mode = "edge" if old.ndim > 2 else "constant"
     old, new = (jnp.pad(x, [(0, max(0, w - n)) for w, n in zip(shape, x.shape, strict=True)], mode) for x in (old, new))

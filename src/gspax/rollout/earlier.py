@@ -1,4 +1,4 @@
-"""The last completions of the training problems, which `sampling.drafts` looks up when the problems come again."""
+"""Stores the latest completions of the training problems, which `sampling.drafts` looks up when the problems recur."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NAME = "earlier_texts"  # in a checkpoint
 
 @dataclass
 class EarlierTexts:
-    """What followed each prompt when it was last sampled, in every process, for at most `MOST` tokens in all.
+    """The latest completions of each prompt, in every process, for at most `MOST` tokens in all.
 
-    Once these are reached, the texts of further problems are not kept: of more problems than fit, those that come first
+    Once the limit is reached, the texts of further problems are not stored: if not all problems fit, the first ones
     have drafts in every epoch.
     """
 
-    texts: dict[bytes, list[np.ndarray]] = field(default_factory=dict)  # of the samples, int32, by the prompt's tokens
+    texts: dict[bytes, list[np.ndarray]] = field(default_factory=dict)  # completions, int32, by the prompt's tokens
     tokens: int = 0  # of these texts
 
     def find(self, prompt: Sequence[int]) -> list[np.ndarray]:
-        """What followed the prompt in each of its samples; nothing if that was not kept."""
+        """Return the completions of the prompt's latest samples; [] if they were not stored."""
         return self.texts.get(_key(prompt), [])
 
     def keep(self, rollout: Rollout, group: int) -> None:
@@ -57,7 +57,7 @@ class EarlierTexts:
             self.tokens += size
 
     def dump(self) -> dict[str, str]:
-        """All texts, for the `extra` of a checkpoint: without texts, nothing."""
+        """Return all texts for the `extra` of a checkpoint; {} without texts."""
         if not self.texts:
             return {}
         rows = list(chain.from_iterable([np.frombuffer(key, np.int32), *texts] for key, texts in self.texts.items()))
@@ -71,7 +71,7 @@ class EarlierTexts:
         return {NAME: base64.b85encode(packed.getvalue()).decode()}
 
     def load(self, extra: JsonObject) -> None:
-        """Add the texts of `dump`."""
+        """Add the texts that `dump` returned."""
         if NAME not in extra:
             return
         with np.load(io.BytesIO(base64.b85decode(extra[NAME])), allow_pickle=False) as packed:

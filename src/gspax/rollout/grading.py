@@ -1,4 +1,4 @@
-"""From a rollout to completions with rewards and advantages.
+"""Grades a rollout: builds completions with rewards, and computes advantages.
 
 Axes: P prompts, G samples, B = P·G completions, R rewards of each, K turns of a multi-turn rollout, T tokens.
 """
@@ -34,7 +34,7 @@ SURE = 100  # completions after which an evaluation whose rewards have all faile
 
 
 class FailedRewardsError(UserError):
-    """The reward function failed for too many completions, which `completions` has with their texts."""
+    """Raised if the reward function failed for too many completions, which `completions` holds with their texts."""
 
     def __init__(self, message: str, completions: Sequence[Completion]) -> None:
         super().__init__(message)
@@ -42,11 +42,11 @@ class FailedRewardsError(UserError):
 
 
 class StartedReward(NamedTuple):
-    """The text of a completion, and its reward to come."""
+    """The text of a completion, and the future of its reward."""
 
     text: str
     future: Future[Result]
-    turns: GradedTurns | None = None  # with an environment, with its rewards
+    turns: GradedTurns | None = None  # with an environment, with the environment's rewards
     finished: bool | None = None  # with an environment
 
 
@@ -85,7 +85,7 @@ def reward_completions(
     calls: Calls[Result],
     started: Started | None = None,
 ) -> list[Completion]:
-    """The completions of a rollout with their rewards. Collective.
+    """Build the completions of a rollout with their rewards. Collective.
 
     Each process decodes and rewards its own rows (`multihost.local_rows`) and those that it has in `started`, and needs
     only their problems. It receives the numbers of the other rows; `gather_texts` fetches their texts. A completion for
@@ -134,7 +134,7 @@ def reward_completions(
 
 
 def _gather_results(own: Started, rows: int) -> list[tuple[Result, GradedTurns | None]]:
-    """The result and the turns of each row; this process has its own. Collective."""
+    """Gather the result and the turns of each row; `own` has this process's rows. Collective."""
     mine = multihost.all_or_raise(
         lambda: {row: (tuple(one.future.result()), one.turns and tuple(one.turns)) for row, one in own.items()}
     )
@@ -143,7 +143,7 @@ def _gather_results(own: Started, rows: int) -> list[tuple[Result, GradedTurns |
 
 
 def _match_rewards(results: Sequence[Result], failed: float) -> list[Result]:
-    """The results, all with the rewards that most of them have: as many, by the same names. The others have failed.
+    """Mark results as failed whose reward names or counts differ from the majority's.
 
     The choice follows from the results alone, so that it is the same in every process and after every restart.
     """
@@ -162,7 +162,7 @@ def _match_rewards(results: Sequence[Result], failed: float) -> list[Result]:
 
 
 def _names(result: Result) -> tuple[str, ...]:
-    """The names of the rewards, empty if they have none; the name of a single one does not matter."""
+    """Return the names of the rewards, empty strings without names; the name of a single reward is dropped."""
     count = len(result.rewards)
     return result.names if result.names and count > 1 else ("",) * count
 
@@ -174,7 +174,7 @@ def _describe_names(names: tuple[str, ...]) -> str:
 
 
 def _join_turn_rewards(result: Result, turns: GradedTurns | None) -> tuple[tuple[float, ...], GradedTurns | None]:
-    """The rewards with those of the turns, and the turns with the rewards of the completion, added to the last turn's.
+    """Add the turns' rewards to the completion's, and the completion's to the last turn's.
 
     The sum over the turns is added to a single reward, or is one more of several. It is 0 if the reward failed.
     """
@@ -187,8 +187,11 @@ def _join_turn_rewards(result: Result, turns: GradedTurns | None) -> tuple[tuple
 
 
 def reward_metrics(completions: Sequence[Completion], group: int) -> dict[str, float]:
-    """Metrics of the sums of rewards, means of named rewards (`rewards/NAME`) over the completions that have them, and
-    means over multi-turn rollouts: turns, reply tokens, and the environment's metrics."""
+    """Compute the metrics of a rollout's rewards.
+
+    They are metrics of the sums of rewards, means of named rewards (`rewards/NAME`) over the completions with them, and
+    means over multi-turn rollouts: turns, reply tokens, and the environment's metrics.
+    """
     reward_PG = np.array([completion.reward for completion in completions], np.float32).reshape(-1, group)
     metrics = {
         "reward/mean": float(reward_PG.mean(dtype=np.float64)),  # rewards may be near float32's largest number
@@ -208,7 +211,7 @@ def reward_metrics(completions: Sequence[Completion], group: int) -> dict[str, f
 
 
 def check_batch(completions: Sequence[Completion], calls: Calls[Result]) -> None:
-    """FailedRewardsError if the reward function failed for too many completions of a rollout. Collective."""
+    """Raise FailedRewardsError if the reward function failed for too many completions of a rollout. Collective."""
     if failure := _find_failure(completions, calls):
         raise failure
 
@@ -231,7 +234,7 @@ def check_evaluation(completions: Sequence[Completion], calls: Calls[Result], na
 
 
 def find_failed(completions: Sequence[Completion]) -> list[Completion]:
-    """The completions for which the reward function failed, with their texts. Collective."""
+    """Return the completions for which the reward function failed, with their texts. Collective."""
     failed = [completion for completion in completions if completion.error]
     return gather_texts(failed) if failed else []
 
@@ -239,7 +242,7 @@ def find_failed(completions: Sequence[Completion]) -> list[Completion]:
 def _find_failure(
     completions: Sequence[Completion], calls: Calls[Result], prefix: str = ""
 ) -> FailedRewardsError | None:
-    """An error if the reward function failed for more than `grading.max_failed`, with these completions. Collective.
+    """Return an error if the reward function failed for more than `grading.max_failed` of the completions. Collective.
 
     Up to `FEW` failures are not too many, unless all have failed or none may; nor is a single one.
     """
@@ -259,7 +262,7 @@ def _find_failure(
 
 
 def count_sampled(rollout: Rollout) -> np.ndarray:
-    """The tokens of each completion that the policy sampled, int32 [B]; the rollout's lengths are on the host."""
+    """Count the tokens of each completion that the policy sampled, int32 [B]; the rollout's lengths are on the host."""
     return np.asarray(rollout.length_B if rollout.reply_B is None else rollout.length_B - rollout.reply_B)
 
 
@@ -270,7 +273,7 @@ def shape_rewards(
     length_reward: LengthReward | None = None,
     coefficient: float = 0.0,
 ) -> tuple[np.ndarray | None, dict[str, float]]:
-    """The terms that are added to the reward of each completion, float32 [B], and the mean of each term.
+    """Compute the terms that are added to the reward of each completion, float32 [B], and the mean of each term.
 
     The terms are `length_reward` of the completion lengths, and `-coefficient` times `kl_B`. None and no metrics if
     there is neither.
@@ -297,7 +300,7 @@ def compute_advantages(
     group: int,
     finished_B: np.ndarray | Array | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Advantages float32 [B], or [B, ...], of the rewards, and `reward/with_added` if something is added to them.
+    """Compute advantages float32 [B], or [B, ...], and the metric `reward/with_added` if something is added to rewards.
 
     Args:
       advantage: a function of rewards float32 [P, G], or [P, G, R] if there are R > 1 of them; with a free keyword
@@ -328,7 +331,7 @@ def compute_advantages(
 
 @contextlib.contextmanager
 def _refusal(advantage: Callable[..., Array]) -> Iterator[None]:
-    """A UserError in place of the TypeError or ValueError with which an advantage refuses rewards."""
+    """Raise UserError instead of the TypeError or ValueError with which an advantage refuses rewards."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -345,7 +348,7 @@ def compute_token_advantages(
     group: int,
     finished_B: np.ndarray | Array | None = None,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """The advantages of an `advantage` with a keyword `score_norm_PGN`, and `compute_advantages`' metrics. Collective.
+    """Compute advantages of tokens with an `advantage` that takes `score_norm_PGN`. Collective.
 
     Returns:
       The advantage of each token, float32 [B, T], 0 where the policy did not sample it; its mean over each completion,
@@ -371,7 +374,7 @@ def credit_turns(
     discount: float = 1.0,
     finished_B: np.ndarray | Array | None = None,
 ) -> tuple[np.ndarray, list[list[float]]]:
-    """The advantage of each token, float32 [B, T], and of each turn, a list for each completion, for GSPO-token.
+    """Compute the advantage of each token, float32 [B, T], and of each turn, a list per completion, for GSPO-token.
 
     A token has the advantage of its turn (`advantages.by_turn`), and 0 outside the turns.
 
@@ -407,7 +410,7 @@ def credit_turns(
 
 
 def _warn_of_order(orders: Sequence[list[str]]) -> None:
-    """Warn of named rewards that were returned in another order than the one in which the advantage gets them."""
+    """Warn if named rewards were returned in another order than the alphabetical one that the advantage gets."""
     if unsorted := next((names for names in orders if names != sorted(names)), None):
         sorted_names = ", ".join(sorted(unsorted))
         warn_once(f"reward: the advantage gets the rewards in the alphabetical order of their names: {sorted_names}")

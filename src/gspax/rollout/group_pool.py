@@ -1,14 +1,14 @@
 """Partial rollouts: a pool of groups, out of which a rollout is taken as soon as enough of them have finished.
 
 The others stay, and newer parameters continue them in the next rollout: a few long completions delay nothing. Their
-tokens and log-probs are kept, each token with the version of the parameters that sampled it, and so is their cache.
-Recomputing it with the new parameters would cost a prefill of every carried completion; without that, a token's
+tokens and log-probs are stored, each token with the version of the parameters that sampled it, and so is their cache.
+Recomputing the cache with the new parameters would cost a prefill of every carried completion; without that, a token's
 log-prob is still the one that it was sampled with, as corrections need (`losses.correction`). Servers do recompute it.
 
-When a rollout is taken depends on lengths alone, never on time, so that a run can be repeated. Every process has what
-decides on its host.
+The step at which a rollout is taken depends on lengths alone, never on time, so that a run can be repeated. Every
+process has these lengths on its host.
 
-Axes: R places for groups, P of them in a rollout, B rows of all places; else as in `engine`.
+Axes: R slots for groups, P of them in a rollout, B rows of all slots; else as in `continuous_batching`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from gspax.rollout.episodes import Ready, RowsOnHost
 from gspax.rollout.grading import Started
 from gspax.types import Rollout
 
-FREE = -1  # the problem of a place without a group
+FREE = -1  # the problem of a slot without a group
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """The groups that are being sampled, and those that have finished and wait for a rollout."""
+    """The groups that are being sampled, and the finished groups that wait for a rollout."""
 
-    problem_R: np.ndarray  # int64    index of each place's problem, or FREE
+    problem_R: np.ndarray  # int64    index of each slot's problem, or FREE
     policy_R: np.ndarray  # int64    version of the parameters that sampled the group's first tokens
     next_problem: int  # the first one that has not been in the pool
     rows: RowsOnHost
     held: Held  # changes in place
 
     def count(self) -> int:
-        """The number of its groups."""
+        """Return the number of groups in the pool."""
         return int((self.problem_R != FREE).sum())
 
 
 def new_pool(places: int, group: int, first: int, held: Held) -> Pool:
-    """A pool without groups, whose first problem will be `first`."""
+    """Make an empty pool, whose first problem will be `first`."""
     return Pool(
         problem_R=np.full(places, FREE, np.int64),
         policy_R=np.zeros(places, np.int64),
@@ -53,17 +53,17 @@ def new_pool(places: int, group: int, first: int, held: Held) -> Pool:
 
 
 def next_problems(pool: Pool, groups: int) -> dict[int, int]:
-    """The indices of the next problems by the free places that they get."""
+    """Return the indices of the next problems, by the free slot of each."""
     places = np.flatnonzero(pool.problem_R == FREE)[:groups]
     return {int(place): pool.next_problem + number for number, place in enumerate(places)}
 
 
 def admit(pool: Pool, ids: Mapping[int, int], ready: Sequence[Ready | None], weights: Weights) -> Pool:
-    """The pool with new groups.
+    """Add new groups to the pool.
 
     Args:
       ids: from `next_problems`, or later ones where some of these cannot be used.
-      ready: the problems of all R places that this process has rows of; None where `ids` has none.
+      ready: the problems of all R slots with rows on this process; None where `ids` has none.
     """
     rows, problem_R, fresh_R = pool.rows, pool.problem_R.copy(), np.zeros(len(pool.problem_R), bool)
     problem_R[list(ids)] = list(ids.values())
@@ -81,17 +81,17 @@ def admit(pool: Pool, ids: Mapping[int, int], ready: Sequence[Ready | None], wei
 
 
 def find_ended(pool: Pool) -> np.ndarray:
-    """Whether all samples of a place's group have ended, and their rewards have started, bool [R]."""
+    """Return bool [R]: all samples of a slot's group have ended, and their rewards have started."""
     return pool.rows.ended_B.reshape(len(pool.problem_R), -1).all(axis=1) & (pool.problem_R != FREE)
 
 
 def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> np.ndarray | None:
-    """The places of the next rollout, in the order of their problems; None while it must wait.
+    """Choose the slots of the next rollout, in the order of their problems; None while it must wait.
 
     Args:
       ended_R: from `find_ended`.
       groups: P; the oldest P groups that have ended are taken.
-      oldest: a group whose first tokens are of this version or an older one cannot wait for another rollout.
+      oldest: a group with first tokens of this version or an older one cannot wait for another rollout.
     """
     held_R = pool.problem_R != FREE
     if ended_R.sum() < groups or (held_R & (pool.policy_R <= oldest) & ~ended_R).any():
@@ -101,7 +101,7 @@ def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> 
 
 
 def take(pool: Pool, places: np.ndarray) -> tuple[Pool, Rollout, Started]:
-    """The pool without these groups, their rows in the order of `places`, and their rewards by these rows."""
+    """Remove groups from the pool; return the pool, their rows in the order of `places`, and rewards by these rows."""
     rows, group = pool.rows, len(pool.rows.ended_B) // len(pool.problem_R)
     row_B = (places[:, None] * group + np.arange(group)).reshape(-1)
     started = {new: rows.started.pop(old) for new, old in enumerate(row_B.tolist()) if old in rows.started}

@@ -1,4 +1,4 @@
-"""Loading problems: those that cannot be used are skipped and counted, and the run goes on.
+"""Loads problems: unusable ones are skipped and counted, and the run goes on.
 
 A problem cannot be used if loading or encoding it raises, if it is no `Problem`, or if its prompt does not fit. In a
 rollout the next problem takes its place, so the problems of a rollout depend on the data and on the first index alone:
@@ -44,7 +44,7 @@ def prepare(
     interaction: Interaction | None = None,
     teachers: Sequence[str] = (),
 ) -> Ready:
-    """A problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded.
+    """Load a problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded.
 
     Args:
       teachers: the names that a problem's `teacher` may have; none: it is not read.
@@ -59,7 +59,7 @@ def prepare(
 
 @dataclass
 class Skipped:
-    """The training problems that a run has skipped, and why.
+    """The skipped training problems of a run, with reasons.
 
     Attributes:
       share: the largest allowed share of the problems that were loaded (`sampling.max_failed`).
@@ -116,16 +116,16 @@ def read_usable(
     *,
     group: int = 1,
 ) -> tuple[dict[int, int], dict[int, T]]:
-    """`make(id)` for the places of this process, with the next ids in place of those for which it raises. Collective.
+    """Call `make(id)` for the slots of this process, and take the next ids in place of failing ones. Collective.
 
     Args:
-      ids: of the places that are filled; the next ones follow their largest.
-      places: how many there are in all.
-      sharding: of an array in which each place has `group` adjacent rows.
-      skipped: counts those for which it raises.
+      ids: the first id of each slot to fill; replacements are taken after the largest.
+      places: the number of slots in all.
+      sharding: the sharding of an array in which each slot has `group` adjacent rows.
+      skipped: counts the problems for which `make` raises.
 
     Returns:
-      The id of each filled place, and what was made for the places that have a row on this process's devices.
+      The id of each filled slot, and the result of `make` for slots with a row on this process's devices.
 
     Raises:
       UserError: more problems fail than `skipped` allows.
@@ -144,9 +144,9 @@ def read_usable(
 def attempt(
     make: Callable[[int], T], ids: Mapping[int, int], places: int, sharding: Sharding, *, group: int = 1
 ) -> tuple[dict[int, T], dict[int, str]]:
-    """`make(id)` for the places of this process, and why it raised for those of all processes. Collective.
+    """Call `make(id)` for the slots of this process, and gather the reasons of failures from all processes. Collective.
 
-    The arguments are those of `read_usable`.
+    Takes the arguments of `read_usable`.
     """
     made, failed = dict[int, T](), dict[int, str]()
 
@@ -166,7 +166,7 @@ def attempt(
 
 
 def name_problems(reasons: Mapping[int, str]) -> str:
-    """The first of these problems, each with its reason."""
+    """Return a phrase with the first of these problems, each with its reason."""
     sentences = [f"problem {index}: {reasons[index]}" for index in sorted(reasons)[:_SHOWN]]
     more = [f"and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else []
     return "; ".join(sentences + more)

@@ -1,4 +1,4 @@
-"""Load balancing and failover across the servers of a run.
+"""Balances load across the servers of a run, and handles their failures.
 
 Requests are balanced by the tokens that a server still has to sample; the samples of a group go to one server, which
 then computes their prompt once. A server that does not answer is `gone`: a thread of its own looks for it, brings it
@@ -23,7 +23,7 @@ ATTEMPTS = 10  # times that a request is sent; more servers than that do not die
 
 
 class Given(NamedTuple):
-    """An answer, and the load of the weights that the server had when it was asked."""
+    """An answer, with the server's address and its load of the weights at the time of the request."""
 
     answer: Answer
     address: str
@@ -114,7 +114,7 @@ class Servers:
                 self._changed.wait(PAUSE)
 
     def _take(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str]:
-        """Return the server of a group, for a new group that with the fewest unfinished tokens, and its instance."""
+        """Return a group's server and its instance; a new group gets the server with the fewest unfinished tokens."""
         with self._changed:
             there = self.wait(stop)
             address = self._group.get(group, "")
@@ -124,7 +124,7 @@ class Servers:
             return self._by_address[address], self._instance.get(address, "")
 
     def forget_groups(self) -> None:
-        """Before other groups are sampled."""
+        """Forget which server each group uses, before other groups are sampled."""
         with self._changed:
             self._group.clear()
 
@@ -173,7 +173,7 @@ def _describe_gone(timeout: float, gone: Mapping[str, str]) -> str:
 
 
 def find_restarted(servers: Servers, written: Written) -> dict[str, str]:
-    """Lose the servers that were started again, and return the instances of those that have the newest weights.
+    """Mark restarted servers as lost, and return the instances of the servers with the newest weights.
 
     Raises:
       FailureError: another run has pushed to a server.
@@ -200,7 +200,7 @@ def find_restarted(servers: Servers, written: Written) -> dict[str, str]:
 
 
 def bring_back(server: Server, install: Callable[[Server], object]) -> Iterator[str]:
-    """Install the newest weights as soon as a server answers, and yield why it does not.
+    """Install the newest weights as soon as a server answers, and yield the reason of each failed attempt.
 
     Raises:
       FailureError: it answers, and cannot be used.

@@ -1,4 +1,4 @@
-"""The probe: does an engine compute what the learner trained? Asked after every push, before anything is sampled.
+"""Probes after every push, before any sampling, that an engine computes what the learner trained.
 
 The same sequences are scored by both, and the engine continues some prompts, whose log-probs at the run's temperature
 the learner computes too. The first shows wrong weights, the second a wrong temperature, a filter, or keys and values of
@@ -42,7 +42,7 @@ def learner_scores(
     mesh: jax.sharding.Mesh,
     sets: Sequence[np.ndarray] = (),
 ) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """The learner's log-probs of each row's tokens after the first, and its experts [K, L, T, A]. Collective.
+    """Compute the learner's log-probs of each row's tokens after the first, and its experts [K, L, T, A]. Collective.
 
     Args:
       sets: of each row's last tokens, the ids that each was chosen from (`server.pad_sets`): log-probs are over these.
@@ -68,13 +68,13 @@ def learner_scores(
 
 
 def candidates(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Rows of random tokens, the same in every run."""
+    """Generate rows of random tokens, the same in every run."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab_size, length).tolist() for _ in range(count)]
 
 
 def choose_rows(rows: Sequence[Sequence[int]], expert_KLTA: np.ndarray | None, count: int, experts: int) -> list[int]:
-    """The indices of `count` rows that together use the most experts; each in turn adds the most new ones."""
+    """Choose the indices of `count` rows that together use the most experts; each in turn adds the most new ones."""
     if expert_KLTA is None:
         return list(range(count))
     used = [_used(expert_LTA, experts) for expert_LTA in expert_KLTA[: len(rows)]]
@@ -96,12 +96,12 @@ def choose(
 
 
 def _used(expert_LTA: np.ndarray, experts: int) -> set[tuple[int, int]]:
-    """The (layer, expert) pairs of a row, without padding."""
+    """Return the (layer, expert) pairs of a row, without padding."""
     return {(layer, int(e)) for layer, ids in enumerate(expert_LTA) for e in np.unique(ids) if e < experts}
 
 
 def largest_difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
-    """The mean of |difference| over a row's log-probs, the largest of all rows; NaN if a number is none."""
+    """Compute the mean |difference| over each row's log-probs, and return the largest; NaN if a log-prob is NaN."""
     return float(np.max([np.abs(own - other).mean() for own, other in zip(ours, theirs, strict=True)]))
 
 
@@ -119,8 +119,8 @@ def sampled_difference(
 
     Args:
       score: at the run's temperature.
-      size: of sampling masks; 0: none.
-      vocab_size: that masks are padded with.
+      size: the size of sampling masks; 0: no masks.
+      vocab_size: the id that pads masks.
     """
     whole = []
     for row, (tokens, _, _) in zip(probes, answers, strict=True):
@@ -132,7 +132,7 @@ def sampled_difference(
 
 
 def tolerance(model: ModelConfig, given: float, first: float | None) -> float:
-    """The largest difference that is no error: `given` if that is not 0, else by the model's dtype.
+    """Return the largest difference that counts as rounding: `given` if it is not 0, else a limit by the model's dtype.
 
     The first probe of a run calibrates it (`first`): later ones may reach `GROWTH` times as much, and always `FLOORS`.
     """
@@ -143,7 +143,7 @@ def tolerance(model: ModelConfig, given: float, first: float | None) -> float:
 
 
 def require_equal(difference: float, limit: float, what: str, address: str = "a server") -> None:
-    """FailureError if log-probs differ by more than rounding; NaN does."""
+    """Raise FailureError if log-probs differ by more than rounding, or are NaN."""
     if not difference <= limit:
         raise FailureError(
             f"engine: {address} does not compute what the learner trained: log-probs of {what} differ by "
@@ -153,6 +153,6 @@ def require_equal(difference: float, limit: float, what: str, address: str = "a 
 
 
 def to_ask(row: Sequence[int], number: int, sampling: Sampling, mask_size: int) -> Ask:
-    """Ask for a few tokens after the beginning of a probe, which no stop token ends."""
+    """Build the request for a few tokens after the beginning of a probe, which no stop token ends."""
     most = min(CONTINUED, sampling.max_tokens)
     return Ask(row[: max(1, len(row) - most)], most, number, sampling, False, (), False, mask_size)

@@ -1,4 +1,4 @@
-"""Completions that servers sample, as lists on the host: what is asked for next, and the rollout in the end.
+"""Holds the completions that servers sample as lists on the host, builds the next requests and the final rollout.
 
 Axes: B rows, C positions after the prompt, T positions in all, L sparse layers, A active experts.
 """
@@ -68,7 +68,7 @@ def begin(request: Request) -> dict[int, Row]:
 
 
 def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
-    """The request for the next tokens of a row, at most a chunk of partial rollouts.
+    """Build the request for the next tokens of a row, at most a chunk of partial rollouts.
 
     Its seed is a function of (key, sample id, position) alone.
     """
@@ -89,7 +89,7 @@ def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
 
 
 def _turn_length(row: Row) -> int:
-    """The tokens of the turn so far."""
+    """Return the number of tokens of the turn so far."""
     return sum(1 for _ in takewhile(bool, reversed(row.sampled)))
 
 
@@ -102,7 +102,7 @@ def add(row: Row, answer: Answer, version: int, options: SampleOptions) -> None:
     row.versions += [version] * count
     row.kept += answer.kept
     row.cut += answer.cut
-    if answer.expert_TLA is not None:  # those of earlier tokens stay: they are of the weights that sampled them
+    if answer.expert_TLA is not None:  # experts of earlier tokens stay: the weights that sampled these chose them
         known = answer.expert_TLA[:0] if row.expert_TLA is None else row.expert_TLA
         row.expert_TLA = np.concatenate([known, answer.expert_TLA[len(known) :]])
     if options.turns:
@@ -112,12 +112,12 @@ def add(row: Row, answer: Answer, version: int, options: SampleOptions) -> None:
 
 
 def is_active(row: Row, sampling: Sampling) -> bool:
-    """Whether tokens follow."""
+    """Return whether more tokens are to be sampled for a row."""
     return not row.finished and not row.waiting and len(row.tokens) < sampling.max_tokens
 
 
 def describe_progress(rows: Mapping[int, Row], count: int, options: SampleOptions) -> Progress:
-    """The arguments of `episodes.answer`; the arrays are placed as those of the sampler are."""
+    """Build the argument of `episodes.answer`, with arrays sharded like the sampler's."""
     C = options.sampling.max_tokens
     tokens_BC, length_B = np.zeros((count, C), np.int32), np.zeros(count, np.int32)
     ended_B, waiting_B = np.zeros(count, bool), np.zeros(count, bool)
@@ -131,7 +131,7 @@ def describe_progress(rows: Mapping[int, Row], count: int, options: SampleOption
 
 
 def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
-    """Append replies to the rows that wait; those without one have ended."""
+    """Append replies to the waiting rows; waiting rows without a reply are finished."""
     tokens_BX, count_B = (None, None) if replies is None else multihost.to_host(tuple(replies))
     for number, row in rows.items():
         if not row.waiting:
@@ -147,7 +147,7 @@ def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
 
 
 def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout:
-    """Assemble the rollout of B rows, each process's on its devices."""
+    """Assemble the rollout of B rows, sharded over the mesh by row."""
     longest = max(len(row.prompt) for row in rows.values())
     T = min(options.sampling.max_prompt_tokens, round_to_power(longest, SMALLEST_WIDTH)) + options.sampling.max_tokens
     arrays = {

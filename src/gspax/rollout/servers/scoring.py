@@ -2,7 +2,7 @@
 
     teacher=Teacher(score=partial(scoring.score, addresses=("http://10.0.0.3:8000",)))
 
-The servers have the teacher's own weights and are started by their own commands, `vllm serve NAME` or
+The servers have the teacher's weights and are started by their usual commands, `vllm serve NAME` or
 `python3 -m sglang.launch_server --model-path NAME`; nothing is pushed to them.
 """
 
@@ -36,7 +36,7 @@ def score(
     requests: int = 32,
     timeout: float = 600.0,
 ) -> list[np.ndarray]:
-    """The log-probs of the tokens after the first of each sequence, float32, at temperature 1.
+    """Return the log-probs of the tokens after the first of each sequence, float32, at temperature 1.
 
     A request that gets no answer is sent to the next server.
 
@@ -69,7 +69,7 @@ def score(
 
 
 def _score(servers: Sequence[Server], tokens: Sequence[int], timeout: float, gone: set[str]) -> np.ndarray:
-    """The answer of the first server that gives one; `gone` gets the addresses of those that gave none."""
+    """Return the answer of the first server that responds, and add the addresses of silent servers to `gone`."""
     end = time.monotonic() + timeout
     for server in itertools.cycle(servers):
         try:

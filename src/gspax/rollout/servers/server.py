@@ -1,4 +1,4 @@
-"""The interface of one server for `sampler.ServerSampler`, whichever program it runs (`vllm`, `sglang`)."""
+"""Defines the interface of one server for `sampler.ServerSampler`, for any program it runs (`vllm`, `sglang`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ask(NamedTuple):
     turn: Sequence[int] = ()  # the last ones of the tokens, of the turn that is continued
 
     def server_stops(self) -> list[int]:
-        """The tokens at which the server stops: stop tokens, and those that hold a whole stop string."""
+        """Return the tokens at which the server stops: stop tokens, and tokens that hold a whole stop string."""
         return [*self.stop_ids, *(always_stopping(self.matcher) if self.matcher else ())]
 
 
@@ -52,8 +52,8 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     logps: list[float]  # of the distribution that they were sampled from
-    stopped: bool  # the last one is a stop token, or completes a stop string; else there are as many as were asked for
-    expert_TLA: np.ndarray | None  # of all tokens but the last, those of the `Ask` included
+    stopped: bool  # the last token is a stop token or completes a stop string; else there are `Ask.most` tokens
+    expert_TLA: np.ndarray | None  # of all tokens but the last, including the tokens of the `Ask`
     # With `mask_size`, of each token: the ids that it was chosen from, over which its log-prob is, and whether there
     # were more than K
     kept: Sequence[list[int]] = ()
@@ -73,17 +73,17 @@ class Loaded:
 
 
 class Server(Protocol):
-    """One server. All methods raise `UnreachableError` or `RefusedError`, with its address."""
+    """One inference server. All methods raise `UnreachableError` or `RefusedError`, with its address."""
 
     @property
     def address(self) -> str:
-        """http://HOST:PORT."""
+        """The server's address, http://HOST:PORT."""
 
     def sample(self, ask: Ask) -> Answer:
         """Sample one completion."""
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """The log-probs of the tokens after the first, float32, at temperature 1."""
+        """Compute the log-probs of the tokens after the first, float32, at temperature 1."""
 
     def load(self, written: Written) -> None:
         """Load a version while nothing is sampled, and forget all cached keys and values."""
@@ -92,17 +92,17 @@ class Server(Protocol):
         """Hold all requests; their tokens stay."""
 
     def resume(self) -> None:
-        """Go on with them."""
+        """Continue the requests that `pause` held."""
 
     def state(self, timeout: float) -> Loaded:
-        """The version that is loaded, and the limits."""
+        """Fetch the loaded version and the limits."""
 
     def close(self) -> None:
         """End all requests that other threads wait for."""
 
 
 class Endpoint:
-    """The common part of all servers: an address that is called, and the model that the server must have."""
+    """The base class of servers: an address to call, and the model that the server must have."""
 
     def __init__(self, address: str, model: ModelConfig, timeout: float) -> None:
         if not is_address(address):
@@ -111,7 +111,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """http://HOST:PORT."""
+        """The server's address, http://HOST:PORT."""
         return self._client.address
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Endpoint:
 
 
 def require_fit(loaded: Loaded, model: ModelConfig, length: int, *, keep_experts: bool) -> None:
-    """FailureError unless a server has the run's model and room for its prompts and completions."""
+    """Raise FailureError unless a server has the run's model and room for its prompts and completions."""
     limits = loaded.limits
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if limits.get(name, value := getattr(model, name)) != value:
@@ -139,7 +139,7 @@ def require_fit(loaded: Loaded, model: ModelConfig, length: int, *, keep_experts
 
 
 def longest_answer(model: ModelConfig, prompt: int, new: int, listed: int = 0) -> int:
-    """The bytes of the longest answer that may be right, generously: what it lists of each token, and its experts.
+    """Return a generous bound on the bytes of a valid answer: the entries of each token, and its experts.
 
     Args:
       prompt: its tokens.
@@ -163,7 +163,7 @@ def reading(where: str, wanted: str) -> Iterator[None]:
 
 
 def take(answer: object, name: str, kind: type[T]) -> T:
-    """The value of an object's key. ValueError if there is none, or one of another type (true is no integer)."""
+    """Return the value of an object's key. ValueError if it is missing or of another type (true is no integer)."""
     value = answer.get(name) if isinstance(answer, dict) else None
     if type(value) is not kind:
         raise ValueError(f"{value!r:.100} as {name}")
@@ -171,7 +171,7 @@ def take(answer: object, name: str, kind: type[T]) -> T:
 
 
 def read_ids(values: Sequence[object], vocab_size: int) -> list[int]:
-    """Token ids. ValueError if one is no integer, or not in the vocabulary."""
+    """Check token ids and return them. ValueError if one is no integer, or not in the vocabulary."""
     for value in values:
         if type(value) is not int or not 0 <= value < vocab_size:
             raise ValueError(f"{value!r:.100} as a token id, not an integer from 0 to {vocab_size - 1}")
@@ -179,7 +179,7 @@ def read_ids(values: Sequence[object], vocab_size: int) -> list[int]:
 
 
 def read_logps(values: Sequence[object]) -> list[float]:
-    """Log-probs. ValueError if one is no number, not finite, or above 0 by more than rounding."""
+    """Check log-probs and return them. ValueError if one is no number, not finite, or above 0 by more than rounding."""
     for value in values:
         if type(value) not in (int, float) or not -1e30 < value <= LARGEST_LOGP:  # type: ignore[operator]
             raise ValueError(f"{value!r:.100} as a log-prob, not a finite number of at most 0")
@@ -187,7 +187,7 @@ def read_logps(values: Sequence[object]) -> list[float]:
 
 
 def has_stopped(reason: str, where: str) -> bool:
-    """Whether a completion ended with a stop token; else with its last token. ValueError if it ended otherwise.
+    """Return whether a completion ended with a stop token, not by its length. ValueError for any other reason.
 
     Raises:
       UnreachableError: the server has dropped the request, as it does when it ends.
@@ -200,7 +200,7 @@ def has_stopped(reason: str, where: str) -> bool:
 
 
 def truncated(sent: int, got: object, where: str) -> RefusedError:
-    """The error of a server that has read another prompt than it was sent: so many tokens."""
+    """Return the error for a server that read another prompt than it was sent; `sent` counts the tokens sent."""
     return RefusedError(
         f"{where}: wanted the prompt that was sent, {sent} tokens, got {got!r:.100}: it was truncated or "
         "tokenized again"
@@ -208,7 +208,7 @@ def truncated(sent: int, got: object, where: str) -> RefusedError:
 
 
 def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
-    """The answer up to its first stop. RefusedError unless it is what was asked for."""
+    """Check an answer against its request, and cut it after the first stop string. RefusedError if it does not fit."""
     count, stop = len(answer.tokens), bool(answer.tokens) and answer.tokens[-1] in ask.server_stops()
     if not 0 < count <= ask.most or len(answer.logps) != count:
         raise RefusedError(
@@ -230,7 +230,7 @@ def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
 
 
 def _cut(ask: Ask, answer: Answer, matcher: Matcher) -> Answer:
-    """The answer up to the token that completes a stop string. A token does not depend on those after it."""
+    """Cut the answer after the token that completes a stop string. A token does not depend on those after it."""
     if not (count := find_stop(answer.tokens, matcher, ask.turn)):
         return answer
     expert_TLA = answer.expert_TLA
@@ -245,7 +245,7 @@ def _cut(ask: Ask, answer: Answer, matcher: Matcher) -> Answer:
 
 
 def keep_set(logps: Mapping[int, float], token: int, size: int) -> tuple[list[int], float, bool]:
-    """The set that a token was chosen from, its log-prob over it, and whether more than `size` tokens were left.
+    """Return the set that a token was chosen from, its log-prob over it, and whether more than `size` tokens were left.
 
     Filters keep tokens that tie with the last one, so that they may leave more than `top_k`.
 
@@ -265,7 +265,7 @@ def keep_set(logps: Mapping[int, float], token: int, size: int) -> tuple[list[in
 
 
 def pad_sets(kept: Sequence[Sequence[int]], size: int, vocab_size: int) -> np.ndarray:
-    """The sets of T tokens as ids [T, K], then the vocabulary's size."""
+    """Pad the sampling sets of T tokens to ids [T, K] with the vocabulary's size."""
     kept_TK = np.full((len(kept), size), vocab_size, np.int32)
     for ids_K, ids in zip(kept_TK, kept, strict=True):
         ids_K[: len(ids)] = ids
@@ -273,7 +273,7 @@ def pad_sets(kept: Sequence[Sequence[int]], size: int, vocab_size: int) -> np.nd
 
 
 def read_experts(text: object, count: int, model: ModelConfig, where: str) -> np.ndarray | None:
-    """The experts [count, L, A] of the model's sparse layers, from base64 of an .npy file; None if there are none.
+    """Decode the experts [count, L, A] of the model's sparse layers from base64 of an .npy file; None without experts.
 
     Nothing is allocated for what its header announces.
     """
@@ -295,7 +295,7 @@ def read_experts(text: object, count: int, model: ModelConfig, where: str) -> np
 
 
 def select_layers(expert_TLA: np.ndarray, count: int, model: ModelConfig, where: str) -> np.ndarray:
-    """The sparse layers of the experts of `count` tokens, which may have the others too."""
+    """Select the sparse layers from the experts of `count` tokens in all layers or in these. RefusedError if wrong."""
     sparse = list(sparse_numbers(model))
     if expert_TLA.ndim == 3 and expert_TLA.shape[1] == model.num_hidden_layers != len(sparse):
         expert_TLA = expert_TLA[:, sparse]

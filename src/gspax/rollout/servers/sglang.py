@@ -4,7 +4,7 @@ Completions are token ids in both directions: the server tokenizes nothing. Its 
 that it samples from, temperature included; those of prompts are at temperature 1. Weights are loaded from a folder,
 without a part of gspax in the server, which compares no checksums: only the probe sees a damaged file.
 
-The version, the digest, and the name of a load are the label that SGLang keeps beside its weights.
+The version, the digest, and the name of a load form the label that SGLang stores with its weights.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SGLang(Endpoint):
             return np.array(read_logps(logps), np.float32)
 
     def _generate(self, tokens: Sequence[int], new: int, params: object, more: Mapping[str, object]) -> dict[str, Any]:
-        """The `meta_info` of one completion of at most `new` tokens."""
+        """Request a completion of at most `new` tokens, and return its `meta_info`."""
         body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, **more}
         answer = self._client.post("/generate", body, most=longest_answer(self._model, len(tokens), new))
         with reading(f"{self.address}/generate", "meta_info with prompt_tokens"):
@@ -92,7 +92,7 @@ class SGLang(Endpoint):
         return meta
 
     def _read_experts(self, meta: Mapping[str, Any], count: int) -> np.ndarray | None:
-        """The experts [count, L, A], from base64 of int32 numbers; None if there are none."""
+        """Decode the experts [count, L, A] from base64 of int32 numbers; None without experts."""
         if meta.get("routed_experts") is None:
             return None
         where = f"{self.address}/generate"
@@ -144,7 +144,7 @@ class SGLang(Endpoint):
 
 
 def command(model_folder: Path, model: ModelConfig, length: int, address: str, *, experts: bool, cpu: bool) -> str:
-    """The command that starts a server whose weights a run replaces. The arguments are those of `vllm.command`."""
+    """Return the command that starts a server whose weights a run replaces. Arguments as in `vllm.command`."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     words = ["python3", "-m", "sglang.launch_server", "--model-path", str(model_folder), "--host", host, "--port", port]
     words += ["--dtype", model.dtype, "--context-length", str(length), "--load-format", "dummy"]

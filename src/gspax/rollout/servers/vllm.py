@@ -60,7 +60,7 @@ class VLLM(Endpoint):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "seed": ask.seed,
-            "logprobs": ask.mask_size,  # of the sampled token, and of so many of the most probable ones
+            "logprobs": ask.mask_size,  # of the sampled token, and of this number of the most probable ones
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # else log-probs need a tokenizer, for the tokens' texts
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
@@ -106,7 +106,7 @@ class VLLM(Endpoint):
             return np.array(read_logps([entry[str(token)]["logprob"] for token, entry in entries]), np.float32)
 
     def load(self, written: Written) -> None:
-        """Our worker extension, with everything held and all caches forgotten."""
+        """Load through the worker extension, while all requests are held, and clear all caches."""
         self.pause()
         for loaded in self._workers("gspax_load", str(written.path), secrets.token_hex(8)):
             if "error" in loaded:
@@ -134,7 +134,7 @@ class VLLM(Endpoint):
         self._client.post("/resume")
 
     def state(self, timeout: float) -> Loaded:
-        """Our worker extension. RefusedError if workers differ, or the server was started otherwise."""
+        """Ask the worker extension. RefusedError if workers differ, or the server was started with other options."""
         states = self._workers("gspax_state", timeout=timeout)
         first = states[0]
         if any(other != first for other in states[1:]):
@@ -156,7 +156,7 @@ class VLLM(Endpoint):
             return Loaded(self.address, version, digest, limits, take(first, "dtype", str), instance)
 
     def _workers(self, method: str, *args: str, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The results of a method of our extension, one for each worker."""
+        """Call a method of the worker extension, and return one result per worker."""
         try:
             answer = self._client.post("/collective_rpc", {"method": method, "args": list(args)}, timeout=timeout)
         except (RefusedError, BrokenError) as problem:
@@ -172,7 +172,7 @@ class VLLM(Endpoint):
 
 
 def with_sets(answer: Answer, entries: Sequence[Mapping[str, float]], size: int, vocab_size: int) -> Answer:
-    """The answer with the set that each token was chosen from, by the most probable tokens of each, "token_id:ID"."""
+    """Add to an answer the set that each token was chosen from, read from `top_logprobs` entries "token_id:ID"."""
     read = []
     for entry in entries:
         ids = read_ids([int(name.removeprefix("token_id:")) for name in entry], vocab_size)
@@ -182,7 +182,7 @@ def with_sets(answer: Answer, entries: Sequence[Mapping[str, float]], size: int,
 
 
 def command(model_folder: Path, model: ModelConfig, length: int, address: str, *, experts: bool, cpu: bool) -> str:
-    """The command that starts a server whose weights a run replaces.
+    """Return the command that starts a server whose weights a run replaces.
 
     Args:
       model_folder: with config.json; no weights are read from it.

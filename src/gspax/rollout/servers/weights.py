@@ -1,4 +1,4 @@
-"""Versions of the policy in a folder, in Hugging Face's layout: `weights_v000123/`.
+"""Writes versions of the policy to a folder, in Hugging Face's layout: `weights_v000123/`.
 
 A version is written under a temporary name, synchronized with the disk, and renamed, so a folder of this name is
 complete. Every process writes a share of its tensors; the first one writes the manifest last. It has a SHA-256 of each
@@ -57,7 +57,7 @@ class Writer:
 
     Args:
       folder: on a file system that all processes and servers share.
-      model: that is written.
+      model: the model of the versions.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -131,7 +131,7 @@ _merge = jax.jit(dense)  # of parameters without adapters it copies nothing
 
 @dataclass(frozen=True)
 class _Layers:
-    """A parameter on the devices of several processes, which is gathered one layer at a time. Collective."""
+    """A parameter on the devices of several processes, gathered one layer at a time. Collective."""
 
     leaf: jax.Array
 
@@ -151,7 +151,7 @@ def _checksum(numbers: np.ndarray) -> str:
 
 @contextlib.contextmanager
 def _shared_folder(path: Path) -> Iterator[Path]:
-    """`atomic_folder` of process 0, for all to write to. Collective. What was there is deleted."""
+    """Open an `atomic_folder` on process 0 for all processes to write to. Collective. An existing `path` is deleted."""
     with contextlib.ExitStack() as stack:
 
         def begin() -> str:
@@ -173,12 +173,12 @@ def _require_there(folder: Path) -> None:
 
 
 def digest_of(checksums: dict[str, str]) -> str:
-    """The SHA-256 of the checksums of all tensors, in the order of their names."""
+    """Compute the SHA-256 of the checksums of all tensors, in the order of their names."""
     return hashlib.sha256("".join(f"{name} {checksums[name]}\n" for name in sorted(checksums)).encode()).hexdigest()
 
 
 def remove_others(kept: Path) -> None:
-    """Delete every version beside this one, and what killed pushes have left, on process 0."""
+    """Delete every version except `kept`, and the remains of killed pushes, on process 0."""
     if jax.process_index() != 0:
         return
     for path in kept.parent.glob(f"{PREFIX}*"):
@@ -188,7 +188,7 @@ def remove_others(kept: Path) -> None:
 
 
 def require_folder(folder: Path) -> None:
-    """Make the folder. UserError if it cannot be made."""
+    """Create the folder. UserError if it cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:

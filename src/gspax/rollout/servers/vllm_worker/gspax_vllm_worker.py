@@ -1,4 +1,4 @@
-"""gspax inside vLLM's workers: loads a version of the weights, and says which one it has.
+"""Extends vLLM's workers: loads a version of the weights, and reports the loaded version.
 
 vLLM imports this file by `--worker-extension-cls gspax_vllm_worker.Extension`, with its folder in PYTHONPATH
 (`gspax serve-command` prints both). It runs in vLLM's environment, so it imports neither gspax nor jax. Its methods are
@@ -21,7 +21,7 @@ BITS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2"
 
 
 class Tensor(NamedTuple):
-    """A tensor of a version."""
+    """A tensor of a weight version."""
 
     name: str
     kind: str  # of `BITS`
@@ -55,7 +55,7 @@ class Extension:
         return {**self.gspax_loaded, "experts_repacked": repacked}
 
     def gspax_state(self) -> dict[str, object]:
-        """The version that is loaded, None before the first, and the model and the settings that it runs with."""
+        """Return the loaded version, None before the first, and the model and settings of the worker."""
         config, model = self.vllm_config, self.vllm_config.model_config
         return {
             "loaded": self.gspax_loaded,
@@ -71,7 +71,7 @@ class Extension:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a version. ValueError if it is of another format."""
+    """Read the manifest of a version. ValueError if its format differs."""
     manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     if manifest["format"] != FORMAT:
         raise ValueError(f"{folder}: wanted a manifest of format {FORMAT}, got {manifest['format']}")
@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path) -> str:
-    """A sentence about the first tensor whose bytes are not those that were written; empty if there is none."""
+    """Describe the first tensor whose checksum differs from the manifest's; "" if all agree."""
     checksums = read_manifest(folder)["tensors"]
     found = {tensor.name: hashlib.sha256(tensor.bits.data).hexdigest() for tensor in read_tensors(folder)}
     for name in sorted(checksums.keys() | found.keys()):
@@ -96,7 +96,7 @@ def read_tensors(folder: Path) -> Iterator[Tensor]:
 
 
 def read_file(file: Path) -> Iterator[Tensor]:
-    """The tensors of a file, in the order of their bytes."""
+    """Read the tensors of a file, in the order of their bytes."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -109,7 +109,7 @@ def read_file(file: Path) -> Iterator[Tensor]:
 
 
 def to_torch(tensor: Tensor) -> tuple[str, Any]:
-    """(name, torch tensor), as vLLM takes it."""
+    """Convert a tensor to vLLM's (name, torch tensor)."""
     import torch  # of vLLM's environment
 
     kind = {"F32": torch.float32, "BF16": torch.bfloat16}[tensor.kind]
@@ -117,9 +117,9 @@ def to_torch(tensor: Tensor) -> tuple[str, Any]:
 
 
 def repack(model: Any) -> int:
-    """Repack what vLLM's kernels have copies of, as after the first load; how many layers have experts.
+    """Repack the weight copies of vLLM's kernels, as after the first load; return the number of layers with experts.
 
-    `reload_weights` leaves two kinds of copies as they were, with no message: those of experts, and on a CPU that of a
+    `reload_weights` leaves two kinds of copies as they were, with no message: the experts', and on a CPU the copy of a
     head that shares its weights with the embedding, for which the checkpoint has no tensor.
     """
     repacked = 0
