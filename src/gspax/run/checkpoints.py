@@ -1,4 +1,4 @@
-"""Checkpoints: a state and a JSON `extra`, saved in the background by Orbax, either completely or not at all.
+"""Saves checkpoints, a state and a JSON `extra`, in the background with Orbax, either completely or not at all.
 
 A state is stored as a flat table `path in the tree -> array`, so any pytree can be saved: integer keys, typed PRNG
 keys, optimizer tuples. A checkpoint of another model is rejected by its names, shapes and dtypes before an array is
@@ -36,7 +36,7 @@ from gspax.storage.paths import is_bucket, read_bytes, to_path
 from gspax.types import Array, JsonObject, PyTree, named_leaves
 from gspax.unstable import key_impl_name
 
-CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # of what is compressed as one, and of a file: bounds on a save's own memory
+CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # of a compressed chunk, and of a file: bounds on a save's memory
 POLL = 0.2  # seconds between two checks of a save
 
 T = TypeVar("T")
@@ -117,12 +117,12 @@ class Checkpoints:
             raise FailureError(f"a checkpoint could not be written to {self.directory}: {problem}{where}")
 
     def steps(self) -> list[int]:
-        """The steps on disk whose save was finished, oldest first, damaged since or not."""
+        """Return the steps on disk whose save was finished, oldest first, including steps damaged since."""
         self.wait()
         return _on_primary(lambda: manifest.finished_steps(self.directory))
 
     def latest(self) -> int | None:
-        """The newest intact step on disk, if there is one.
+        """Return the newest intact step on disk, if there is one.
 
         A damaged step is set aside as `damaged_STEP` unless the directory is read-only; a line on stderr names it.
         UserError if there is none but `note` records that one was saved.
@@ -148,7 +148,7 @@ class Checkpoints:
         return None
 
     def find_damage(self, step: int) -> str | None:
-        """The first damage of a finished step; None if it is intact. Each process verifies some of the files."""
+        """Return the first damage of a finished step; None if it is intact. Each process verifies some of the files."""
         if step in self._verified:
             return None
         if damage := [phrase for phrases in multihost.gather(self._files.find_damage(step)) for phrase in phrases]:
@@ -157,7 +157,7 @@ class Checkpoints:
         return None
 
     def require_intact(self, step: int) -> None:
-        """UserError if there is no such step or if it is damaged."""
+        """Raise UserError if there is no such step or if it is damaged."""
         if step not in (steps := self.steps()):
             others = ", ".join(map(str, steps)) or "none"
             raise UserError(f"there is no checkpoint {step} with a {MANIFEST} in {self.directory}, only {others}")
@@ -165,7 +165,7 @@ class Checkpoints:
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 
     def restore(self, abstract_state: T, step: int | None = None) -> tuple[T, JsonObject]:
-        """A checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
+        """Restore a checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
 
         Args:
           abstract_state: the structure of the saved state with `jax.ShapeDtypeStruct` leaves. Their shardings may be
@@ -184,7 +184,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), read_extra(self, step)
 
     def restore_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Array]:
-        """Only some leaves, by paths such as `params/embedding`, each cast to the wanted dtype.
+        """Restore only some leaves, by paths such as `params/embedding`, each cast to the wanted dtype.
 
         Leaves with a sharding become jax arrays with it, the others numpy arrays.
         """
@@ -204,9 +204,9 @@ def save(
     *,
     is_last: bool,
 ) -> None:
-    """Save, and only warn if this save or the previous one fails, as on a full disk: the next save tries again.
+    """Save a checkpoint, and only warn if this save or the previous one fails: the next save tries again.
 
-    Only the last one is waited for.
+    Waits for the last save only.
 
     Raises:
       FailureError: this save is the last one and fails, or the lock of the run is lost.
@@ -231,13 +231,13 @@ def save(
 
 
 def take_traffic(checkpoints: Checkpoints) -> dict[str, float]:
-    """The requests of process 0 to buckets during a save that has ended since the last call, as metrics."""
+    """Return process 0's bucket requests during a save that ended since the last call, as metrics."""
     traffic, checkpoints._files.traffic = checkpoints._files.traffic, {}
     return traffic
 
 
 def _lock_problem() -> str:
-    """Why it is not known whether the run has its lock, "" if it has. Collective. LostError if it has not."""
+    """Return a message if the lock cannot be verified, else "". Collective. LostError if the lock is lost."""
 
     def check() -> str:
         try:
@@ -250,7 +250,7 @@ def _lock_problem() -> str:
 
 
 def read_extra(checkpoints: Checkpoints, step: int) -> JsonObject:
-    """The `extra` of a checkpoint. UserError if it cannot be read."""
+    """Read the `extra` of a checkpoint. UserError if it cannot be read."""
 
     def read() -> JsonObject:
         try:
@@ -266,7 +266,7 @@ def _warn(directory: Path, sentence: str) -> None:
 
 
 def _tell_used(directory: Path, note: Path | None, step: int, *, is_fallback: bool) -> None:
-    """Warn where `step` is not the newest one saved: later ones are damaged, or the one that `note` records is lost."""
+    """Warn if `step` is not the newest one saved: later ones are damaged, or the one that `note` records is lost."""
     if is_fallback:
         _warn(directory, f"using checkpoint {step}, the newest intact one")
     if note is not None and (lost := manifest.lost_step(directory, note)) is not None and lost > step:
@@ -279,12 +279,12 @@ def _tell_used(directory: Path, note: Path | None, step: int, *, is_fallback: bo
 
 
 def _on_primary(work: Callable[[], T]) -> T:
-    """`work()` of process 0, on all processes. Collective."""
+    """Call `work()` on process 0, and return its result on all processes. Collective."""
     return multihost.gather(multihost.all_or_raise(lambda: work() if jax.process_index() == 0 else None))[0]  # type: ignore[return-value]
 
 
 class _Files:
-    """Reading and writing the files of one process; only the processes with devices of the mesh have any.
+    """Reads and writes the files of one process; only processes with devices of the mesh have files.
 
     A process that cannot write does not reach the barriers of Orbax, where the others wait for it for up to 20 minutes.
     So `poll` returns when there is no result yet, the processes compare what it returns (`Checkpoints.wait`), and after
@@ -365,9 +365,9 @@ class _Files:
         self.saving = _run_in_thread(finish)
 
     def poll(self, seconds: float | None) -> str | None:
-        """The state of the last save: "" if it is on disk, the failure if it failed, None if it has not ended.
+        """Return the state of the last save: "" if it is on disk, its error if it failed, None if it has not ended.
 
-        It is waited for up to `seconds`, or without a number until it ends.
+        Waits up to `seconds`, or for None until the save ends.
         """
         if self.saving is None:
             return ""
@@ -386,14 +386,14 @@ class _Files:
                 manifest.remove_unfinished(self.directory)
 
     def find_damage(self, step: int) -> list[str]:
-        """The damaged files among those that this process verifies, a phrase for each."""
+        """Return a phrase for each damaged file among the files that this process verifies."""
         if not self.takes_part:
             return []
         part = sorted(self.processes).index(jax.process_index())
         return manifest.find_damage(self.directory / str(step), part, len(self.processes))
 
     def load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Array]:
-        """The arrays with the wanted shardings. If `is_partial`, others may be stored too, and dtypes are cast."""
+        """Load the arrays with the wanted shardings. If `is_partial`, others may be stored too, and dtypes are cast."""
         if not self.takes_part:
             return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
         handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=self.options)
@@ -411,7 +411,7 @@ class _Files:
 
 
 def _make_barrier(processes: set[int] | None, failed: threading.Event, attempt: int) -> Callable[..., None]:
-    """A `barrier_sync_fn` for Orbax that also ends when the save has failed: then a process never reaches it."""
+    """Make a `barrier_sync_fn` for Orbax that also ends when the save has failed: then a process never reaches it."""
 
     def wait(*, key: str, timeout_ms: int) -> None:
         barrier = ocp.multihost.get_barrier_sync_fn(processes=processes)
@@ -425,7 +425,7 @@ def _make_barrier(processes: set[int] | None, failed: threading.Event, attempt: 
 
 
 def _run_in_thread(work: Callable[[], None]) -> futures.Future[None]:
-    """A future of `work()` in a daemon thread: at its exit the process does not wait for it, as it would for a pool."""
+    """Run `work()` in a daemon thread, and return a future; unlike a pool's, it does not delay the process's exit."""
     future: futures.Future[None] = futures.Future()
 
     def run() -> None:
@@ -448,7 +448,7 @@ def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
 
 
 def _table(tree: PyTree) -> dict[str, PyTree]:
-    """The leaves of a tree by path, such as `params/layers/0/router`, in the order of the tree."""
+    """Return the leaves of a tree by path, such as `params/layers/0/router`, in the order of the tree."""
     table = named_leaves(tree)
     if len(table) != len(jax.tree.leaves(tree)):
         raise ValueError("two leaves of the state have the same path, such as the keys 0 and '0' of one dict")
@@ -460,25 +460,25 @@ def _is_key(leaf: Leaf) -> bool:
 
 
 def _abstract_storable(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding that a leaf is stored with; a typed key is stored as its integers."""
+    """Return the shape, dtype and sharding that a leaf is stored with; a typed key is stored as its integers."""
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _from_storable(array: Array, leaf: jax.ShapeDtypeStruct) -> Array:
-    """The leaf that a stored array belongs to: typed keys are made from their integers."""
+    """Convert a stored array to its leaf: typed keys are made from their integers."""
     return jax.random.wrap_key_data(array, impl=key_impl_name(leaf.dtype)) if _is_key(leaf) else array
 
 
 def _save_args(name: str, leaf: Array) -> ocp.SaveArgs:
-    """The chunks of an array. A chunk of a stacked parameter holds one layer, so that `StoredArray` reads one."""
+    """Choose an array's chunks. A chunk of a stacked parameter holds one layer, so that `StoredArray` reads one."""
     is_stacked = leaf.ndim > 1 and name.removeprefix("params/").startswith("runs/")
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if is_stacked else ())
 
 
 def _find_difference(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, is_partial: bool) -> str | None:
-    """The first difference of the stored arrays from the wanted ones, and the number of further ones."""
+    """Return the first difference of the stored arrays from the wanted ones, and the number of further ones."""
     differences = []
     for name, leaf in wanted.items():
         if name not in stored:
@@ -496,7 +496,7 @@ def _kind(leaf: Leaf) -> str:
 
 
 def shorten(error: Exception) -> str:
-    """The type of an error and the start of its first line; Orbax's messages fill pages."""
+    """Return the type of an error and the start of its first line; Orbax's messages fill pages."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -510,8 +510,8 @@ def shorten(error: Exception) -> str:
 class StoredArray:
     """An array on disk. `array[()]` reads all of it, `array[layer, ...]` one layer of a stack.
 
-    The experts of all layers are one array, which few memories hold. The layer that was read last is kept, so layers in
-    order are read once.
+    The experts of all layers are one array, which few memories hold. The latest layer is cached, so layers in order are
+    read once.
     """
 
     def __init__(self, name: str, store: tensorstore.TensorStore) -> None:
@@ -535,7 +535,7 @@ class StoredArray:
 
 
 def open_array(directory: Path, step: int, name: str, shape: tuple[int, ...]) -> StoredArray:
-    """An array by its path, such as `params/embedding`. UserError if it is missing or of another shape."""
+    """Open an array by its path, such as `params/embedding`. UserError if it is missing or of another shape."""
     where = f"{name} of checkpoint {step} in {directory}"
     base = _absolute(directory / str(step)).as_uri() + "/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}

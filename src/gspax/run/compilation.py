@@ -1,4 +1,4 @@
-"""How many programs a process compiled, how long that took, and when the one that is compiled now will be ready."""
+"""Counts compiled programs and their seconds, and estimates when the current compilation will end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ READ = "/jax/compilation_cache/cache_hits"
 
 @dataclass
 class Compilations:
-    """A count of what was compiled so far."""
+    """The number and the seconds of compilations so far."""
 
     programs: int = 0
     cached: int = 0  # of these, read from the persistent cache
     seconds: float = 0.0  # in XLA, reading included; tracing is not
     lowering: float = 0.0  # seconds in which jax wrote these programs for XLA
-    next_lowering: float = 0.0  # the same of the program that XLA compiles now, if there is one
+    next_lowering: float = 0.0  # the lowering seconds of the program that XLA compiles now, if there is one
     since: float = 0.0
 
     def __str__(self) -> str:

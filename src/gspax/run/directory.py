@@ -1,4 +1,4 @@
-"""The run directory: its layout (`RunDir`), and whether a run starts, resumes or is refused."""
+"""Defines the layout of a run directory (`RunDir`), and decides if a run starts, resumes or is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gspax.storage.files import open_storage
 from gspax.storage.paths import is_bucket, read_bytes, require_usable, to_path
 from gspax.types import JsonObject
 
-# An evaluation may change these keys too: how many completions are sampled at once, and where
+# An evaluation may change these keys too: the number of completions sampled at once, and their devices
 LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
@@ -38,7 +38,7 @@ NOWHERE = Origin()
 
 
 def step_of(name: str) -> int | None:
-    """The step in a run's name for samples, without suffix; None for the name of another file, such as a copy."""
+    """Return the step in the name of a samples file, without suffix; None for another file, such as a copy."""
     match = re.fullmatch(r"(?:step|failed)_(\d+)", name)
     return int(match[1]) if match else None
 
@@ -70,11 +70,11 @@ class RunDir:
 
     @property
     def warm_start(self) -> RunDir:
-        """The directory of the supervised warm start, with metrics and checkpoints of its own."""
+        """The directory of the supervised warm start, which has separate metrics and checkpoints."""
         return RunDir(self.path / "warm_start")
 
     def tasks_at(self, step: int) -> Path:
-        """The folder of a step's tasks."""
+        """Return the folder of a step's tasks."""
         return self.tasks / f"step_{step:06d}"
 
 
@@ -106,7 +106,7 @@ def open_run(workdir: Path, description: Mapping[str, object], origin: Origin = 
     """Create the run directory, or open that of the same experiment to resume it. Only process 0 writes.
 
     The caller holds the lock, as `enter_run` does. Fields that a resumed run may change (`description.resumable`) get
-    their new values in `experiment.json`. The code of the `origin` is kept once, at the start.
+    their new values in `experiment.json`. The code of the `origin` is copied once, at the start.
 
     Raises:
       UserError: `workdir` is a file, cannot be written to, is of another experiment, or not empty and no run; nothing
@@ -131,7 +131,7 @@ def open_run(workdir: Path, description: Mapping[str, object], origin: Origin = 
 
 
 def _keep_code(run: RunDir, origin: Origin) -> None:
-    """Copy the user's code, unless the run has begun with one that is kept. A full disk is a warning."""
+    """Copy the user's code, unless the run has begun and has a copy. A full disk is a warning."""
     has_code = run.source.exists()
     if has_code and _has_begun(run):
         return
@@ -145,7 +145,7 @@ def _keep_code(run: RunDir, origin: Origin) -> None:
 
 
 def require_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | None:
-    """experiment.json of a directory where this experiment may run; None without one that can be read.
+    """Read experiment.json of a directory where this experiment may run; None without one that can be read.
 
     It is compared with the experiment, unless nothing has been done by it, as after a mistake that no check found. If
     it is damaged, lost, or of another experiment, the description in the newest checkpoint is compared instead, because
@@ -168,13 +168,13 @@ def require_same(run: RunDir, description: Mapping[str, object]) -> JsonObject |
 
 
 def _has_begun(run: RunDir) -> bool:
-    """Whether there is anything that the run's experiment has trained or measured."""
+    """Return whether the run's experiment has trained or measured anything."""
     places = run.metrics, run.start, run.newest, run.evaluations, run.tasks, run.warm_start.path
     return any(path.exists() for path in places) or bool(finished_steps(run.checkpoints))
 
 
 def _read_saved(run: RunDir) -> JsonObject | None:
-    """The description in the newest checkpoint; None if there is none that can be read."""
+    """Read the description in the newest checkpoint; None if none can be read."""
     steps = finished_steps(run.checkpoints)
     extra = _read_object(extra_file(run.checkpoints, steps[-1])) if steps else None
     description = (extra or {}).get("experiment")
@@ -182,7 +182,7 @@ def _read_saved(run: RunDir) -> JsonObject | None:
 
 
 def _read_object(path: Path) -> JsonObject | None:
-    """The object in a JSON file; None if there is none, or nothing in it."""
+    """Read the object in a JSON file; None if the file is missing, unreadable, or empty."""
     try:
         content = read_json(path)
     except UserError:
@@ -191,7 +191,7 @@ def _read_object(path: Path) -> JsonObject | None:
 
 
 def read_description(run: RunDir) -> JsonObject | None:
-    """The experiment of a run, from experiment.json or the newest checkpoint; None if neither can be read."""
+    """Read the experiment of a run, from experiment.json or the newest checkpoint; None if neither can be read."""
     return _read_object(run.experiment) or _read_saved(run)
 
 
@@ -211,13 +211,13 @@ def _clear_places(run: RunDir) -> None:
 
 
 def _has_foreign_files(run: RunDir) -> bool:
-    """Whether there are files that no run writes before experiment.json."""
+    """Return whether there are files that no run writes before experiment.json."""
     names = [entry.name for entry in run.path.glob("*")]
     return any(name != run.lock.name and not name.endswith(".tmp") for name in names)
 
 
 def read_attempts(run: RunDir) -> list[JsonObject] | None:
-    """The entries of environment.json; none without the file, None if it is damaged."""
+    """Read the entries of environment.json; [] without the file, None if it is damaged."""
     try:
         attempts = read_json(run.environment) if run.environment.exists() else []
     except UserError:
@@ -243,7 +243,7 @@ def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
 
 
 def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
-    """The existing run directory of this experiment, to read from. UserError if it is none or another experiment's."""
+    """Find the existing run directory of this experiment, to read from. UserError if it is none or of another one."""
     run = RunDir(to_path(workdir))
     if (recorded := read_description(run)) is None:
         raise UserError(f"{run.path} is not a gspax run (it has no experiment.json that can be read)")
@@ -261,7 +261,7 @@ def _require_same(run: RunDir, old: Mapping[str, object], new: Mapping[str, obje
 
 
 def describe_environment() -> JsonObject:
-    """The versions, devices and settings that results depend on, without what looks like a secret."""
+    """Describe the versions, devices and settings that results depend on, with likely secrets hidden."""
     devices = jax.devices()
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -278,7 +278,7 @@ def describe_environment() -> JsonObject:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. UserError if it cannot be read."""
+    """Read the content of a JSON file. UserError if it cannot be read."""
     try:
         return json.loads(read_bytes(path).decode())
     except (OSError, ValueError, RecursionError) as error:
@@ -286,7 +286,7 @@ def read_json(path: Path) -> Any:
 
 
 def _describe_origin(origin: Origin) -> JsonObject:
-    """Where the experiment file and the data are, and the commit of its repository; empty without them.
+    """Describe the paths of the experiment file and the data, and the file's commit; empty without them.
 
     The commit ends in -dirty if the repository's files differ from it, or if it lacks some of the run's code.
     """
@@ -301,23 +301,23 @@ def _describe_origin(origin: Origin) -> JsonObject:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that contains this module, ending in -dirty if files differ from it."""
+    """Return the commit of the checkout that contains this module, ending in -dirty if files differ from it."""
     here = Path(__file__)
     return _describe_commit(here.parent) if _is_tracked(here.parent, [here.name]) else None
 
 
 def _describe_commit(folder: Path) -> str | None:
-    """The commit of a folder, ending in -dirty if files of its repository differ; None outside of a repository."""
+    """Return the commit of a folder, ending in -dirty if files of its repository differ; None without a repository."""
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _is_tracked(folder: Path, files: Sequence[str]) -> bool:
-    """Whether the repository of a folder has all these files."""
+    """Return whether the repository of a folder has all these files."""
     return _git(folder, "--literal-pathspecs", "ls-files", "--error-unmatch", "--", *files) is not None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git answers in a folder; None without git, without a repository, or after 5 seconds."""
+    """Run git in a folder and return its output; None if it fails, without git, or after 5 seconds."""
     try:
         done = subprocess.run(
             ["git", *arguments],

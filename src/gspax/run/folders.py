@@ -1,4 +1,4 @@
-"""Files and folders that are written completely or not at all."""
+"""Writes files and folders completely or not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line, which ends in a newline, to a file that is written rarely: in a bucket all of it is written again."""
+    """Append a line, which ends in a newline, to a rarely written file: in a bucket all of it is written again."""
     if is_bucket(path):
         write_atomically(path, (path.read_text(encoding="utf-8") if path.exists() else "") + line)
         return
@@ -43,7 +43,7 @@ def append_line(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def as_warning(path: Path) -> Iterator[None]:
-    """Make a warning of a page that cannot be written: the results that it shows are in other files."""
+    """Turn the failed write of a page into a warning: the results that it shows are in other files."""
     try:
         yield
     except OSError as problem:
@@ -56,7 +56,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def unused_name(path: Path, prefix: str) -> Path:
-    """The path with the name `PREFIX_NAME`, or with a number after it if that exists."""
+    """Return the path with the name `PREFIX_NAME`, or with a number after it if that exists."""
     names = (f"{prefix}_{path.name}" + (f"_{n}" if n else "") for n in range(10000))
     return next(unused for name in names if not (unused := path.with_name(name)).exists())
 
@@ -70,7 +70,7 @@ def set_aside(path: Path, why: str = "is damaged") -> None:
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder, which becomes `target` when the block ends without an error and is deleted otherwise.
+    """Yield a temporary folder, which becomes `target` when the block ends without an error and is deleted otherwise.
 
     It is `NAME.*.tmp` next to `target`; only a process that is killed leaves one behind. For a bucket it is a temporary
     folder of this machine, whose files are copied, those in `LAST` after all others.

@@ -1,4 +1,4 @@
-"""A file of lines that grows with a run: appended to locally, written in parts to a bucket, and read as one.
+"""Writes a file of lines that grows with a run: appended to locally, written in parts to a bucket, and read as one.
 
 An object cannot be appended to, and Cloud Storage accepts one write of an object a second. So the newest part, of up to
 `PART` bytes, is written again every `WAIT` seconds and before a save: one request, however long the run is.
@@ -21,13 +21,13 @@ WAIT, WAIT_AFTER_FAILURE = 10.0, 60.0  # seconds
 
 
 class File:
-    """A local file that lines are appended to; what cannot be written waits for the next time."""
+    """A local file that lines are appended to; data that cannot be written is retried with the next write."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._unwritten = path.open("ab", buffering=0), b""
 
     def write(self, data: bytes) -> None:
-        """Append. OSError on a full disk; LostError without the lock of the run."""
+        """Append data. OSError on a full disk; LostError without the lock of the run."""
         lock.require_held()
         self._unwritten += data
         self.flush()
@@ -41,7 +41,7 @@ class File:
 
 
 class Parts:
-    """The new parts of a file in a bucket; what cannot be written waits for the next time."""
+    """The new parts of a file in a bucket; data that cannot be written is retried with a later write."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._number, self._part = path, 0, b""
@@ -69,16 +69,16 @@ class Parts:
             self._number, self._part = self._number + 1, b""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def open_growing(path: Path) -> File | Parts:
-    """A file to add lines to. OSError if it cannot be opened."""
+    """Open a file to add lines to. OSError if it cannot be opened."""
     return Parts(path) if is_bucket(path) else File(path)
 
 
 def read_growing(path: Path) -> bytes:
-    """The content of a file and its parts. A line that a killed process has left in both is read once."""
+    """Read the content of a file and its parts. A line that a killed process has left in both is read once."""
     content = read_bytes(path)
     if parts := list_parts(path):
         content = b"".join([content, *(part.read_bytes() for part in parts)])
@@ -95,5 +95,5 @@ def merge_parts(path: Path, content: str) -> None:
 
 
 def list_parts(path: Path) -> list[Path]:
-    """The parts of a file in a bucket, or of one that was copied from there, in order."""
+    """List the parts of a file in a bucket, or of a file that was copied from a bucket, in order."""
     return sorted(path.parent.glob(f"{path.name}.part_*"))

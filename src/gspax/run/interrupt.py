@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGHUP or a closed output end a run after a save; a second signal ends the process at once.
+"""Ends a run after a save on SIGINT, SIGTERM, SIGHUP or a closed output; a second signal ends the process at once.
 
     with interrupt.listen(), interrupt.call_on_interrupt(save):
         for step in ...:

@@ -1,10 +1,10 @@
-"""One run, one writer: a lock file in the run directory, with a heartbeat for file systems that hosts share.
+"""Locks a run directory for one writer: a lock file, with a heartbeat for file systems that hosts share.
 
 The file is created whole, by a link if the file system has them, so of several processes one succeeds. It names host,
 process and the process's start. On the same machine a lock is stale if that process is gone; on another one, if nobody
 has touched the file for `STALE` seconds, which a second run waits for.
 
-In a bucket the lock is an object. Its generation takes the place of the time of a file: every write of it names the
+In a bucket the lock is an object. Its generation replaces the time of a file: every write of it names the
 generation that it replaces, and is refused if another process has written the object.
 
 A process may lose its lock: it was suspended until another run took over, or somebody deleted the file. It looks at
@@ -34,7 +34,7 @@ _held: list[_FileLock | _ObjectLock] = []  # the locks that this process holds, 
 
 
 class LostError(FailureError):
-    """The run directory is another run's now, or may be: nothing more is written to it."""
+    """Raised if the lock of the run directory was lost: nothing more is written there."""
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def require_held(*, fresh: bool = False) -> None:
     A lock file that cannot be read counts as held.
 
     Args:
-      fresh: renew a lock in a bucket now, before what cannot be undone. Else the heartbeat does so, and nobody waits.
+      fresh: renew a lock in a bucket now, before an irreversible change. Else the heartbeat does so, and nobody waits.
 
     Raises:
       OSError: the lock is in a bucket that does not answer, so that another process may have taken it.
@@ -100,7 +100,7 @@ class _FileLock:
         self.path, self._content = path, json.dumps(_describe())
 
     def acquire(self) -> None:
-        """FailureError if another process holds the lock."""
+        """Create the lock file. FailureError if another process holds the lock."""
         path = self.path
         temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         with naming(temporary):
@@ -123,7 +123,7 @@ class _FileLock:
         return True
 
     def renew(self) -> bool:
-        """Touch the file; False if it is another process's."""
+        """Touch the file; False if another process wrote it."""
         if _read(self.path) != self._content:
             return False
         os.utime(self.path)
@@ -147,7 +147,7 @@ class _ObjectLock:
         self._renewed, self._count = 0.0, 0
 
     def acquire(self) -> None:
-        """FailureError if another process holds the lock."""
+        """Write the lock object. FailureError if another process holds the lock."""
         for _ in range(3):
             content, self._generation = objects.read_object(self.path)
             if content is not None:
@@ -159,7 +159,7 @@ class _ObjectLock:
         raise _just_taken(self.path)
 
     def is_held(self, age: float = 0.0) -> bool:
-        """Whether the lock was renewed at most `age` seconds ago, or can be renewed."""
+        """Return whether the lock was renewed at most `age` seconds ago, or can be renewed."""
         return self._generation is not None and (time.monotonic() < self._renewed + age or self.renew())
 
     def renew(self) -> bool:
@@ -204,7 +204,7 @@ def require_free(path: Path) -> None:
 
 
 def _require_stale(path: Path, text: str) -> None:
-    """FailureError if a process holds the lock with this content."""
+    """Raise FailureError if a process holds the lock with this content."""
     holder = _parse(text)
     if not _is_stale(path, text, holder):
         where = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
@@ -229,7 +229,7 @@ def _is_stale(path: Path, text: str, holder: dict[str, object]) -> bool:
 
 
 def _is_touched(path: Path, text: str) -> bool:
-    """Whether the file changes within `STALE` seconds. Clocks are not compared, because two hosts' may differ."""
+    """Return whether the file changes within `STALE` seconds. Clocks of two hosts are not compared: they may differ."""
     with contextlib.suppress(FileNotFoundError):
         first, deadline = _version(path), time.monotonic() + STALE
         tell(f"{path} belongs to another host: waiting up to {STALE:.0f} s for its heartbeat")
@@ -241,7 +241,7 @@ def _is_touched(path: Path, text: str) -> bool:
 
 
 def _version(path: Path) -> int | bytes:
-    """A value that changes whenever the lock is renewed."""
+    """Return a value that changes whenever the lock is renewed."""
     return objects.read_object(path)[1] if is_bucket(path) else path.stat().st_mtime_ns
 
 
@@ -251,7 +251,7 @@ def _describe() -> dict[str, object]:
 
 
 def _machine() -> str:
-    """The boot of the kernel and the namespace of process ids: where both are equal, a process id means the same."""
+    """Identify the kernel's boot and the namespace of process ids: where both are equal, process ids are comparable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -260,7 +260,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: object) -> str | None:
-    """When a running process started, in the kernel's ticks if it gives them; None if there is no such process."""
+    """Return the start time of a running process, in the kernel's ticks if available; None if it does not run."""
     try:
         if not Path("/proc/self/stat").exists():
             os.kill(int(str(pid)), 0)
@@ -281,7 +281,7 @@ def _read(path: Path) -> str | None:
 
 
 def _parse(text: str) -> dict[str, object]:
-    """The content of a lock; empty if it is damaged, which counts as a lock of another host."""
+    """Parse the content of a lock; empty if it is damaged, which counts as a lock of another host."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

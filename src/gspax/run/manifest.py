@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint, and the folders of a checkpoint directory.
+"""Writes and checks the manifest of a checkpoint, and manages the folders of a checkpoint directory.
 
 A manifest holds the size and SHA-256 of each file, so that damage is found before a checkpoint is loaded. It is written
 last, after the other files were synchronized with the disk: a manifest that survives a power loss describes files that
 survived it too.
 
 STEP           a checkpoint; finished once it has a manifest
-damaged_STEP   one whose files differ from its manifest, kept for the user
-deleted_STEP   one that is being deleted
+damaged_STEP   a step with files that differ from its manifest, left to the user
+deleted_STEP   a step that is being deleted
 
 In a bucket nothing is renamed: a step is saved where it stays, and its manifest is written on the condition that there
 is none. A step that is deleted loses its manifest first, and one that is damaged keeps its files, with the manifest as
@@ -78,7 +78,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of a checkpoint's files; 0 if its manifest is damaged."""
+    """Return the bytes of a checkpoint's files; 0 if its manifest is damaged."""
     try:
         return sum(entry.bytes for entry in _read(folder).values())
     except UserError:
@@ -86,7 +86,7 @@ def size_of(folder: Path) -> int:
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = True) -> list[str]:
-    """A phrase for each file that differs from the manifest; none if the checkpoint is intact.
+    """Return a phrase for each file that differs from the manifest; none if the checkpoint is intact.
 
     Args:
       part, parts: check only every `parts`-th file, so that several processes share the work.
@@ -111,13 +111,13 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _render(content: Mapping[str, object]) -> str:
-    """The text of a manifest, with the SHA-256 of its own content."""
+    """Render a manifest as text, with the SHA-256 of its content."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def _read(folder: Path) -> dict[str, Entry]:
-    """The entries of a manifest by file name. UserError if any byte of it was changed, or it has another form."""
+    """Read the entries of a manifest by file name. UserError if any byte of it was changed, or it has another form."""
     try:
         text = read_bytes(folder / MANIFEST)
         content = json.loads(text)
@@ -134,7 +134,7 @@ def _read(folder: Path) -> dict[str, Entry]:
 
 
 def _name(folder: Path) -> str:
-    """The name of the folder that a manifest was written for; "" if it does not say."""
+    """Return the name of the folder that a manifest was written for; "" if it is not recorded."""
     return str(json.loads((folder / MANIFEST).read_bytes()).get("name", ""))
 
 
@@ -160,7 +160,7 @@ def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | N
 
 
 def installed_versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of those packages that are installed."""
+    """Return the versions of the installed packages."""
     versions = {}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -169,7 +169,7 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def list_steps(directory: Path) -> list[int]:
-    """All steps that have a folder, finished or not, in order."""
+    """List all steps that have a folder, finished or not, in order."""
     if is_bucket(directory):  # one request
         heads = [name.partition("/")[0] for name in objects.list_files(directory) if "/" in name]
         return sorted({int(head) for head in heads if head.isdecimal()})
@@ -179,7 +179,7 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def finished_steps(directory: Path) -> list[int]:
-    """The steps whose save was finished, damaged since or not, in order."""
+    """List the steps with a finished save, damaged since or not, in order."""
     if is_bucket(directory):
         heads = [name.removesuffix(f"/{MANIFEST}") for name in objects.list_files(directory)]
         return sorted(int(head) for head in heads if head.isdecimal())
@@ -187,7 +187,7 @@ def finished_steps(directory: Path) -> list[int]:
 
 
 def lost_step(directory: Path, note: Path) -> int | None:
-    """The step that `note` records as the newest one saved, if nothing is left of it, not even a folder set aside."""
+    """Return the newest saved step by `note`, if nothing is left of it, not even a folder set aside; else None."""
     try:
         newest = json.loads(read_bytes(note))["newest"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
@@ -198,7 +198,7 @@ def lost_step(directory: Path, note: Path) -> int | None:
 
 
 def extra_file(directory: Path, step: int) -> Path:
-    """The JSON file with a step's `extra`."""
+    """Return the path of the JSON file with a step's `extra`."""
     return directory / str(step) / EXTRA
 
 
@@ -216,7 +216,7 @@ def remove_steps(directory: Path, steps: Sequence[int]) -> None:
 
 
 def set_step_aside(directory: Path, step: int, why: str) -> None:
-    """Keep a damaged step for the user, and warn of it: as a folder `damaged_STEP`, in a bucket without a manifest."""
+    """Set a damaged step aside for the user, and warn of it: as folder `damaged_STEP`, in a bucket without manifest."""
     folder = directory / str(step)
     if not is_bucket(directory):
         return set_aside(folder, why)
@@ -226,7 +226,7 @@ def set_step_aside(directory: Path, step: int, why: str) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Delete the steps whose save was not finished, and other remains of a failed save."""
+    """Delete the steps without a finished save, and other remains of a failed save."""
     remove_leftovers(directory)
     remove_steps(directory, sorted({*list_steps(directory)} - {*finished_steps(directory)}))
 
@@ -255,7 +255,7 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def require_space(directory: Path) -> None:
-    """OSError if the newest step would not fit once more: a save that must fail is not begun."""
+    """Raise OSError if the newest step would not fit once more: a save that must fail is not begun."""
     free = open_storage(directory).free_bytes(directory)
     steps = finished_steps(directory) if free < math.inf else []
     if steps and (wanted := size_of(directory / str(steps[-1]))) > free:
@@ -263,7 +263,7 @@ def require_space(directory: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """OSError if this process cannot write a file there: no space, quota or permission. A bucket is not asked."""
+    """Raise OSError if this process cannot write a file there: no space, quota or permission. A bucket is not asked."""
     if is_bucket(directory):
         return
     probe = directory / f"{socket.gethostname()}.{os.getpid()}{PROBE_SUFFIX}"

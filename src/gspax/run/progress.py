@@ -1,4 +1,4 @@
-"""Progress on the screen: a bar on a terminal; elsewhere a line every few steps, and every 30 s.
+"""Shows progress on the screen: a bar on a terminal; elsewhere a line every few steps, and every 30 s.
 
 `phase` names what the run does now. It is shown when a step takes long, with the time that is left of the phase if it
 has been seen before. The first step compiles: it shows the programs compiled so far and an estimate of when the next
@@ -39,7 +39,7 @@ SHORT = 2.0  # seconds of a step before a bar shows its phase
 
 @dataclass
 class _Phases:
-    """The phase of the run, since when, and the seconds that each phase took the last time."""
+    """The current phase of the run, its start, and the latest duration of each phase."""
 
     name: str = ""
     since: float = 0.0
@@ -61,12 +61,12 @@ _phases = _Phases()
 
 
 def is_due(done: int, every: int, last: int) -> bool:
-    """Whether something that happens at every `every`-th step (0: none) and at the last one happens after `done`."""
+    """Return whether an action every `every` steps (0: none) and at the last step is due after step `done`."""
     return done == last or (every > 0 and done % every == 0)
 
 
 def phase(name: str) -> None:
-    """Note what the run does from now on. Cheap: it prints nothing and waits for no device."""
+    """Note the phase that the run enters. Cheap: it prints nothing and waits for no device."""
     _phases.begin(name)
 
 
@@ -186,7 +186,7 @@ class _Clock:
         return "  ".join([*shown, f"{pace:.2g} s/step", *left])
 
     def waiting(self) -> tuple[int, float, str]:
-        """The last finished step, and for how many seconds which phase of the next one has run, also as a phrase."""
+        """Return the last finished step, the seconds of the current phase, and a phrase that describes it."""
         name, seconds, note = _phases.name, time.monotonic() - _phases.since, ""
         if len(self._marks) == 1 and self._marks[0][0] < self.total:
             ready = self.compiled.left()
@@ -221,7 +221,7 @@ class Bar:
             self._printed = time.perf_counter()
 
     def break_silence(self, finished: threading.Event) -> None:
-        """Until `finished`: print the phase whenever nothing else was printed for `SILENCE` seconds."""
+        """Print the phase whenever nothing else was printed for `SILENCE` seconds, until `finished` is set."""
         while not finished.wait(max(SILENCE - self._silence(), 0.01)):
             if self._silence() >= SILENCE:
                 step, _, doing = self._clock.waiting()

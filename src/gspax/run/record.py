@@ -1,4 +1,4 @@
-"""The log files of a run: metrics as JSON lines and for TensorBoard, completions as JSON lines.
+"""Writes the log files of a run: metrics as JSON lines and for TensorBoard, completions as JSON lines.
 
 JSON has no NaN: a number that is not finite is written as the string "NaN", "Infinity" or "-Infinity", which `float`
 parses; `read_metrics` does so.
@@ -77,11 +77,11 @@ class Recorder:
                 self._events.close()
 
     def has(self, step: int, name: str) -> bool:
-        """Whether a metric of a step was recorded before this process. Collective."""
+        """Return whether a metric of a step was recorded before this process. Collective."""
         return multihost.gather(any(row["step"] == step and name in row for row in self._kept))[0]
 
     def largest(self, name: str) -> float:
-        """The largest value of a metric that was recorded before this process; 0 if there is none."""
+        """Return the largest value of a metric that was recorded before this process; 0 if there is none."""
         return max((row[name] for row in self._kept if name in row), default=0.0)
 
     def write_metrics(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
@@ -102,14 +102,14 @@ class Recorder:
             self._trackers.log(numbers, step)
 
     def measure_traffic(self) -> dict[str, float]:
-        """The requests of this process to buckets since the last call, as metrics; none of a local run."""
+        """Return this process's bucket requests since the last call, as metrics; {} for a local run."""
         if self._traffic is None:
             return {}
         before, self._traffic = self._traffic, objects.measure_traffic()
         return self._traffic.since(before, "bucket/")
 
     def flush(self) -> Callable[[], object]:
-        """Write what is buffered, for a save: a run that is killed has the metrics up to its checkpoint.
+        """Write buffered metrics, for a save: a run that is killed has the metrics up to its checkpoint.
 
         Returns:
           A function that waits until it is written.
@@ -125,7 +125,7 @@ class Recorder:
         return self._in_order(flush) if self._writes else lambda: None
 
     def _in_order(self, work: Callable[[], None]) -> Callable[[], object]:
-        """Do `work` now, for a bucket in the thread; a function that waits for it. Raises what it raised earlier."""
+        """Do `work` now, or for a bucket in the thread; return a function that waits for it. Raises earlier errors."""
         if self._thread is None:
             work()
             return lambda: None
@@ -146,7 +146,7 @@ class Recorder:
         self.write_samples_to(self._run.samples / f"step_{step:06d}.jsonl", rows)
 
     def write_failures(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
-        """Add to the completions of a step, or of the evaluation after it, for which the reward function failed."""
+        """Append the completions of a step, or of the evaluation after it, for which the reward function failed."""
         path = self._run.samples / f"failed_{step:06d}.jsonl"
         if self._writes:
             with self._warned(path):
@@ -161,7 +161,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _warned(self, path: Path) -> Iterator[None]:
-        """A full disk costs lines of a log, not the run: warn once until the file can be written again."""
+        """Turn a failed write into a warning, shown once until the file can be written again: the run goes on."""
         try:
             yield
         except OSError as error:
@@ -175,14 +175,14 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, `step` included; those that cannot be read are skipped as in `read_rows`."""
+    """Read the lines of metrics.jsonl, `step` included; unreadable lines are skipped as in `read_rows`."""
     rows, unreadable = _parse(path, _to_numbers)
     _warn_of_unreadable(path, unreadable)
     return rows
 
 
 def read_rows(path: Path) -> list[JsonObject]:
-    """The objects of a file of JSON lines. Others, such as the NULs that a power loss leaves, are skipped and counted.
+    """Read the objects of a file of JSON lines. Others, such as a power loss's NULs, are skipped and counted.
 
     An incomplete last line, left by a kill, is skipped without a warning.
     """
@@ -192,7 +192,7 @@ def read_rows(path: Path) -> list[JsonObject]:
 
 
 def read_completions(path: Path) -> list[JsonObject]:
-    """The completions of a file of samples, each with its reward as a float; rows of another kind are left out."""
+    """Read the completions of a file of samples, each with its reward as a float; rows of another kind are left out."""
     completions = []
     for row in read_rows(path):
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -203,7 +203,7 @@ def read_completions(path: Path) -> list[JsonObject]:
 
 
 def _parse(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[int]]:
-    """The parsed lines of a file, and the numbers of those for which `parse` raises. Blank lines are skipped."""
+    """Parse the lines of a file, and list the numbers of lines for which `parse` raises. Blank lines are skipped."""
     try:
         *lines, _incomplete = read_growing(path).decode(errors="replace").split("\n")
     except OSError as error:
@@ -239,7 +239,7 @@ def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
 
 
 def _open_events(folder: Path, first: int) -> EventFile | None:
-    """TensorBoard's scalars, imported for a run that writes them only; None without tensorboardX."""
+    """Open TensorBoard's event file, which imports tensorboardX only if needed; None without tensorboardX."""
     try:
         from gspax.run.trackers.tensorboard import EventFile
     except ImportError:
@@ -251,7 +251,7 @@ def _open_events(folder: Path, first: int) -> EventFile | None:
 def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
     """Delete the metrics and samples of step `first` and later ones, and warn of earlier metrics that are lost.
 
-    Returns the metrics that are kept.
+    Returns the earlier metrics.
     """
     kept = []
     if run.metrics.exists():
@@ -280,12 +280,12 @@ def _warn_of_gaps(path: Path, steps: set[float], first: int) -> None:
 
 
 def to_line(row: Mapping[str, object]) -> str:
-    """A row as a line of JSON."""
+    """Return a row as a line of JSON."""
     return json.dumps(_to_json(row), allow_nan=False) + "\n"
 
 
 def _to_json(value: object) -> object:
-    """Numbers that are not finite as strings, arrays as numbers or lists."""
+    """Convert numbers that are not finite to strings, and arrays to numbers or lists."""
     if isinstance(value, Mapping):
         return {str(name): _to_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Read from a run directory what its policy is: model and adapters, tokenizer, and where the parameters are."""
+"""Reads the policy of a run directory: model and adapters, tokenizer, and the path of the parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:
 
 
 def find_checkpoints(run: RunDir) -> Path:
-    """Find the checkpoints of the run; before its first save, those of its warm start. UserError if there are none."""
+    """Find the checkpoints of the run; before its first save, the warm start's. UserError if there are none."""
     if finished_steps(run.checkpoints):
         return run.checkpoints
     if run.newest.exists():

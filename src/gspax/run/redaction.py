@@ -1,4 +1,4 @@
-"""Command lines and environment variables as a run records them: settings, no secrets."""
+"""Hides secrets in command lines and environment variables before a run records them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HIDDEN = "<hidden>"
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line without the values that look like secrets, by their name or by themselves."""
+    """Return a command line with likely secrets hidden, recognized by name or by value."""
     shown, hides_next = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -51,7 +51,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that results depend on."""
+    """Return the environment variables that results depend on."""
     return {
         name: " ".join(redact_arguments(redact(value).split()))  # a value may hold options, as LIBTPU_INIT_ARGS does
         for name, value in sorted(variables.items())
@@ -60,7 +60,7 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the last part of a name, such as `reward.api_key`, suggests that its value is a secret."""
+    """Return whether the last part of a name, such as `reward.api_key`, suggests that its value is a secret."""
     last = name.rpartition(".")[2]
     words = WORDS.findall(TOKEN_ID.sub("", last))
     is_last = bool(words and LAST_WORDS.fullmatch(words[-1]))
@@ -68,7 +68,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """A text without what looks like a key, a token or the password of a URL, and without the values of such names."""
+    """Hide in a text likely keys, tokens and passwords of URLs, and the values of names that suggest a secret."""
     text, parts, end = OPTION.sub(_hide_next, SECRET_VALUES.sub(_hide, text)), [], 0
     for match in NAMES.finditer(text):
         if match.start() >= end and is_secret(match[1]):
@@ -79,7 +79,7 @@ def redact(text: str) -> str:
 
 
 def _takes_secret(option: str) -> bool:
-    """Whether the word after this one is a secret: after `--token`, and after the `-p` of many programs."""
+    """Return whether the next word is a secret: after `--token`, and after the `-p` of many programs."""
     return option == "-p" or (option.startswith("-") and "=" not in option and is_secret(option))
 
 

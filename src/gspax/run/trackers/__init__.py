@@ -1,4 +1,4 @@
-"""Experiment trackers: where the metrics of a run go besides its directory.
+"""Sends the metrics of a run to experiment trackers, in addition to its directory.
 
 Each tracker has a thread and a bounded queue, so a tracker that is slow, broken, or offline costs its own metrics and
 never a step of the run: there is one warning. Only `tensorboard` writes in the caller's thread (`run.record`): event
@@ -46,11 +46,11 @@ class Tracker(Protocol):
         """Record metrics of a step. After a run went back, or was killed, a step may come again."""
 
     def finish(self, report: Path | None) -> None:
-        """End, with report.html if the run is complete."""
+        """Finish the tracker's run, with report.html if the run is complete."""
 
 
 def check(names: Sequence[str]) -> None:
-    """UserError unless the trackers are known and their packages are installed."""
+    """Raise UserError unless the trackers are known and their packages are installed."""
     for name in names:
         if name not in NAMES:
             raise UserError(f"--report-to: wanted some of {', '.join(NAMES)}, or none, got {name!r}")
@@ -59,10 +59,10 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run but `tensorboard`. No method raises or waits, except `finish`, for a bounded time."""
+    """The trackers of a run except `tensorboard`. No method raises or waits, except `finish`, for a bounded time."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Name them; nothing is imported yet."""
+        """Store the names; nothing is imported yet."""
         self.names = tuple(names)
         self._workers: list[_Worker] = []
 
@@ -84,7 +84,7 @@ class Trackers:
         self._put("log", dict(metrics), step)
 
     def finish(self, report: Path | None = None) -> None:
-        """End the trackers, with the report if there is one. Later calls do nothing."""
+        """Finish the trackers, with the report if there is one. Later calls do nothing."""
         self._put("finish", report)
         deadline, ended, self._workers = time.monotonic() + PATIENCE, self._workers, []
         for worker in ended:
@@ -96,7 +96,7 @@ class Trackers:
 
 
 class _Worker:
-    """The thread of one tracker, and the calls that wait for it."""
+    """The thread of one tracker, and its queue of calls."""
 
     def __init__(self, name: str) -> None:
         self._name, self._warned = name, False
@@ -145,7 +145,7 @@ class _Worker:
 
 
 def _read_id(run: RunDir) -> str:
-    """The id of a run directory for its trackers, written at its first use."""
+    """Read the id of a run directory for its trackers; it is written at its first use."""
     try:
         return run.tracker_id.read_text(encoding="utf-8").strip()
     except OSError:
@@ -155,5 +155,5 @@ def _read_id(run: RunDir) -> str:
 
 
 def _public(key: str, value: object) -> object:
-    """A setting without what looks like a secret."""
+    """Return a setting with likely secrets hidden."""
     return HIDDEN if is_secret(key) else redact(value) if isinstance(value, str) else value

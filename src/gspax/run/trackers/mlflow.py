@@ -1,4 +1,4 @@
-"""MLflow: the server or the folder of MLFLOW_TRACKING_URI, the experiment MLFLOW_EXPERIMENT_NAME (default: gspax)."""
+"""Logs to MLflow: MLFLOW_TRACKING_URI's server or folder, the experiment MLFLOW_EXPERIMENT_NAME (default: gspax)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tracker:
     """A run with the tag `gspax_id`, by which it is found again: MLflow chooses the ids of runs itself."""
 
     def start(self, config: Mapping[str, object], name: str, id: str) -> None:
-        """Begin the run with the settings as parameters, or continue it with those that it began with."""
+        """Begin the run with the settings as parameters, or continue it with its first settings."""
         client, title = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", "gspax")
         known = client.get_experiment_by_name(title)
         place = client.create_experiment(title) if known is None else known.experiment_id

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory, written in the caller's thread like the run's other logs."""
+"""Writes TensorBoard's event files to the run directory, in the caller's thread like the run's other logs."""
 
 import math
 import struct
@@ -35,6 +35,6 @@ class EventFile:
 
 
 def _encode(**fields: object) -> bytes:
-    """The TFRecord of an event."""
+    """Encode an event as a TFRecord."""
     data = Event(wall_time=time.time(), **fields).SerializeToString()
     return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (struct.pack("<Q", len(data)), data))

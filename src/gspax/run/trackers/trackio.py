@@ -1,4 +1,4 @@
-"""Trackio: a local dashboard, or a Space with TRACKIO_SPACE_ID."""
+"""Logs to Trackio: a local dashboard, or a Space with TRACKIO_SPACE_ID."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tracker:
         self._run.log(dict(metrics), step=step)
 
     def finish(self, report: Path | None) -> None:
-        """Write what is left, and the report as a page at the last step."""
+        """Write the remaining metrics, and the report as a page at the last step."""
         if report is not None:
             self._run.log({"report": trackio.Html(report.read_text(encoding="utf-8"))}, step=self._last)
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_PROJECT, WANDB_ENTITY, and WANDB_MODE=offline are read as in any of its programs."""
+"""Logs to Weights & Biases. WANDB_PROJECT, WANDB_ENTITY, and WANDB_MODE=offline are read as in any of its programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import wandb
 
 
 class Tracker:
-    """A run of the project WANDB_PROJECT (default: gspax), whose id is that of the gspax run."""
+    """A run of the project WANDB_PROJECT (default: gspax), with the id of the gspax run."""
 
     def start(self, config: Mapping[str, object], name: str, id: str) -> None:
         """Begin the run, or continue it. RuntimeError without a key, for which wandb would ask the terminal."""
@@ -29,11 +29,11 @@ class Tracker:
         self._run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back, as a run can
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics with their step as a metric of its own."""
+        """Record metrics, with their step as a separate metric."""
         self._run.log({**metrics, "step": step})
 
     def finish(self, report: Path | None) -> None:
-        """Upload what is left, and the report as a panel."""
+        """Upload the remaining metrics, and the report as a panel."""
         if report is not None:
             self._run.log({"report": wandb.Html(report.read_text(encoding="utf-8"), data_is_not_path=True)})
         self._run.finish()
