@@ -1,1 +1,1 @@
-"""Paths of the file system and of buckets, and the objects of a bucket."""
+"""Handles paths of the file system and of buckets, and the objects of a bucket."""

@@ -1,4 +1,4 @@
-"""The places that hold a run's files: the file system, or a bucket. `open_storage(path)` returns that of a path."""
+"""Reads and changes a run's files in the file system or in a bucket; `open_storage(path)` chooses by the path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspax.storage.paths import is_bucket
 
 
 class Storage(Protocol):
-    """Reads and changes whole files and folders. OSError for what fails."""
+    """An interface that reads and changes whole files and folders. OSError if an operation fails."""
 
     has_folders: bool  # a folder can exist without files, and can stand where a file should be
     readers: int  # threads that read files at once
@@ -42,7 +42,7 @@ class Local:
     has_folders, readers = True, 8  # hashlib releases the GIL
 
     def write(self, path: Path, data: bytes, *, private: bool) -> None:
-        """Survive a kill or a power loss: the content is on the disk before it gets its name."""
+        """Write a file that survives a kill or a power loss: the content is on the disk before it gets its name."""
         temporary = path.with_name(path.name + ".tmp")
         try:
             with naming(path), temporary.open("wb") as file:

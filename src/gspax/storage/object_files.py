@@ -1,4 +1,4 @@
-"""The file system that `etils.epath` finds for gs://, in gspax and in Orbax: fsspec's interface to `objects`."""
+"""Implements fsspec's interface on `objects`: the file system that `etils.epath` finds for gs://, also in Orbax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Objects(fsspec.AbstractFileSystem):
     protocol = ("gs", "gcs")
 
     def _kind(self, path: str) -> str | None:
-        """What is there: an object, others below it, or nothing. OSError if the bucket does not answer."""
+        """Return "file" for an object, "directory" if others lie below it, else None. OSError if the bucket fails."""
         store, key = objects.locate(self._strip_protocol(path))
         if key and objects.list_names(store, key, f"{key}\0", path):
             return "file"

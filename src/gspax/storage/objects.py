@@ -1,4 +1,4 @@
-"""The objects of a bucket, with what files do not have: a generation, on whose condition they are written.
+"""Reads and writes the objects of a bucket, conditional on a generation, which files do not have.
 
 tensorstore, whose driver writes the arrays of a checkpoint, reads and writes all other objects, too. So a run has one
 client, one set of credentials and one policy of retries. gcsfs would be a second one: of conditional writes it has only
@@ -29,14 +29,14 @@ RETRIES = {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}  # of 429
 
 
 def read_object(path: Path) -> tuple[bytes | None, bytes]:
-    """The content of an object, None if there is none, and its generation for `write_if`."""
+    """Read the content of an object, None if there is none, and its generation for `write_if`."""
     store, key = locate(path)
     read = result(store.read(key), path)
     return (read.value if read.state == "value" else None), read.stamp.generation
 
 
 def read_ranges(path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
-    """Parts of an object, each a first byte and a length, requested together; None if it is too short for one."""
+    """Read parts of an object, each a first byte and a length, requested together; None if it is too short for one."""
     store, key = locate(path)
     asked = [store.read(key, byte_range=slice(start, start + length)) for start, length in ranges if length]
     try:
@@ -49,12 +49,12 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]]) -> list[bytes] | 
 
 
 def ends_at(path: Path, size: int) -> bool:
-    """Whether an object has exactly `size` bytes. tensorstore does not say how many it has."""
+    """Return whether an object has exactly `size` bytes; tensorstore does not report the size."""
     return read_ranges(path, [(size - 1, 1)]) is not None and read_ranges(path, [(size, 1)]) is None
 
 
 def write_if(path: Path, content: bytes | None, generation: bytes) -> bytes | None:
-    """Replace an object, or delete it for None, if it still has this generation: its new one, None if it has not.
+    """Replace an object, or delete it for None, if it has this generation; return the new generation, else None.
 
     A content must be unlike earlier ones of the object: where the answer to a write is lost, the write is repeated
     and refused, and its content shows that it was done.
@@ -70,14 +70,14 @@ def write_if(path: Path, content: bytes | None, generation: bytes) -> bytes | No
 
 
 def require_bucket(folder: Path) -> None:
-    """OSError if nothing can be written to a bucket. Of one that is gone, tensorstore reads that it is empty."""
+    """Raise OSError if nothing can be written to a bucket. A deleted bucket looks empty to tensorstore's reads."""
     store, key = locate(folder / f"{secrets.token_hex(8)}.probe.tmp")
     result(store.write(key, b"1"), folder)
     result(store.write(key, None), folder)
 
 
 def list_files(folder: Path) -> list[str]:
-    """The names of all objects below a folder, relative to it, in order."""
+    """List the names of all objects below a folder, relative to it, in order."""
     store, key = locate(folder)
     names = list_names(store, f"{key}/", f"{key}0", folder)
     return [name.removeprefix(f"{key}/") for name in names if not name.endswith("/")]
@@ -91,7 +91,7 @@ def delete_folder(folder: Path) -> None:
 
 
 class Traffic(NamedTuple):
-    """The requests of this process to all buckets since it started, those of Orbax included."""
+    """The requests of this process to all buckets since it started, Orbax's included."""
 
     requests: int  # with the repeated ones
     repeated: int  # because the answer was 429 or 5xx, was cut short, or did not come
@@ -99,7 +99,7 @@ class Traffic(NamedTuple):
     written_bytes: int
 
     def since(self, before: Traffic, prefix: str) -> dict[str, float]:
-        """The differences as metrics."""
+        """Return the differences to an earlier measurement as metrics."""
         pairs = zip(self._fields, self, before, strict=True)
         return {f"{prefix}{name}": float(now - earlier) for name, now, earlier in pairs}
 
@@ -115,13 +115,13 @@ def measure_traffic() -> Traffic:
 
 
 class Repeats:
-    """The requests of this process that are sent again: a line on stderr, at most one in `QUIET` seconds."""
+    """A counter of repeated requests of this process: a line on stderr, at most one in `QUIET` seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._seen, self._due = folder, measure_traffic().repeated, time.monotonic()
 
     def warn(self) -> None:
-        """Name those since the last line, if there are any."""
+        """Print the number of repeated requests since the last line, if there are any."""
         repeated, now = measure_traffic().repeated, time.monotonic()
         if repeated > self._seen and now >= self._due:
             count = repeated - self._seen
@@ -138,13 +138,13 @@ def _open_store(bucket: str) -> tensorstore.KvStore:
 
 
 def locate(path: Path | str) -> tuple[tensorstore.KvStore, str]:
-    """The store of a path's bucket, and the path in it."""
+    """Return the store of a path's bucket, and the path in it."""
     bucket, _, key = str(path).removeprefix(SCHEME).strip("/").partition("/")
     return _open_store(bucket), key
 
 
 def list_names(store: tensorstore.KvStore, first: str, end: str, path: Path | str) -> list[str]:
-    """The names from `first` up to but without `end`, in order. A server may ignore the bounds: an emulator does."""
+    """List the names from `first` up to but without `end`, in order. A server may ignore the bounds: emulators do."""
     import tensorstore
 
     names: list[bytes] = result(store.list(tensorstore.KvStore.KeyRange(first, end)), path)
@@ -152,7 +152,7 @@ def list_names(store: tensorstore.KvStore, first: str, end: str, path: Path | st
 
 
 def result(future: Any, path: Path | str) -> Any:
-    """The result of a request. OSError if it fails, after it was repeated where that may help."""
+    """Return the result of a request. OSError if it fails, after it was repeated where that may help."""
     try:
         return future.result()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Paths that may be in a bucket: `gs://bucket/run` is a path of `etils.epath`, with pathlib's methods, as in Orbax.
+"""Parses paths that may be in a bucket: `gs://bucket/run` becomes an `etils.epath` path, with pathlib's methods.
 
 Imports tensorstore for a bucket only, so that `--help` of subcommands that take a path answers at once.
 """
@@ -27,7 +27,7 @@ OLDEST = {"orbax-checkpoint": (0, 12, 5), "tensorstore": (0, 1, 84)}  # the firs
 
 
 def to_path(text: str | os.PathLike[str]) -> Path:
-    """A path of the file system, or for `gs://BUCKET/NAME` of a bucket, with the same methods.
+    """Return a path of the file system, or for `gs://BUCKET/NAME` a path of a bucket, with the same methods.
 
     UserError for any other URL.
     """
@@ -46,25 +46,25 @@ def to_path(text: str | os.PathLike[str]) -> Path:
 
 
 def is_bucket(path: str | Path) -> bool:
-    """Whether a path is of a bucket."""
+    """Return whether a path is in a bucket."""
     return str(path).startswith(SCHEME)
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """A file to read. OSError for a pipe or a device, which could be waited for, or read, for ever."""
+    """Open a file to read. OSError for a pipe or a device, which could be waited for, or read, for ever."""
     if not is_bucket(path) and path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device", str(path))
     return cast(io.BufferedReader, path.open("rb"))
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file. OSError as `open_file`."""
+    """Read the content of a file. OSError as `open_file`."""
     with open_file(path) as file:
         return file.read()
 
 
 def require_usable(path: Path) -> None:
-    """UserError if this process cannot write to the bucket of a path: it writes an object there and deletes it."""
+    """Raise UserError if this process cannot write to a path's bucket: it writes an object there and deletes it."""
     for package, oldest in OLDEST.items():
         with contextlib.suppress(metadata.PackageNotFoundError):
             version = metadata.version(package)
