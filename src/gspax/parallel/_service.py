@@ -1,4 +1,4 @@
-"""jax's coordination service in a process of its own, started by process 0.
+"""Runs jax's coordination service in a separate process, started by process 0.
 
 jax runs it in process 0, and then the C++ client of every other process aborts as soon as process 0 is killed, before
 Python can say why. Here it outlives process 0 by `GRACE` seconds, in which the others notice the loss (`connections`)
@@ -24,7 +24,7 @@ READY, ORDERLY = b"ready\n", b"orderly\n"
 
 
 def start(address: str, count: int) -> Callable[[], None]:
-    """Start the service for `count` processes at an address to listen on; a function to call before an orderly exit.
+    """Start the service for `count` processes at `address`; return a function to call before an orderly exit.
 
     Raises:
       UserError: it cannot listen there.
@@ -47,14 +47,14 @@ def start(address: str, count: int) -> Callable[[], None]:
 
 
 def _announce_end(process: subprocess.Popen[bytes]) -> None:
-    """The pipe stays open until this process is gone: jax's shutdown, which comes later, needs the service."""
+    """Announce an orderly end. The pipe stays open until this process exits: jax's later shutdown needs the service."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.write(ORDERLY)
 
 
 def _serve() -> None:
-    """The main function of the process: serve until process 0 is gone."""
+    """Serve until process 0 is gone: the main function of the process."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # process 0 receives them too, and decides
         signal.signal(signum, signal.SIG_IGN)
     answer, service = os.dup(1), None

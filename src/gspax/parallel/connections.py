@@ -1,4 +1,4 @@
-"""The connections between the processes of a run: authenticated channels, and what travels over them.
+"""Connects the processes of a run with authenticated channels, and exchanges values over them.
 
 Both ends of a channel hold the run's secret. Each sends a nonce, then a proof: an HMAC-SHA256, keyed by the secret, of
 its role and both nonces, so the secret never travels and nothing recorded earlier is of use. Every message after that
@@ -39,11 +39,11 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_NODEL
 
 
 class SecretError(MessageError):
-    """The other end has another secret."""
+    """Raised if the other end has another secret."""
 
 
 class Channel:
-    """Messages of a kind (0 to 255) and bytes, in order. One thread may receive while others send."""
+    """An ordered channel of messages, each a kind (0 to 255) and bytes. One thread may receive while others send."""
 
     def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool) -> None:
         self.connection = connection
@@ -67,7 +67,7 @@ class Channel:
             self.connection.sendall(head + mac + content)
 
     def receive(self, limit: int, deadline: float | None = None) -> tuple[int, bytes]:
-        """The next message.
+        """Receive the next message.
 
         Raises:
           OSError: the connection is lost, or `deadline` (of `time.monotonic`) has passed.
@@ -85,7 +85,7 @@ class Channel:
         return head[0], content
 
     def wait_without_deadline(self) -> None:
-        """From now on block until something arrives. Call before threads share the channel."""
+        """Block from now on until something arrives. Call before threads share the channel."""
         self.connection.settimeout(None)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Channel:
 
 
 def accept(connection: socket.socket, secret: bytes) -> Channel:
-    """The server's side of the handshake.
+    """Run the server's side of the handshake.
 
     Raises:
       OSError: the connection was lost or too slow.
@@ -113,7 +113,7 @@ def accept(connection: socket.socket, secret: bytes) -> Channel:
 
 
 def connect(connection: socket.socket, secret: bytes) -> Channel:
-    """The client's side; raises as `accept`."""
+    """Run the client's side of the handshake; raises as `accept`."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT
     connection.settimeout(HANDSHAKE_TIMEOUT)
     ours = secrets.token_bytes(NONCE)
@@ -127,7 +127,7 @@ def connect(connection: socket.socket, secret: bytes) -> Channel:
 
 
 def receive_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes:
-    """The next `size` bytes. OSError if the connection ends first, or `deadline` passes."""
+    """Receive the next `size` bytes. OSError if the connection ends first, or `deadline` passes."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
@@ -149,7 +149,7 @@ def _receive_nonce(connection: socket.socket, deadline: float) -> bytes:
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256. All parts but the last have a fixed length, so the boundaries between them are unambiguous."""
+    """Compute HMAC-SHA256. All parts but the last have a fixed length, so their boundaries are unambiguous."""
     digest = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         digest.update(part)
@@ -172,15 +172,15 @@ class Connections:
         self._index, self._count, self._channels = index, count, channels
         self._received: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in channels}
         self._announced: dict[int, int] = {}  # exit codes of processes that are about to exit
-        self._announced_at = 0.0  # when this process did so
+        self._announced_at = 0.0  # the time of this process's announcement
         self._all_leave = threading.Event()
         for peer in channels:
             threading.Thread(target=self._read, args=(peer,), name=f"gspax_connection_{peer}", daemon=True).start()
 
     def exchange(self, value: object) -> list[Any]:
-        """The values that the processes pass to this call, in their order. All processes call it in the same order.
+        """Return the values that all processes pass to this call, in process order. All call it in the same order.
 
-        TypeError, in every process that passes one, for a value that cannot be sent (`wire.encode`).
+        TypeError for a value that cannot be sent (`wire.encode`), in every process that passes such a value.
         """
         own = wire.encode(value)  # also in process 0: it must not wait for others that raise here
         if self._index:
@@ -192,7 +192,7 @@ class Connections:
         return wire.decode(encoded)
 
     def leave(self, code: int) -> bool:
-        """Announce that this process is about to exit, and wait for the others; whether all of them are.
+        """Announce that this process is about to exit, and wait for the others; return whether all of them are.
 
         With code 0 nobody waits here: jax's own shutdown does. A second call changes nothing.
         """
@@ -205,7 +205,7 @@ class Connections:
         return code == 0 or self._all_leave.wait(LEAVE_TIMEOUT)
 
     def _read(self, peer: int) -> None:
-        """Handle what another process sends, until the connection is lost."""
+        """Handle the messages of another process until the connection is lost."""
         try:
             while True:
                 kind, encoded = self._channels[peer].receive(LIMIT)
@@ -239,18 +239,18 @@ class Connections:
                 timer.start()
 
     def _check_all_leave(self) -> None:
-        """On process 0: once all processes have announced that they leave, tell them."""
+        """Tell all processes, on process 0, once every process has announced its exit."""
         if self._index == 0 and len(self._announced) == self._count:
             self._tell(ALL_LEAVE, None)
             self._all_leave.set()
 
     def _end_if_alone(self, sentence: str) -> None:
-        """End because another process has failed, unless this one is about to exit itself."""
+        """End this process because another one failed, unless this one is about to exit."""
         if self._index not in self._announced:
             self._end(sentence)
 
     def _end_if_cause(self, sentence: str) -> None:
-        """End because another process is gone, unless this one has a reason of its own to exit."""
+        """End this process because another one is gone, unless this one exits for an unrelated reason."""
         code = self._announced.get(self._index)
         follows = code == 1 and time.monotonic() - self._announced_at < CAUSE_TIMEOUT
         if code is None or follows:
@@ -264,7 +264,7 @@ class Connections:
         end_process(f"processes: {sentence}", 1, first=tell)
 
     def _tell(self, kind: int, content: object) -> None:
-        """Send to all others, as far as they can be reached."""
+        """Send a message to all reachable processes."""
         encoded = wire.encode(content)
         for channel in self._channels.values():
             with contextlib.suppress(OSError):
@@ -272,12 +272,12 @@ class Connections:
 
 
 def start(index: int, count: int, channels: dict[int, Channel]) -> Connections:
-    """Make these the connections of this process."""
+    """Start the connections of this process."""
     global _current
     _current = Connections(index, count, channels)
     return _current
 
 
 def current() -> Connections | None:
-    """The connections of this process; None if it runs alone."""
+    """Return the connections of this process; None if it runs alone."""
     return _current

@@ -1,4 +1,4 @@
-"""Joining the processes of one run: find them, check that all have the same experiment, connect them, leave.
+"""Joins the processes of one run: finds them, checks that all have the same experiment, connects them.
 
 A run on several hosts is the same command on each of them. The processes find each other by
 
@@ -12,7 +12,7 @@ Before jax connects the processes, `join` holds a rendezvous on the coordinator'
 process 0, which authenticates them, compares their fingerprints, names the ones that are missing, and sends all the
 outcome. It accepts many connections at a time, each in a thread with a deadline of its own. One that does not complete
 the handshake or sends no valid message is dropped and named in a warning; it neither ends nor delays the rendezvous.
-The connections are kept for the run (`connections`).
+The connections stay open for the run (`connections`).
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ POLL = 0.05  # seconds
 MESSAGE, OUTCOME = 1, 2  # kinds
 
 Fingerprint = Mapping[str, object]  # what must be equal on all processes: JSON
-Compare = Callable[[Fingerprint, Fingerprint], Sequence[str]]  # how two of them differ, a sentence each
+Compare = Callable[[Fingerprint, Fingerprint], Sequence[str]]  # two fingerprints -> a sentence per difference
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Process `index` of `count`; process 0 is the coordinator, at `address`."""
+    """The identity of a process: `index` of `count`; process 0 is the coordinator, at `address`."""
 
     address: str  # HOST:PORT
     count: int
@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
 def rendezvous(
     info: ProcessInfo, fingerprint: Fingerprint, compare: Compare, timeout: float, secret: bytes
 ) -> dict[int, Channel]:
-    """The connections of this process, by the other end's index: process 0 has one to each, the others one to it.
+    """Connect the processes; return the channels by the other end's index: from process 0 to each, from others to it.
 
     Raises:
       UserError: on every process, if the fingerprints or process counts differ, or process 0 cannot listen.
@@ -137,7 +137,7 @@ class _Reception:
             self.slots.release()
 
     def warn(self, host: str, reason: str) -> None:
-        """Once for each host and reason, and a limited number of times: anybody may connect."""
+        """Warn once for each host and reason, and a limited number of times: anybody may connect."""
         if (host, reason) not in self.warned and len(self.warned) < WARNINGS:
             self.warned.add((host, reason))
             warn(f"processes: dropped a connection from {host}: {reason}")
@@ -146,7 +146,7 @@ class _Reception:
 def _coordinate(
     info: ProcessInfo, own: Message, compare: Compare, timeout: float, secret: bytes
 ) -> tuple[Outcome, dict[int, Channel]]:
-    """Process 0's side of the rendezvous, which ends at the first error in the numbers of the processes."""
+    """Run process 0's side of the rendezvous, which ends at the first error in the numbers of the processes."""
     began = time.monotonic()
     messages = {0: own}
     channels: list[tuple[int, Channel]] = []
@@ -189,7 +189,7 @@ def _accept(server: socket.socket, reception: _Reception) -> None:
 
 
 def _parse(content: bytes, **kinds: type) -> dict[str, Any]:
-    """The dict in a message, with fields of these types and no others."""
+    """Parse the dict in a message, with fields of these types and no others."""
     fields = wire.decode(content)
     if type(fields) is not dict or {name: type(value) for name, value in fields.items()} != kinds:
         raise MessageError("it sent no message of a process")
@@ -197,7 +197,7 @@ def _parse(content: bytes, **kinds: type) -> dict[str, Any]:
 
 
 def _listen(info: ProcessInfo, timeout: float) -> socket.socket:
-    """A socket that listens on the coordinator's address if this host has it, else on all of its interfaces."""
+    """Open a socket that listens on the coordinator's address if this host has it, else on all of its interfaces."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -218,7 +218,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def bind_host(host: str) -> str:
-    """The address to listen on: the coordinator's if it is an address of this host; "" for all interfaces.
+    """Return the address to listen on: the coordinator's if it is an address of this host; "" for all interfaces.
 
     A name is not resolved: on its own host it may mean a loopback address.
     """
@@ -278,7 +278,7 @@ def _report_to_coordinator(
 def find_process(
     address: str | None = None, count: int | None = None, index: int | None = None, timeout: float = JOIN_TIMEOUT
 ) -> ProcessInfo | None:
-    """This process by the arguments, the variables or the platform, in this order; None if it runs alone.
+    """Identify this process by the arguments, the variables or the platform, in this order; None if it runs alone.
 
     Raises:
       UserError: the arguments and variables are incomplete or invalid, or the platform cannot be queried.
@@ -317,7 +317,7 @@ def _read_variable(name: str) -> int | None:
 
 
 def _detect_process(timeout: float) -> ProcessInfo | None:
-    """This process as the platform reports it, through the classes that `jax.distributed.initialize` uses."""
+    """Identify this process by the platform, through the classes that `jax.distributed.initialize` uses."""
     cluster = next((kind for kind in unstable.cluster_types() if _is_present(kind)), None)
     if cluster is None or cluster.get_process_count() == 1:
         return None
@@ -346,10 +346,10 @@ def join(
 
     Args:
       info: this process, from `find_process`; None joins nothing.
-      fingerprint: what must be equal on all processes.
-      compare: process 0's fingerprint and another one's -> how they differ, a sentence each.
+      fingerprint: the JSON values that must be equal on all processes.
+      compare: process 0's fingerprint and another one's -> a sentence per difference.
       timeout: seconds until all processes must have joined.
-      secret: of the run, the same on all processes; a process with another one cannot join (see `secret`).
+      secret: the run's secret, the same on all processes; a process with another one cannot join (see `secret`).
 
     Raises:
       UserError: on every process, if the fingerprints or process counts differ.
@@ -374,7 +374,7 @@ def join(
 
 
 def _service_address(info: ProcessInfo) -> str:
-    """Where jax's coordination service listens."""
+    """Return the address where jax's coordination service listens."""
     host = bind_host(info.host) or "::"
     return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"{f'[{host}]' if ':' in host else host}:{info.port}"
 
@@ -384,7 +384,7 @@ def _leave_at_exit() -> None:
 
 
 def leave(code: int) -> None:
-    """Call before a process ends with this exit code. A process that fails alone is ended here.
+    """Announce the exit of this process with a code, before it ends. A process that fails alone is ended here.
 
     An orderly shutdown of jax's service needs all processes: a failing one would wait for processes that wait for it.
     If all of them fail within `connections.LEAVE_TIMEOUT` seconds, each ends normally.

@@ -1,4 +1,4 @@
-"""Host-side exchange between the processes of a run, and which rows of an array each process holds.
+"""Exchanges host-side values between the processes of a run, and tells which rows of an array each process holds.
 
 Every process runs the same loop over the same global arrays, including those on devices of other processes only. Work
 on the host (tokenizing, rewards) is done by each process for the rows on its own devices; results and errors are then
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 def gather(value: T) -> list[T]:
-    """The values of all processes, in their order, on all of them.
+    """Gather the values of all processes, in their order, on all of them.
 
-    They travel over the processes' own connections (`connections`), as plain types and arrays (`wire`): no device is
-    involved, so this does not wait for running computations.
+    Values travel over `connections`, as plain types and arrays (`wire`): no device is involved, so this does not wait
+    for running computations.
 
     Raises:
       UserError: the processes did not join through `joining.join`.
@@ -42,7 +42,7 @@ def gather(value: T) -> list[T]:
 
 
 def all_or_raise(work: Callable[[], T]) -> T:
-    """`work()` of this process, once it has succeeded on every process.
+    """Return this process's `work()`, once it has succeeded on every process.
 
     Raises:
       UserError: it failed on another process by its input; the process on which it failed raises its own exception.
@@ -64,7 +64,7 @@ def all_or_raise(work: Callable[[], T]) -> T:
 
 
 def gather_rows(entries: Sequence[T | None]) -> list[T]:
-    """The complete list, of which each process has some entries and None for the others.
+    """Gather a complete list from processes that each have some entries and None for the others.
 
     If several processes have an entry, the first process's counts.
     """
@@ -75,16 +75,16 @@ def gather_rows(entries: Sequence[T | None]) -> list[T]:
 
 
 def warn_from_primary(sentence: str) -> None:
-    """Warn the user once: on process 0."""
+    """Warn the user once, on process 0."""
     if jax.process_index() == 0:
         warn(sentence)
 
 
 def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding, *, group: int = 1) -> list[T | None]:
-    """`make(id)` for the ids with a row on this process's devices, else None.
+    """Return `make(id)` for the ids with a row on this process's devices, else None.
 
     Args:
-      sharding: of an array in which each id has `group` adjacent rows.
+      sharding: the sharding of an array in which each id has `group` adjacent rows.
     """
     rows = group * len(ids)
     indices = sharding.addressable_devices_indices_map((rows,)).values()
@@ -93,7 +93,7 @@ def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding,
 
 
 def owned_rows(array: Array | np.ndarray) -> dict[int, np.ndarray]:
-    """Rows of an array by number: each row belongs to exactly one process, even where several hold a replica."""
+    """Return rows of an array by number: each row belongs to exactly one process, even where several hold a replica."""
     if not isinstance(array, jax.Array):
         return dict(enumerate(array))
     rows: dict[int, np.ndarray] = {}
@@ -105,7 +105,7 @@ def owned_rows(array: Array | np.ndarray) -> dict[int, np.ndarray]:
 
 
 def to_devices(tree: PyTree, sharding: Sharding) -> PyTree:
-    """numpy arrays as global arrays; each process reads only the rows of its own devices."""
+    """Convert numpy arrays to global arrays; each process reads only the rows of its devices."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: _make_array(np.asarray(x), sharding), tree)
@@ -117,7 +117,7 @@ def _make_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Every array of a tree in full, as numpy, on every process."""
+    """Fetch every array of a tree in full, as numpy, on every process."""
     leaves, structure = jax.tree.flatten(tree)
     if jax.process_count() == 1:
         leaves = jax.device_get(leaves)
@@ -132,7 +132,7 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def key_to_host(key: jax.Array) -> jax.Array:
-    """A typed PRNG key as every process may use it: in computations of its own, and on any mesh.
+    """Return a typed PRNG key that every process may use in local computations, and on any mesh.
 
     A process without devices of the key's mesh must not compute with the key itself.
     """
@@ -140,12 +140,12 @@ def key_to_host(key: jax.Array) -> jax.Array:
 
 
 def _is_partial(leaf: PyTree) -> bool:
-    """Whether each process that holds an array holds only some of its shards."""
+    """Return whether each process that holds an array holds only some of its shards."""
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
 def _read_everywhere(leaves: list[PyTree]) -> list[PyTree]:
-    """Arrays as numpy that some processes hold in full and the others not at all; the first holder sends its copy."""
+    """Return numpy arrays that some processes hold in full, others not at all; the first holder sends its copy."""
     holders = [_holders(leaf) for leaf in leaves]
     here = [jax.process_index() in processes for processes in holders]
     arrays = jax.device_get([leaf if held else None for leaf, held in zip(leaves, here, strict=True)])
@@ -159,19 +159,19 @@ def _read_everywhere(leaves: list[PyTree]) -> list[PyTree]:
 
 
 def _holders(leaf: PyTree) -> set[int]:
-    """The processes that hold an array; every process has its own copy of what is on no mesh."""
+    """Return the processes that hold an array; every process holds a copy of values on no mesh."""
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
         return process_indices(cast(Mesh, leaf.sharding.mesh))
     return set(range(jax.process_count()))
 
 
 def process_indices(mesh: Mesh) -> set[int]:
-    """The processes with devices in a mesh."""
+    """Return the processes with devices in a mesh."""
     return {device.process_index for device in mesh.devices.flat}
 
 
 def remote_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array that lies on devices of other processes only."""
+    """Return an array that lies on devices of other processes only."""
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 

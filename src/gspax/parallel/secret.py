@@ -1,4 +1,4 @@
-"""The secret of a run, by which its processes recognize each other.
+"""Reads and makes the secret of a run, by which its processes recognize each other.
 
 It is the content of a file, `--secret-file FILE` or GSPAX_SECRET_FILE, or the variable GSPAX_SECRET, and the same
 on all processes. `gspax launch` and the scripts in `tpu/` make one; by hand: `openssl rand -hex 32 > FILE`.
@@ -19,7 +19,7 @@ LEAST, MOST = 16, 4096  # bytes
 
 
 def read_secret(host: str, file: str | None, variables: MutableMapping[str, str]) -> bytes:
-    """The secret of a run whose coordinator is `host`. GSPAX_SECRET is removed from `variables`.
+    """Read the secret of a run whose coordinator is `host`. GSPAX_SECRET is removed from `variables`.
 
     Raises:
       UserError: there is none and `host` is not a loopback address, the file cannot be read, or it is too short.
@@ -41,12 +41,12 @@ def read_secret(host: str, file: str | None, variables: MutableMapping[str, str]
 
 
 def new_secret() -> str:
-    """A random secret of 256 bits, hexadecimal."""
+    """Generate a random secret of 256 bits, hexadecimal."""
     return secrets.token_hex(32)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name other than localhost may be that of any host."""
+    """Return whether only this machine reaches an address. A name other than localhost may belong to any host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

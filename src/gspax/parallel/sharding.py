@@ -1,4 +1,4 @@
-"""One device mesh, and one table from the logical axes of all arrays to its axes. One device is a mesh of size 1."""
+"""Defines one device mesh, and one table from the logical axes of all arrays to its axes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BREAK_EVEN_TOKENS = 4096  # per device and pass: a pass rarely has more tokens, 
 
 
 def spec(*axes: str, rules: Rules = RULES) -> PartitionSpec:
-    """The mesh axes of an array with these logical axes.
+    """Return the mesh axes of an array with these logical axes.
 
     UserError for an axis that is not in the table (rather than silent replication), and for two logical axes that use
     the same mesh axis.
@@ -68,14 +68,14 @@ def spec(*axes: str, rules: Rules = RULES) -> PartitionSpec:
 
 
 def token_spec(mesh: jax.sharding.Mesh, rows: int, length: int) -> PartitionSpec:
-    """The spec of `[rows, length, ...]`: time is sharded where `context` divides it; for one position, the rows are."""
+    """Return the spec of `[rows, length, ...]`: time is sharded where `context` divides it, or rows if length is 1."""
     if length % mesh.shape["context"] == 0:
         return PartitionSpec(own_axes(mesh, "batch"), mesh_axes("time"))
     return PartitionSpec(own_axes(mesh, sample_axis(mesh, rows) if length == 1 else "batch"))
 
 
 def sample_axis(mesh: jax.sharding.Mesh, rows: int) -> str:
-    """The logical axis of this number of rows in decoding: "sample" if it divides them, else "batch"."""
+    """Return the logical axis of this number of rows in decoding: "sample" if it divides them, else "batch"."""
     return "batch" if rows % (batch_shards(mesh) * mesh.shape["context"]) else "sample"
 
 
@@ -87,7 +87,7 @@ def constrain_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
 def resolve_axes(
     mesh: config.Mesh, devices: int, model: ModelConfig | None = None, *, slices: int = 1
 ) -> dict[str, int]:
-    """Axis sizes in the order of `AXES`, with 0 and -1 resolved.
+    """Return axis sizes in the order of `AXES`, with 0 and -1 resolved.
 
     UserError if their product is not the number of devices or they do not fit `slices`, the number of TPU slices.
     """
@@ -112,7 +112,7 @@ def resolve_axes(
 
 
 def choose_expert_axis(model: ModelConfig | None, devices: int) -> int:
-    """The size of the expert axis if the experiment leaves it open; `explain_mesh` gives the reason."""
+    """Choose the size of the expert axis if the experiment leaves it open; `explain_mesh` gives the reason."""
     if model is None or break_even_tokens(model) < BREAK_EVEN_TOKENS:
         return 1
     common = math.gcd(model.num_experts, devices)
@@ -120,7 +120,7 @@ def choose_expert_axis(model: ModelConfig | None, devices: int) -> int:
 
 
 def break_even_tokens(model: ModelConfig) -> int:
-    """With fewer tokens than this on a device, sending them to the experts is cheaper than gathering the experts.
+    """Return the tokens per device below which sending them to the experts is cheaper than gathering the experts.
 
     Per layer, the three matrices of E experts are 3 E D F elements; n tokens sent to A experts and back are 2 n A D.
     """
@@ -128,7 +128,7 @@ def break_even_tokens(model: ModelConfig) -> int:
 
 
 def explain_mesh(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -> str:
-    """One line with the reason for these axis sizes."""
+    """Return one line with the reason for these axis sizes."""
     if all(getattr(mesh, axis) not in (0, -1) for axis in AXES):
         return "as given"
     if math.prod(sizes.values()) == 1:
@@ -144,14 +144,14 @@ def explain_mesh(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -
 
 
 def sampler_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Iterator[dict[str, int]]:
-    """Axis sizes for sampling on devices whose axes have these sizes; each layout needs less memory than the last.
+    """Yield axis sizes for sampling on devices with axes of these sizes; each layout needs less memory than the last.
 
     Rows are sharded over all devices, experts over as many as hold whole experts. Everything else is replicated, and
     read once for each token. Then heads, widths and vocabulary are sharded over more and more of `tensor`, which splits
     experts too. The last layout is the given one, where every token gathers its weights.
 
     Args:
-      rows: a multiple of the number of devices with rows of their own: the rows of a rollout batch, and slots.
+      rows: a multiple of the number of devices with different rows: the rows of a rollout, and slots.
     """
     devices = math.prod(sizes.values()) // sizes["slice"]
     heads = math.gcd(*(each.size for each in _dimensions(model) if each.axis == "heads"))
@@ -167,14 +167,14 @@ def sampler_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Ite
 
 
 def reshape_mesh(mesh: jax.sharding.Mesh, sizes: dict[str, int]) -> jax.sharding.Mesh:
-    """The mesh's devices, in their order, with axes of these sizes."""
+    """Reshape a mesh, with its devices in their order, to axes of these sizes."""
     if dict(mesh.shape) == sizes:
         return mesh
     return jax.sharding.Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES, axis_types=mesh.axis_types)
 
 
 def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
-    """One sentence for each dimension of the parameters that the mesh does not divide evenly."""
+    """Yield one sentence for each dimension of the parameters that the mesh does not divide evenly."""
     for name, size, axis in _dimensions(model):
         parts = math.prod(sizes[each] for each in mesh_axes(axis))
         if size % parts:
@@ -187,7 +187,7 @@ def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
 
 
 def _dimensions(model: ModelConfig) -> list[config.Dimension]:
-    """The dimensions of the parameters that a mesh shards, each once."""
+    """Return the dimensions of the parameters that a mesh shards, each once."""
     outer = ("hidden_size", model.hidden_size, "embed"), ("vocab_size", model.vocab_size, "vocab")
     inner = (
         each for layer in config.layers_of(model) for kind in (layer.mixer, layer.mlp) for each in kind.dimensions()
@@ -198,7 +198,7 @@ def _dimensions(model: ModelConfig) -> list[config.Dimension]:
 def make_mesh(
     mesh: config.Mesh, devices: Sequence[jax.Device] | None = None, model: ModelConfig | None = None
 ) -> jax.sharding.Mesh:
-    """The device mesh with the axes `AXES`, over which the compiler partitions automatically (`AxisType.Auto`).
+    """Make the device mesh with the axes `AXES`, over which the compiler partitions automatically (`AxisType.Auto`).
 
     On TPU the axes follow the torus; slices, which a slower network connects, are along `slice`.
 
@@ -219,17 +219,17 @@ def make_mesh(
 
 
 def single_device_mesh() -> jax.sharding.Mesh:
-    """The mesh of the first device alone."""
+    """Make a mesh of the first device alone."""
     return make_mesh(ONES, jax.devices()[:1])
 
 
 def platform(mesh: jax.sharding.Mesh) -> str:
-    """The platform of a mesh's devices, which need not be this host's: "cpu", "gpu", or "tpu"."""
+    """Return the platform of a mesh's devices, which need not be this host's: "cpu", "gpu", or "tpu"."""
     return str(mesh.devices.flat[0].platform)
 
 
 def group_by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each TPU slice; devices of other kinds form one slice."""
+    """Group devices by TPU slice; devices of other kinds form one slice."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         number = getattr(device, "slice_index", None) if device.platform == "tpu" else None
@@ -238,7 +238,7 @@ def group_by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 
 def _make_grid(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    """The devices of one slice in this shape, along the torus on TPU."""
+    """Arrange the devices of one slice in this shape, along the torus on TPU."""
     if devices[0].platform != "tpu":
         return np.array(devices).reshape(shape)
     if not _fill_box(devices):
@@ -252,15 +252,15 @@ def _make_grid(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _fill_box(devices: Sequence[jax.Device]) -> bool:
-    """Whether the devices are all of those in some box of the torus, as `create_device_mesh` requires."""
+    """Return whether the devices fill a box of the torus, as `create_device_mesh` requires."""
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     return math.prod((places.max(axis=0) - places.min(axis=0) + 1).tolist()) == len(devices)
 
 
 def named_sharding(mesh: jax.sharding.Mesh, *axes: str, rules: Rules = RULES) -> NamedSharding:
-    """`spec(*axes)` on this mesh; without axes, replicated.
+    """Return `spec(*axes)` on this mesh; without axes, replicated.
 
-    Mesh axes of size 1 are left out, as in the shardings of what a compiled program returns: jax compares shardings as
+    Mesh axes of size 1 are left out, as in the shardings of a compiled program's results: jax compares shardings as
     they are written, and would compile a step again for a state that it returned itself.
     """
     large = [
@@ -282,24 +282,24 @@ def constrain(x: jax.Array, mesh: jax.sharding.Mesh, *axes: str) -> jax.Array:
 
 
 def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
-    """The number of shards of a batch's rows, on a mesh or with axes of these sizes."""
+    """Return the number of shards of a batch's rows, on a mesh or with axes of these sizes."""
     sizes = mesh if isinstance(mesh, dict) else axis_sizes(mesh)
     return math.prod(sizes[axis] for axis in mesh_axes("batch"))
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes that a logical axis is sharded over."""
+    """Return the mesh axes that a logical axis is sharded over."""
     return _as_tuple(RULES[axis])
 
 
 def replica_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The mesh axes of two devices or more over which rows are sharded and every parameter is replicated."""
+    """Return the mesh axes of size 2 or more over which rows are sharded and every parameter is replicated."""
     sharded = {axis for logical in PARAMETER_AXES for axis in mesh_axes(logical)}
     return tuple(axis for axis in mesh_axes("batch") if mesh.shape[axis] > 1 and axis not in sharded)
 
 
 def within_replica(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> jax.sharding.Mesh:
-    """The mesh for code inside a `jax.shard_map` over these axes, where an array is the part at one index along them.
+    """Return the mesh for code inside a `jax.shard_map` over these axes, where arrays are local along them.
 
     The functions of this module leave these axes of the mesh out.
     """
@@ -308,10 +308,10 @@ def within_replica(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> jax.shardi
 
 
 def own_axes(mesh: jax.sharding.Mesh, axis: str) -> tuple[str, ...]:
-    """`mesh_axes` without the axes of a surrounding `within_replica`."""
+    """Return `mesh_axes` without the axes of a surrounding `within_replica`."""
     return tuple(name for name in mesh_axes(axis) if name not in mesh.manual_axes)
 
 
 def axis_sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """The number of devices along each axis; 1 for the axes of a surrounding `within_replica`."""
+    """Return the number of devices along each axis; 1 for the axes of a surrounding `within_replica`."""
     return {name: 1 if name in mesh.manual_axes else size for name, size in mesh.shape.items()}

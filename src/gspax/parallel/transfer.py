@@ -1,4 +1,4 @@
-"""Moving arrays from one mesh to another with no device in common.
+"""Moves arrays from one mesh to another with no device in common.
 
 In one process that is `jax.device_put`. Between processes there are two steps: the array is laid out on its own mesh
 as the other mesh wants it, so that each source device holds exactly the shard of one target device; then a collective
@@ -39,7 +39,7 @@ def transfer(tree: T, shardings: PyTree) -> T:
 
 
 def size_mismatch(source: int, target: int) -> str | None:
-    """The reason why arrays cannot move between meshes of these sizes in several processes; None if they can."""
+    """Return the reason why arrays cannot move between meshes of these sizes in several processes; None if they can."""
     if source % target and target % source:
         wanted = f"wanted a divisor or a multiple of the other {source} devices"
         return f"{wanted} in a run of several processes, got {target}"
@@ -56,7 +56,7 @@ def _transfer_array(array: jax.Array, wanted: NamedSharding) -> jax.Array:
 
 
 def _replicated(larger: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """The layout of `sharding`, repeated on each of the groups of its size in the mesh of `larger`."""
+    """Return the layout of `sharding`, repeated on each of the groups of its size in the mesh of `larger`."""
     grid = larger.mesh.devices.reshape(-1, *sharding.mesh.devices.shape)
     axes = ("copy", *sharding.mesh.axis_names)
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
@@ -89,7 +89,7 @@ def _send(array: jax.Array, landing: NamedSharding) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _permute(stacked: jax.Array, mesh: Mesh, sources: int) -> jax.Array:
-    """Shard i of the first `sources` ones at the positions sources + i, 2 sources + i, ...; zeros in the first."""
+    """Send shard i of the first `sources` shards to positions sources + i, 2 sources + i, ...; sources get zeros."""
 
     def permute(shard: jax.Array) -> jax.Array:
         rounds = [
@@ -103,12 +103,12 @@ def _permute(stacked: jax.Array, mesh: Mesh, sources: int) -> jax.Array:
 
 
 def _relayout(array: jax.Array, wanted: NamedSharding) -> jax.Array:
-    """The array in another layout on its devices."""
+    """Change the layout of an array on its devices."""
     return jax.jit(_layer_by_layer, static_argnums=1, out_shardings=wanted)(array, wanted)
 
 
 def _layer_by_layer(array: jax.Array, wanted: NamedSharding) -> jax.Array:
-    """Stacked layers one at a time: between some layouts XLA can only gather the full array on every device."""
+    """Constrain stacked layers one at a time: between some layouts XLA can only gather the full array everywhere."""
     if array.ndim < 3 or _shards_first_axis(wanted):
         return array
     layer = NamedSharding(wanted.mesh, PartitionSpec(*wanted.spec[1:]))

@@ -1,5 +1,6 @@
-"""Ends this process from any thread, and ends it by itself when it makes no progress: a collective operation, a reward,
-or a sampler that hangs.
+"""Ends this process from any thread, and ends it automatically when it makes no progress.
+
+A collective operation, a reward, or a sampler may hang.
 
 Progress is what reaches the host from the devices: a chunk of tokens, an update, an evaluation
 (`multihost.to_host`). After `limit` seconds without any, the stacks of all threads are printed and the process
@@ -29,7 +30,7 @@ _done: threading.Event | None = None
 
 
 def progress(doing: str = "") -> None:
-    """Note that the run has made progress, and what it does next if that is named. Cheap: a clock is read."""
+    """Note that the run has made progress, and its next activity if named. Cheap: a clock is read."""
     global _last_progress, _doing
     _last_progress, _doing = time.monotonic(), doing or _doing
 

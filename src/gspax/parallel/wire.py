@@ -1,4 +1,4 @@
-"""Values between processes as bytes: plain types and numeric arrays, of a fixed schema. Reading them runs no code.
+"""Encodes values between processes as bytes: plain types and numeric arrays. Reading them runs no code.
 
 A message is the length of a JSON text (4 bytes), the text, and the bytes of the arrays. The text holds the value as
 `value`, with {"dict": pairs}, {"tuple": items} and {"array": number} for what JSON lacks, and under `arrays` the dtype
@@ -26,11 +26,11 @@ LENGTH = 4  # bytes
 
 
 class MessageError(Exception):
-    """A message that is not of the schema, too long, or not from whom it claims to be."""
+    """Raised if a message does not fit the schema, is too long, or was not sent by its claimed sender."""
 
 
 def encode(value: object) -> bytes:
-    """A value as bytes. TypeError if it has other types than None, bool, int, float, str, list, tuple, dict, arrays."""
+    """Encode a value as bytes. TypeError unless it has only None, bool, int, float, str, list, tuple, dict, arrays."""
     arrays: list[np.ndarray] = []
     described = _describe(value, arrays)
     header = {"value": described, "arrays": [[array.dtype.name, array.shape] for array in arrays]}
@@ -57,7 +57,7 @@ def _describe(value: object, arrays: list[np.ndarray]) -> object:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The value that was encoded. MessageError if the bytes are not of the schema."""
+    """Decode a value. MessageError if the bytes do not fit the schema."""
     data = memoryview(data)
     size = int.from_bytes(data[:LENGTH], "big")
     if len(data) < LENGTH + size:
