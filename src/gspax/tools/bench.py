@@ -1,4 +1,4 @@
-"""`gspax bench`: how fast an experiment samples and trains on this machine.
+"""Implements `gspax bench`: measures how fast an experiment samples and trains on this machine.
 
 It times `training.step.run_step`, which `gspax train` runs, and what the machine can do at most. Seconds are medians
 over the calls after the first, which compiles.

@@ -1,4 +1,4 @@
-"""The measurements of `gspax bench`: whole steps, and what the machine can do at most.
+"""Measures whole steps and the machine's limits for `gspax bench`.
 
 FLOPs are counted from the model's shape (two per multiplied parameter and token, plus attention; backward twice
 forward), not taken from the compiler, which counts a loop's body once.
@@ -36,7 +36,7 @@ PHASES = ("rollout", "old_logp", "train", "step")
 
 @dataclass(frozen=True)
 class Limits:
-    """The machine's limits, measured."""
+    """The measured limits of the machine."""
 
     matmul_flops: float  # FLOP/s
     copy_bytes: float  # bytes/s, read and written
@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Figure:
-    """One part: medians of its calls after the first, and the work of one call."""
+    """The figures of one phase: medians of its calls after the first, and the work of one call."""
 
     name: str
     wall_s: float
@@ -53,14 +53,14 @@ class Figure:
     flops: float  # counted from the model's shape
 
     def to_json(self, limits: Limits) -> dict[str, str | float]:
-        """The figure with its rates and their share of the limit."""
+        """Return the figure with its rates and their share of the limit."""
         rate = self.flops / self.wall_s
         rates = {"flops_per_s": rate, "of_matmul": rate / limits.matmul_flops}
         return {**vars(self), "tokens_per_s": self.tokens / self.wall_s, **rates}
 
 
 def table(figures: Sequence[Figure], limits: Limits) -> str:
-    """One row per figure: seconds, tokens/s, and FLOP/s with their share of the limit."""
+    """Format one row per figure: seconds, tokens/s, and FLOP/s with their share of the limit."""
     lines = [f"{'':10}{'wall s':>9}{'CPU s':>9}{'tokens/s':>12}{'GFLOP/s':>10}{'of matmul':>11}"]
     for figure in figures:
         row = figure.to_json(limits)
@@ -72,13 +72,13 @@ def table(figures: Sequence[Figure], limits: Limits) -> str:
 
 
 def measure_limits(dtype: str = "float32") -> Limits:
-    """The limits of all local devices together."""
+    """Measure the limits of all local devices together."""
     one, devices = measure_device(dtype), jax.local_device_count()
     return Limits(matmul_flops=one.matmul_flops * devices, copy_bytes=one.copy_bytes * devices)
 
 
 def measure_device(dtype: str, size: int = 2048, copied: int = 2**28) -> Limits:
-    """The rates of one device in a product of matrices of `size` rows, and in a copy of so many bytes."""
+    """Measure one device's rates in a product of matrices of `size` rows, and in a copy of `copied` bytes."""
     square, line = jnp.ones((size, size), dtype), jnp.ones(copied // 4, jnp.float32)
     multiply, copy = jax.jit(jnp.matmul), jax.jit(jnp.negative)
     return Limits(
@@ -88,7 +88,7 @@ def measure_device(dtype: str, size: int = 2048, copied: int = 2**28) -> Limits:
 
 
 def time_calls(call: Callable[[], object], repeats: int, most: float = math.inf) -> list[tuple[float, float]]:
-    """Wall and CPU seconds of calls that return jax arrays, after a first one that compiles.
+    """Measure wall and CPU seconds of calls that return jax arrays, after a first call that compiles.
 
     Fewer calls than `repeats`, but one at least, if these take more than `most` seconds.
     """
@@ -102,7 +102,7 @@ def time_calls(call: Callable[[], object], repeats: int, most: float = math.inf)
 
 
 def peak_memory() -> int:
-    """Bytes: the most that an accelerator held, or on CPU the process."""
+    """Return the peak memory in bytes, of the first local accelerator, or on CPU of the process."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -110,7 +110,7 @@ def peak_memory() -> int:
 
 
 def age() -> float:
-    """Seconds since this process started."""
+    """Return the seconds since this process started."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as stat, open("/proc/uptime", encoding="utf-8") as uptime:
             ticks = float(stat.read().rpartition(")")[2].split()[19])
@@ -121,7 +121,7 @@ def age() -> float:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The metrics of the steps after the first, what the first one cost, and the peak of all."""
+    """The metrics of the steps after the first, the cost of the first step, and the peak memory of all."""
 
     metrics: list[dict[str, float]]
     first_step_s: float  # from the start of the process, imports and compilation included
@@ -161,10 +161,10 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
 
 
 def phases(runtime: Runtime, metrics: list[dict[str, float]]) -> list[Figure]:
-    """Medians of the metrics of steps, and the work of each phase.
+    """Compute medians of the metrics of steps, and the work of each phase.
 
-    Old log-probs are those of `steps.scored`, mostly all minibatches but the first; if there are none, the phase is
-    left out.
+    Old log-probs are computed for `steps.scored`, mostly all minibatches but the first; without any, the phase is left
+    out.
     """
     model, sampling, schedule = runtime.experiment.model, runtime.experiment.sampling, runtime.experiment.schedule
     scored = len(runtime.steps.scored) / schedule.minibatches

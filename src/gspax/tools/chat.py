@@ -1,4 +1,4 @@
-"""`gspax chat`: talk to the policy of a run, or to a published model, in the terminal."""
+"""Implements `gspax chat`: talk to the policy of a run, or to a published model, in the terminal."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Line(str):
 
 
 def read_messages(interactive: bool) -> Iterator[str]:
-    """The messages that are typed, or those of standard input, without empty ones. UserError if quotes stay open."""
+    """Yield typed messages, or messages from standard input, without empty ones. UserError if quotes stay open."""
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (it gives `input` a history)
@@ -111,7 +111,7 @@ def _typed() -> Iterator[str]:
 
 
 def _quoted(first: str, lines: Iterator[str]) -> str:
-    """The text up to the quotes that end it, without the line breaks beside the quotes."""
+    """Return the text up to the quotes that end it, without the line breaks next to the quotes."""
     parts = [first]
     while not parts[-1].endswith(QUOTES):
         if (line := next(lines, None)) is None:
@@ -122,33 +122,33 @@ def _quoted(first: str, lines: Iterator[str]) -> str:
 
 @dataclass
 class Talk:
-    """A policy that answers."""
+    """A policy that answers messages."""
 
     name: str
     dialogue: Dialogue
     tokenizer: Tokenizer
-    sampling: Sampling  # of which temperature and filters are used
+    sampling: Sampling  # only temperature and filters are used
     forms: Sequence[Form] = ()  # of the run's prompts; the first one is used at first
-    form: Form | None = None  # that is used; None: messages are prompts as they are
+    form: Form | None = None  # the form in use; None: messages are prompts as they are
 
     def __post_init__(self) -> None:
         if self.forms:
             self.use(self.forms[0])
 
     def use(self, form: Form | None) -> None:
-        """Begin a new conversation, and others after it, with a prompt of this form."""
+        """Begin a new conversation with a first prompt of this form, and use the form for later conversations."""
         self.form = form
         self.dialogue.reset()
         self.dialogue.encode = self.tokenizer.encode if form is None else partial(form.encode, self.tokenizer)
 
     def tell_form(self) -> None:
-        """Say how first messages are sent."""
+        """Print the form in which first messages are sent."""
         shown = "as they are" if self.form is None else str(self.form)
         several = f" (one of {len(self.forms)} forms: /template N)" if len(self.forms) > 1 else ""
         tell(f"{self.name}: first messages are sent {shown}{several}")
 
     def render(self, ids: list[int]) -> Text:
-        """The text of an answer, or of its beginning."""
+        """Decode the tokens of an answer, or of its beginning, to text."""
         from gspax.tools.terminal import dim_thinking
 
         return dim_thinking(self.tokenizer.decode(ids), opened=self.dialogue.opened)
@@ -156,7 +156,7 @@ class Talk:
 
 @dataclass
 class Chat:
-    """One or two policies, and what is shown of their answers."""
+    """A chat with one or two policies, and its display settings."""
 
     console: Console
     talks: list[Talk]
@@ -207,7 +207,7 @@ class Chat:
                 self.console.print(("" if alone else f"{talk.name}: ") + describe_logps(talk, ids), style="dim")
 
     def _print_more(self, ids: list[int], printed: int) -> int:
-        """Print an answer after its first characters, up to one that further tokens may complete. Where that is."""
+        """Print an answer from character `printed` up to one that tokens may still complete; return its position."""
         text = self.talks[0].render(ids)
         end = len(text.plain.rstrip("\N{REPLACEMENT CHARACTER}"))
         self.console.print(text[printed:end], end="")
@@ -222,7 +222,7 @@ class Chat:
 
 
 def describe_logps(talk: Talk, ids: Sequence[int]) -> str:
-    """The tokens of the last answer with their log-probs, and the sum."""
+    """Describe the tokens of the last answer with their log-probs, and the sum."""
 
     logps = talk.dialogue.logp()
     pieces = [talk.tokenizer.decode([i]) or "(stop)" for i in ids]
@@ -232,7 +232,7 @@ def describe_logps(talk: Talk, ids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def stopped_by_ctrl_c() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets instead of ending the program: what is computed now is used before."""
+    """Yield an event that Ctrl-C sets instead of ending the program: the current computation is finished first."""
     stopped = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
     try:
@@ -242,7 +242,7 @@ def stopped_by_ctrl_c() -> Iterator[threading.Event]:
 
 
 def with_temperature(sampling: Sampling, text: str) -> Sampling:
-    """The settings with another temperature. UserError if it is none."""
+    """Return the settings with another temperature. UserError if the text is not one."""
     try:
         temperature = float(text)
     except ValueError:
@@ -253,7 +253,7 @@ def with_temperature(sampling: Sampling, text: str) -> Sampling:
 
 
 def chosen_form(talk: Talk, value: str) -> Form | None:
-    """The form of the source with this number; without a number none, or the first one if there is none now."""
+    """Return the form with this number; without a number toggle between none and the first form."""
     if not value.strip():
         return None if talk.form is not None else next(iter(talk.forms), None)
     number = int(value) if re.fullmatch(r"\s*\d{1,9}\s*", value) else 0
@@ -263,7 +263,7 @@ def chosen_form(talk: Talk, value: str) -> Form | None:
 
 
 def open_talk(name: str, options: argparse.Namespace) -> Talk:
-    """The policy of a run or a checkpoint, with its tokenizer and the temperature and filters that it is meant for.
+    """Load the policy of a run or a checkpoint, with its tokenizer and its recommended temperature and filters.
 
     UserError if there is none, or its tokenizer is not known.
     """
@@ -311,7 +311,7 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
 
 
 def locate_run(name: str) -> tuple[RunDir, Path, int | None] | None:
-    """The run that DIR or DIR@STEP names, the folder of its checkpoints, and the step; None if it names no run."""
+    """Return the run that DIR or DIR@STEP names, the folder of its checkpoints, and the step; None if there is none."""
     from gspax.run.directory import RunDir
     from gspax.run.recorded import find_checkpoints
 

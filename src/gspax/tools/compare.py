@@ -1,4 +1,4 @@
-"""`gspax compare`: runs side by side, over seeds and at equal tokens."""
+"""Implements `gspax compare`: compares runs side by side, over seeds and at equal tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _split(text: str) -> tuple[str, Path]:
-    """`NAME=DIR`, or DIR, whose last part is the name."""
+    """Split `NAME=DIR` into name and path; the name of a plain DIR is its last part."""
     name, separator, folder = text.partition("=")
     if separator and name and "/" not in name:
         return name, to_path(folder)

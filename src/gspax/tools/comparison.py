@@ -1,4 +1,4 @@
-"""Runs side by side: variants of one run or several seeds, compared at equal tokens, as a page and a table.
+"""Compares variants of one run or several seeds side by side at equal tokens, as a page and a table.
 
 The horizontal axis is the number of response tokens that a run was trained on, so that variants whose responses differ
 in length are compared at equal cost. Values are compared at the largest number of tokens that every run has reached.
@@ -51,14 +51,14 @@ class Run:
     tokens: np.ndarray  # [steps + 1]: trained on until the end of step n
 
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens and values of a metric, without those that are not finite; empty if it was never recorded."""
+        """Return the tokens and finite values of a metric; empty if it was never recorded."""
         steps, values = self.series.get(metric, ([], []))
         at_N, value_N = self.tokens[np.array(steps, int)], np.array(values, float)
         finite_N = np.isfinite(value_N)
         return at_N[finite_N], value_N[finite_N]
 
     def value_at(self, metric: str, tokens: float) -> float:
-        """The metric after this many tokens, NaN if it is unknown there.
+        """Return the metric after this many tokens, NaN if it is unknown there.
 
         A metric of every step is noisy: its mean over the last tenth of the tokens. Others are interpolated.
         """
@@ -79,14 +79,14 @@ class Variant:
     runs: tuple[Run, ...]
 
     def values_at(self, metric: str, tokens: float) -> dict[object, float]:
-        """The metric by seed, of the runs that have it there."""
+        """Return the metric by seed, without runs that lack it there."""
         values = {run.seed: run.value_at(metric, tokens) for run in self.runs}
         return {seed: value for seed, value in values.items() if not math.isnan(value)}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A metric of a variant, and its difference from the first variant."""
+    """The values of a metric for one variant, and their difference from the first variant."""
 
     values: dict[object, float]  # by seed
     mean: Estimate | None  # None without any value
@@ -98,7 +98,7 @@ Result = tuple[str, Variant, Entry]  # the metric comes first
 
 
 def read_variant(name: str, folder: Path) -> Variant:
-    """The run in `folder`, or the runs in the folders directly below it, which are seeds of one experiment.
+    """Read the run in `folder`, or the runs in the folders directly below it, which are seeds of one experiment.
 
     Raises:
       UserError: there is no run, or two runs of the variant have the same seed.
@@ -127,7 +127,7 @@ def _read_run(folder: Path) -> Run:
 
 
 def _count_tokens(series: Series) -> np.ndarray:
-    """The response tokens trained on until the end of each step; steps whose metrics are lost add none."""
+    """Count the response tokens trained on until the end of each step; steps whose metrics are lost add none."""
     seconds = dict(zip(*series.get("time/step", ([], [])), strict=True))
     token_N = np.zeros(max(max(recorded) for recorded, _ in series.values()) + 1)
     for step, rate in zip(*series["perf/tokens_per_second"], strict=True):
@@ -137,14 +137,14 @@ def _count_tokens(series: Series) -> np.ndarray:
 
 
 def common_tokens(variants: Sequence[Variant]) -> float:
-    """The largest number of tokens that every run has reached."""
+    """Return the largest number of tokens that every run has reached."""
     return float(min(run.tokens[-1] for variant in variants for run in variant.runs))
 
 
 def compare(variants: Sequence[Variant], metric: str, tokens: float) -> list[Entry]:
-    """The metric of each variant after this many tokens, and its difference from the first variant (`contrast`).
+    """Compare the metric of each variant after this many tokens with the first variant's (`contrast`).
 
-    Fewer than three seeds have no interval, and that of a share stays in [0, 1].
+    Fewer than three seeds have no interval, and the interval of a share stays in [0, 1].
     """
     values, has_shares = [variant.values_at(metric, tokens) for variant in variants], are_shares(variants, metric)
     entries = []
@@ -157,14 +157,14 @@ def compare(variants: Sequence[Variant], metric: str, tokens: float) -> list[Ent
 
 
 def are_shares(variants: Sequence[Variant], metric: str) -> bool:
-    """Whether the metric is a fraction, or a reward that is nowhere below 0 or above 1."""
+    """Return whether the metric is a fraction, or a reward with all values in [0, 1]."""
     values = [run.curve(metric)[1] for variant in variants for run in variant.runs]
     is_within = all(((value_N >= 0) & (value_N <= 1)).all() for value_N in values)
     return is_within and _name(metric)[1].startswith(("fraction", "mean over completions"))
 
 
 def _bound(estimate: Estimate, seeds: int, is_share: bool) -> Estimate:
-    """The estimate without an interval of too few seeds; that of a share is clipped."""
+    """Remove the interval of an estimate from too few seeds, and clip the interval of a share."""
     if seeds < FEWEST:
         return replace(estimate, low=math.nan, high=math.nan)
     if not is_share:
@@ -174,7 +174,7 @@ def _bound(estimate: Estimate, seeds: int, is_share: bool) -> Estimate:
 
 
 def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
-    """The values of each variant by seed, with their mean and the difference from the first variant.
+    """Return the values of each variant by seed, with their mean and the difference from the first variant.
 
     The difference is paired over the seeds that both variants have, or unpaired if these are fewer than two.
     """
@@ -193,7 +193,7 @@ def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
 
 
 def find_differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """The settings in which runs differ, besides names and seeds, each with one value per run, or None."""
+    """Return the settings in which runs differ, besides names and seeds, each with one value per run, or None."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     settings = {name: [run.settings.get(name) for run in runs] for name in names}
     labels = {name for name in names if name == "name" or name.split(".")[-1] == "seed"}
@@ -205,7 +205,7 @@ def find_differences(runs: Sequence[Run]) -> dict[str, list[object]]:
 
 
 def write(variants: Sequence[Variant], metrics: Sequence[str], folder: Path) -> Path:
-    """Write compare.html and compare.csv into `folder`, which is created; the path of the page."""
+    """Write compare.html and compare.csv into `folder`, which is created; return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = common_tokens(variants)
     results = [
@@ -231,7 +231,7 @@ def write(variants: Sequence[Variant], metrics: Sequence[str], folder: Path) -> 
 
 
 def summarize(variants: Sequence[Variant], metric: str) -> str:
-    """One metric of all variants as lines of text."""
+    """Summarize one metric of all variants as lines of text."""
     tokens = common_tokens(variants)
     width = max(len(variant.name) for variant in variants)
     lines = [f"{metric} at {tokens:,.0f} response tokens:"]
@@ -290,7 +290,7 @@ def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _csv(results: Sequence[Result], tokens: float) -> str:
-    """A table with a line for each metric, variant and seed."""
+    """Format a table with a line for each metric, variant and seed."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("metric", "variant", "seed", "tokens", "value"))
@@ -322,7 +322,7 @@ def draw_metric(axes: Axes, variants: Sequence[Variant], metric: str, tokens: fl
 
 
 def resample(run: Run, metric: str, edge_N: np.ndarray) -> np.ndarray:
-    """The metric at each edge, NaN where it is unknown: the mean over the bin before it, or interpolated.
+    """Return the metric at each edge, NaN where it is unknown: the mean over the bin before it, or interpolated.
 
     Only a metric of every step has several values in a bin; the first edge has no bin before it.
     """
@@ -340,7 +340,7 @@ def resample(run: Run, metric: str, edge_N: np.ndarray) -> np.ndarray:
 
 
 def _name(metric: str) -> tuple[str, str, bool]:
-    """The title, the unit and the scale of a metric, as in the report."""
+    """Return the title, the unit and the scale of a metric, as in the report."""
     for panel in PANELS:
         for label, name in panel.lines.items():
             if name == metric:

@@ -1,4 +1,4 @@
-"""`gspax compile`: ahead-of-time compilation of an experiment for a TPU topology; see `tools.aot.compile_report`."""
+"""Implements `gspax compile`: ahead-of-time compilation for a TPU topology; see `tools.aot.compile_report`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print the report; 1 if the experiment does not fit the topology."""
+    """Print the report; return 1 if the experiment does not fit the topology."""
     from gspax.tools.aot.chips import parse_topology
     from gspax.tools.aot.compile_report import run
 

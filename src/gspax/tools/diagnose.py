@@ -1,4 +1,4 @@
-"""`gspax diagnose`: what a run shows of the usual causes of a flat reward."""
+"""Implements `gspax diagnose`: looks for the usual causes of a flat reward in a run."""
 
 from __future__ import annotations
 

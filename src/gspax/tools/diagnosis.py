@@ -1,6 +1,6 @@
-"""Why a reward is flat: what the metrics and samples of a run show of the usual causes.
+"""Finds the usual causes of a flat reward in the metrics and samples of a run.
 
-Each `find_*` takes the record of a run and gives a `Finding` if its cause shows, else None. A threshold stands beside
+Each `find_*` takes the record of a run and gives a `Finding` if its cause shows, else None. A threshold stands next to
 its reason. Means are over the last fifth of the steps, ten of them at least (`Record.recent`): what limits the run now.
 """
 
@@ -40,7 +40,7 @@ NEWEST = 20  # files of samples that are read
 
 
 class Finding(NamedTuple):
-    """A cause that shows in a run."""
+    """A likely cause of a flat reward, found in a run."""
 
     cause: str
     evidence: str  # with the figures and the names of their metrics
@@ -57,15 +57,15 @@ class Record:
     samples: Sequence[Sequence[JsonObject]] = ()
 
     def recent(self, name: str) -> float:
-        """The mean of a metric's finite values in the last fifth of its steps, or the last ten; NaN without any."""
+        """Return the mean of a metric's finite values in the last fifth of its steps, or the last ten; NaN if none."""
         return self._mean(name, slice(-self.window(name), None))
 
     def first(self, name: str) -> float:
-        """The mean over as many steps from the start on."""
+        """Return the mean over the first `window` steps."""
         return self._mean(name, slice(self.window(name)))
 
     def best(self, name: str) -> float:
-        """The largest mean over as many steps in a row."""
+        """Return the largest mean over any `window` steps in a row."""
         values = np.nan_to_num(self.series[name][1])
         return float(np.convolve(values, np.full(size := self.window(name), 1 / size), "valid").max())
 
@@ -74,7 +74,7 @@ class Record:
         return min(count, max(10, count // 5))
 
     def number(self, key: str, default: float = math.nan) -> float:
-        """A setting, if it is a number."""
+        """Return a setting that is a number, else `default`."""
         value = self.settings.get(key)
         return float(value) if isinstance(value, int | float) else default
 
@@ -85,7 +85,7 @@ class Record:
 
 
 def find_constant_reward(record: Record) -> Finding | None:
-    """Every response of the run has the same reward: the parser never matches, or no response is ever right."""
+    """Check if every response has the same reward: the parser never matches, or no response is ever right."""
     if max(record.series["reward/std"][1]) > 0:
         return None
     rows = [row for rows in record.samples for row in rows if isinstance(row.get("completion"), str)]
@@ -109,7 +109,7 @@ def find_constant_reward(record: Record) -> Finding | None:
 
 
 def find_collapse(record: Record) -> Finding | None:
-    """The reward was above 0 and has gone."""
+    """Check if the reward was above 0 and has vanished."""
     best, now = record.best("reward/mean"), record.recent("reward/mean")
     if not (best > 0 and now <= FALLEN * best):
         return None
@@ -123,7 +123,7 @@ def find_collapse(record: Record) -> Finding | None:
 
 
 def find_equal_groups(record: Record) -> Finding | None:
-    """Nearly all groups have equal rewards, so their advantages are 0."""
+    """Check if nearly all groups have equal rewards, so their advantages are 0."""
     share, spread = record.recent("reward/zero_std_groups"), record.recent("reward/std")
     if not share >= EQUAL or max(record.series["reward/std"][1]) == 0 or find_collapse(record):
         return None
@@ -145,7 +145,7 @@ def find_equal_groups(record: Record) -> Finding | None:
 
 
 def find_truncation(record: Record) -> Finding | None:
-    """Most responses end at the limit of their length."""
+    """Check if most responses end at the limit of their length."""
     share = record.recent("response/truncated")
     if not share > TRUNCATED:
         return None
@@ -166,7 +166,7 @@ def find_truncation(record: Record) -> Finding | None:
 
 
 def find_clipping(record: Record) -> Finding | None:
-    """The clip range clips nearly everything that it can, or nothing, although the policy moves and has a signal."""
+    """Check if the clip range clips nearly everything that it can, or nothing although the policy moves."""
     if not {"loss.clip_low", "loss.clip_high"} & record.settings.keys() or updates_per_step(record) < 2:
         return None
     if record.settings.get("calibration") is not None or not _has_signal(record) or not _moves(record):
@@ -200,7 +200,7 @@ def find_clipping(record: Record) -> Finding | None:
 
 
 def find_lost_entropy(record: Record) -> Finding | None:
-    """The guard's alarm for the entropy lasts."""
+    """Check if the guard's alarm for the entropy lasts."""
     if not record.recent("alarm/entropy") >= LASTING:
         return None
     return Finding(
@@ -215,7 +215,7 @@ def find_lost_entropy(record: Record) -> Finding | None:
 
 
 def find_no_effect(record: Record) -> Finding | None:
-    """Updates have a gradient, but the policy stays where it was."""
+    """Check if updates have a gradient but do not move the policy."""
     if not _has_signal(record) or _moves(record):
         return None
     rate = record.recent("optim/learning_rate")
@@ -235,7 +235,7 @@ def find_no_effect(record: Record) -> Finding | None:
 
 
 def find_mismatch(record: Record) -> Finding | None:
-    """The policy that sampled is not the one that is trained, by its age or by its computation."""
+    """Check if the sampling policy differs from the trained one, by its age or by its computation."""
     mean, age = record.recent("mismatch/abs_diff"), 0.0
     if not mean > MISMATCH:
         return None
@@ -261,7 +261,7 @@ def find_mismatch(record: Record) -> Finding | None:
 
 
 def find_memorized(record: Record) -> Finding | None:
-    """The training reward rises and the held-out one does not: the policy overfits its problems."""
+    """Check if the training reward rises and the held-out one does not: the policy overfits its problems."""
     gain = record.recent("reward/mean") - record.first("reward/mean")
     held_out, low, high = (record.series[f"eval/reward{bound}"][1] for bound in ("", "_low", "_high"))
     if not (gain > 0 and high[-1] - low[0] < HELD_OUT * gain):  # the largest gain that their 95 % intervals allow
@@ -277,7 +277,7 @@ def find_memorized(record: Record) -> Finding | None:
 
 
 def estimate_epochs(samples: Sequence[Sequence[JsonObject]], prompts: float, steps: int) -> float:
-    """How often a run has used each of its prompts, from those that recur in samples of several steps; 0 if none does.
+    """Estimate how often a run used each prompt, from prompts that recur in samples of several steps; 0 if none does.
 
     Two steps of n and m prompts that are independent samples of N have n m / N in common on average, so all pairs of
     steps together give N (Lincoln-Petersen).
@@ -294,7 +294,7 @@ def updates_per_step(record: Record) -> float:
 
 
 def _has_signal(record: Record) -> bool:
-    """Whether some groups have different rewards. Without any, no update moves the policy, and nothing is clipped."""
+    """Return whether some groups have different rewards. Without any, updates move nothing, and nothing is clipped."""
     return record.recent("reward/zero_std_groups") < EQUAL
 
 
@@ -303,7 +303,7 @@ def _deviation(record: Record) -> float:
 
 
 def _moves(record: Record) -> bool:
-    """Whether a step's updates move the policy by more than `STILL`; with one update, whether an evaluation differs."""
+    """Return whether a step's updates move the policy by more than `STILL`; with one update, if evaluations differ."""
     if updates_per_step(record) > 1:
         return not _deviation(record) <= STILL  # NaN is no standstill
     rewards = [record.series.get(name, ([], []))[1] for name in ("eval/reward", "eval/greedy_reward")]
@@ -311,7 +311,7 @@ def _moves(record: Record) -> bool:
 
 
 class Check(NamedTuple):
-    """A search for a cause, and the metrics without which it cannot be made."""
+    """A search for a cause, and the metrics that it needs."""
 
     find: Callable[[Record], Finding | None]
     metrics: tuple[str, ...]
@@ -333,7 +333,7 @@ CHECKS = (
 
 
 def read_record(workdir: Path) -> Record:
-    """The record of a run, finished or not. UserError if it has no metrics yet, or its files cannot be read."""
+    """Read the record of a run, finished or not. UserError if it has no metrics yet, or its files cannot be read."""
     run = RunDir(to_path(workdir))
     if not (series := read_series(run.metrics)):
         raise UserError(f"{run.path}: wanted the directory of a run with metrics, {run.metrics.name} has none")
@@ -342,14 +342,14 @@ def read_record(workdir: Path) -> Record:
 
 
 def find_causes(record: Record) -> tuple[list[Finding], list[str]]:
-    """The causes that show, and the metrics that the run does not have, so that some causes cannot show."""
+    """Return the causes found, and the missing metrics, without which some causes cannot be found."""
     missing = sorted({name for check in CHECKS for name in check.metrics} - record.series.keys())
     findings = [check.find(record) for check in CHECKS if not set(check.metrics) & set(missing)]
     return [finding for finding in findings if finding is not None], missing
 
 
 def summarize(record: Record) -> str:
-    """The rewards at the start of a run and now, in one line."""
+    """Summarize the rewards at the start of a run and now in one line."""
     changes = {}
     if "reward/mean" in record.series:
         changes["reward/mean"] = record.first("reward/mean"), record.recent("reward/mean")

@@ -1,4 +1,4 @@
-"""A conversation with a person: one sample, whose cache is kept between two messages.
+"""Holds a conversation with a person: one sample, with a cache that persists between messages.
 
 A message continues the sample as an environment's reply does (`continuous_batching.resume`), so no earlier turn is
 prefilled or tokenized again. On several devices that have rows of their own, the other rows sample the same prompt
@@ -30,9 +30,9 @@ VERSION = np.int32(0)  # of the parameters, which stay the same
 
 
 class Dialogue:
-    """A conversation, or with a tokenizer that has none (`ConversationTokenizer`), prompts that stand alone.
+    """A conversation, or independent prompts with a tokenizer without conversations (`ConversationTokenizer`).
 
-    Conversation n is that of sample id n, so it does not depend on the conversations before it.
+    Conversation n has sample id n, so it does not depend on the conversations before it.
 
     Attributes:
       encode: gives the tokens of a first message; the tokenizer's at first.
@@ -62,7 +62,7 @@ class Dialogue:
         self._state = None
 
     def ask(self, message: str, *, sampling: Sampling, limit: int) -> Iterator[list[int]]:
-        """Answer a message: the ids of the answer so far after each token, the stop token included.
+        """Answer a message; yield the ids of the answer so far after each token, the stop token included.
 
         If the answer is cut, by `limit` or because the caller stops iterating, the next message ends its turn.
 
@@ -91,12 +91,12 @@ class Dialogue:
             state, progress = sampler.advance_chunk(self._params, state, self._key, VERSION, options=options)
 
     def _closes(self, token: int) -> bool:
-        """Whether a turn that ends with this token needs no end of its own, as after a stop string."""
+        """Return whether this token ends a turn by itself, unlike a stop string."""
         own = {*self._options.sampling.stop_token_ids}.difference(self._tokenizer.stop_ids)
         return token in self._options.stop_ids and token not in own
 
     def logp(self) -> list[float]:
-        """The log-probs of the tokens of the last answer, at its temperature and before filters."""
+        """Return the log-probs of the tokens of the last answer, at its temperature and before filters."""
         assert self._state is not None
         logp_BC = multihost.to_host(self._state.rows.logp_BC)
         return logp_BC[0, self._begin : self._length].tolist()

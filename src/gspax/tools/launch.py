@@ -1,4 +1,4 @@
-"""`gspax launch`: run a subcommand in one or several processes on this machine, and again after a failure."""
+"""Implements `gspax launch`: runs a subcommand in processes on this machine, and again after a failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE = 30.0  # seconds for the other processes to end after one has failed
 
 
 class _LaunchParser(Parser):
-    """A parser that leaves all that follows the subcommand to it, options too."""
+    """A parser that leaves all arguments after the subcommand to it, options included."""
 
     parse_intermixed_args = Parser.parse_args
 
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """The exit code of the last start."""
+    """Run the command; return the exit code of the last start."""
     if not options.command or options.command[0] not in RUNNING:
         got = options.command[0] if options.command else "nothing"
         raise UserError(f"launch: wanted one of {', '.join(RUNNING)} and its arguments, got {got!r:.200}")
@@ -67,7 +67,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def combine(codes: Sequence[int]) -> int:
-    """One exit code for all processes: what a restart cannot mend, else a signal after a save, else a failure or 0.
+    """Combine exit codes: an error that a restart cannot fix, else a signal after a save, else a failure or 0.
 
     A killed process counts as a failure.
     """
@@ -78,7 +78,7 @@ def combine(codes: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _forward_signals(processes: Sequence[_Process]) -> Iterator[list[int]]:
-    """Pass signals on to the processes; yields the list of those that are received."""
+    """Forward signals to the processes; yield the list of received signals."""
     received = []
 
     def forward(signum: int, _: FrameType | None) -> None:
@@ -95,7 +95,7 @@ def _forward_signals(processes: Sequence[_Process]) -> Iterator[list[int]]:
 
 
 def _run(command: Sequence[str], count: int, processes: list[_Process]) -> list[int]:
-    """Start the processes once and wait for all of them; their exit codes."""
+    """Start the processes once, wait for all of them, and return their exit codes."""
     environment, joining = dict(os.environ), []
     if count > 1:
         environment[VARIABLE] = new_secret()
@@ -112,7 +112,7 @@ def _run(command: Sequence[str], count: int, processes: list[_Process]) -> list[
 
 
 class _Process:
-    """A process of the command. It ends when this one does, and tells by a byte that its command has ended.
+    """A process of the command. It ends when this one does, and sends a byte when its command has ended.
 
     An exit code of 0 does not say so: code that the command runs, such as a reward or a library, may call `os._exit`.
     """
@@ -127,7 +127,7 @@ class _Process:
         self._process.send_signal(signum)
 
     def code(self) -> int | None:
-        """The exit code, 1 if the process ended before its command did; None while it runs."""
+        """Return the exit code, 1 if the process ended before its command did; None while it runs."""
         code = self._process.poll()
         return 1 if code == 0 and not self._is_done() else code
 
@@ -147,7 +147,7 @@ class _Process:
 
 
 def _wait(processes: Sequence[_Process]) -> list[int]:
-    """The exit codes; once a process has failed, the others have `PATIENCE` seconds."""
+    """Return the exit codes; once a process has failed, the others have `PATIENCE` seconds."""
     failed_at = None
     while None in (codes := [process.code() for process in processes]):
         if failed_at is None and any(codes):

@@ -48,7 +48,7 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print the comparison; 1 if a part differs.
+    """Print the comparison; return 1 if a part differs.
 
     Raises:
       UserError: torch or transformers is missing, the checkpoint cannot be read, or a token is not in its vocabulary.
@@ -106,7 +106,7 @@ def _import(package: str) -> Any:
 
 
 def forward(model: Any, tokens: Sequence[int]) -> Forward:
-    """The activations of a transformers model for a sequence."""
+    """Record the activations of a transformers model for a sequence."""
     torch, streams = _import("torch"), []
 
     def keep(module: object, inputs: object, output: Any) -> None:
@@ -121,7 +121,7 @@ def forward(model: Any, tokens: Sequence[int]) -> Forward:
 
 
 def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: Forward) -> list[Difference]:
-    """The embedding, every layer on the input of transformers' layer, and the logits, in this order."""
+    """Compare the embedding, every layer on the input of transformers' layer, and the logits, in this order."""
     import jax
     import jax.numpy as jnp
 
@@ -151,12 +151,12 @@ def _difference(part: str, ours: ArrayLike, theirs: np.ndarray) -> Difference:
 
 
 def first_disagreement(differences: Sequence[Difference]) -> str | None:
-    """The first part that differs by more than rounding; NaN differs."""
+    """Return the first part that differs by more than rounding; NaN differs."""
     return next((difference.part for difference in differences if not difference.relative <= TOLERANCE), None)
 
 
 def render(differences: Sequence[Difference]) -> str:
-    """The table, with the conclusion as its last line."""
+    """Format the table, with the conclusion as its last line."""
     lines = [f"{'':<12}{'largest difference':>20}{'relative':>12}"]
     for difference in differences:
         note = "" if difference.relative <= TOLERANCE else "  differs"

@@ -1,4 +1,4 @@
-"""How a run makes a prompt of a text: the template and the messages of its data, and the tools of its environment."""
+"""Reads how a run forms prompts from texts: its data's template and messages, and its environment's tools."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SHOWN = 80  # characters of a text
 
 @dataclass(frozen=True)
 class Form:
-    """How prompts are made of texts.
+    """A form of prompts: the template, messages and tools around a text.
 
     Attributes:
-      schema: its `template`, `system` and `examples`.
+      schema: gives `template`, `system` and `examples`.
       tools: JSON schemas of functions, for the chat template.
     """
 
@@ -32,7 +32,7 @@ class Form:
     tools: tuple[Mapping[str, Any], ...]
 
     def encode(self, tokenizer: Tokenizer, text: str) -> Sequence[int]:
-        """The tokens of the prompt that the text is put into."""
+        """Encode the prompt that contains the text."""
         problem, _ = self.schema.read({"prompt": text})
         if not self.tools:
             return encode_prompt(tokenizer, problem)
@@ -54,11 +54,11 @@ class Form:
 
 
 def read_forms(recorded: Mapping[str, Any], environment: object = None) -> list[Form]:
-    """The forms of a run's prompts, one for each that its sources have; none where the texts are the prompts.
+    """Read the forms of a run's prompts, one per form in its sources; none where the texts are the prompts.
 
     Args:
-      recorded: the description of its experiment.
-      environment: of the experiment's file, if there is one; else only the tools of a `ToolUse` are known.
+      recorded: the description of the run's experiment.
+      environment: the environment of the experiment's file; without it only the tools of a `ToolUse` are known.
     """
     schemas = getattr(environment, "schemas", None)
     try:

@@ -1,4 +1,4 @@
-"""`gspax replay`: recompute the update of a dumped minibatch, and name the numbers in it that are not finite."""
+"""Implements `gspax replay`: recomputes the update of a dumped minibatch, and names its numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _list_rows(batch: Batch, value_B: np.ndarray) -> Iterator[str]:
-    """The rows with numbers that are not finite, and where these are."""
+    """Yield a line for each row with numbers that are not finite, with the arrays that hold them."""
     floats = {name: x for name, x in vars(batch).items() if x is not None and np.issubdtype(x.dtype, np.floating)}
     for row in range(len(value_B)):
         where = [name for name, x in floats.items() if not np.isfinite(x[row]).all()]
@@ -89,7 +89,7 @@ def _list_rows(batch: Batch, value_B: np.ndarray) -> Iterator[str]:
 
 
 def _list_leaves(what: str, tree: Params) -> Iterator[str]:
-    """The leaves with numbers that are not finite, and how many these are."""
+    """Yield a line for each leaf with numbers that are not finite, with their count."""
     import jax.numpy as jnp
 
     from gspax.types import named_leaves

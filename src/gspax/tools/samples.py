@@ -1,4 +1,4 @@
-"""`gspax samples`: completions of a run in the terminal, as a table or as records."""
+"""Implements `gspax samples`: shows completions of a run in the terminal, as a table or as records."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def find_files(run: RunDir) -> Iterator[tuple[int, str, Path]]:
-    """(step, source, path) of each file of completions, in the order of the steps."""
+    """Yield (step, source, path) of each file of completions, in the order of the steps."""
     from gspax.run.directory import step_of
 
     found = [(0, "held-out", run.before)]
@@ -104,7 +104,7 @@ def find_files(run: RunDir) -> Iterator[tuple[int, str, Path]]:
 
 
 def read(files: Sequence[tuple[int, str, Path]]) -> Iterator[Row]:
-    """The completions of the files, without foreign rows."""
+    """Yield the completions of the files, without foreign rows."""
     from gspax.run.record import read_completions
 
     for step, source, path in files:
@@ -113,7 +113,7 @@ def read(files: Sequence[tuple[int, str, Path]]) -> Iterator[Row]:
 
 
 def select_step(files: Sequence[tuple[int, str, Path]], step: int | None) -> list[Row]:
-    """The training rollout of a step (default: the newest), for step 0 the held-out completions before it."""
+    """Return the training rollout of a step (default: the newest), for step 0 the held-out completions before it."""
     own = [item for item in files if item[1] == "train" or item[0] == 0]
     chosen = [item for item in own if item[0] == (own[-1][0] if step is None else step)]
     if rows := [*read(chosen)]:
@@ -125,7 +125,7 @@ def select_step(files: Sequence[tuple[int, str, Path]], step: int | None) -> lis
 
 
 def select_problem(rows: Sequence[Row], text: str) -> list[Row]:
-    """The rows of the problem with this prompt, or with the only prompt that contains it."""
+    """Return the rows of the problem with this prompt, or with the only prompt that contains it."""
     prompts = {row["prompt"]: None for row in rows}
     near = [text] if text in prompts else [prompt for prompt in prompts if text in prompt]
     if len(near) != 1:
@@ -137,7 +137,7 @@ def select_problem(rows: Sequence[Row], text: str) -> list[Row]:
 
 
 def make_cells(rows: Sequence[Row]) -> list[Cells]:
-    """What is shown of each row; a prompt and its answer are empty below the row that has them."""
+    """Format each row as cells; prompt and answer are empty where they repeat the row above."""
     from gspax.errors import printable
     from gspax.tools.terminal import dim_thinking
 
@@ -163,7 +163,7 @@ def make_cells(rows: Sequence[Row]) -> list[Cells]:
 
 
 def make_table(shown: Sequence[Cells]) -> Table:
-    """A table without empty columns."""
+    """Make a table without empty columns."""
     from rich import box
     from rich.table import Table
 
@@ -178,7 +178,7 @@ def make_table(shown: Sequence[Cells]) -> Table:
 
 
 def make_records(shown: Sequence[Cells]) -> Group:
-    """A line of numbers for each row, with its texts below in the full width."""
+    """Make a line of numbers for each row, with its texts below in the full width."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
@@ -199,12 +199,12 @@ def make_records(shown: Sequence[Cells]) -> Group:
 
 
 def shorten(text: str) -> str:
-    """The beginning and the end of a long text."""
+    """Return the beginning and the end of a long text."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} […] {text[-LONGEST // 2 :]}"
 
 
 def mark_changes(before: str, after: str) -> Text:
-    """The later text, with what it no longer has as [-words-] in red, and what is new as {+words+} in green."""
+    """Mark the changes from `before` to `after`: removed words as [-words-] in red, new ones as {+words+} in green."""
     from rich.text import Text
 
     from gspax.errors import printable

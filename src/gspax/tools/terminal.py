@@ -1,4 +1,4 @@
-"""Output of the subcommands on a terminal: texts of a model, which may hold anything, without control characters."""
+"""Prints the subcommands' output on a terminal, without the control characters that a model's texts may hold."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gspax.errors import printable
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let the program end as for every output whose reader has exited, not by an exit code of rich."""
+        """Let the program end as for every closed output, not by an exit code of rich."""
         raise BrokenPipeError
 
 
 def make_console(*, quiet: bool = False) -> Console:
-    """A console of standard output that interprets no markup; a quiet one prints nothing."""
+    """Make a console for standard output that interprets no markup; a quiet one prints nothing."""
     return _Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet)
 
 
 def dim_thinking(text: str, *, opened: bool = False) -> Text:
-    """The printable text, with thinking blocks dim.
+    """Return the printable text, with thinking blocks dim.
 
     Args:
       text: a completion, or its beginning.

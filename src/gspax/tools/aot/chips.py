@@ -1,4 +1,4 @@
-"""TPU chips and topologies: peak rates, device descriptions without TPU hardware, the meshes of a run on them.
+"""Describes TPU chips and topologies: peak rates, devices without TPU hardware, the meshes of a run on them.
 
 A device is what jax calls one: a whole chip, or half a chip of TPU7x. Rates are the vendor's published peaks
 (cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x). A link's rate is the chip's bidirectional rate divided by its ports
@@ -48,12 +48,12 @@ class Chip:
 
     @property
     def memory(self) -> int:
-        """Bytes that a program may use."""
+        """The bytes that a program may use."""
         return int(self.memory_gib * 2**30)
 
     @property
     def ring(self) -> int:
-        """A dimension of the torus whose length is a multiple of this wraps around."""
+        """The length of a wrap-around: a dimension of the torus wraps around if its length is a multiple of this."""
         return 16 if self.dimensions == 2 else 4
 
 
@@ -105,7 +105,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The devices that some of a run's programs are compiled for."""
+    """The devices that a part of a run's programs is compiled for."""
 
     mesh: jax.sharding.Mesh
     topology: Topology  # of the slices that hold the mesh
@@ -115,7 +115,7 @@ class Target:
         return dict(self.mesh.shape)
 
     def link_rate(self, axes: tuple[str, ...]) -> float:
-        """`link_rate` along axes of the mesh."""
+        """Return `link_rate` along axes of the mesh."""
         dimensions = len(self.topology.shape)
         coords = np.array([device.coords[:dimensions] for device in self.mesh.devices.flat])
         return link_rate(axes, coords, self.sizes, self.topology)
@@ -149,7 +149,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _explain_accelerator(name: str, number: str) -> str:
-    """The slice that Google's name of an accelerator type stands for: v5p's number counts cores, two for each chip."""
+    """Explain Google's name of an accelerator type as a topology: v5p's number counts cores, two per chip."""
     kind, chips = name.replace("v5litepod", "v5e"), int(number) // (2 if name == "v5p" else 1)
     dimensions = CHIPS[kind].dimensions
     shape = [2 ** max(0, (chips.bit_length() + i - 1) // dimensions) for i in range(dimensions)]
@@ -160,7 +160,7 @@ def _explain_accelerator(name: str, number: str) -> str:
 
 
 def describe_devices(topology: Topology) -> list[jax.Device]:
-    """The devices of a topology, slice by slice. They serve for compiling only: they hold no arrays and run nothing.
+    """Describe the devices of a topology, slice by slice, for compiling only: they hold no arrays and run nothing.
 
     Raises:
       UserError: libtpu is not installed, or does not support the topology.
@@ -188,14 +188,14 @@ def _environment() -> Iterator[None]:
 
 
 class Targets(NamedTuple):
-    """The targets of a run: the same devices, unless the sampler has devices of its own."""
+    """The targets of a run: the same devices, unless the sampler has separate ones."""
 
     learner: Target
     sampler: Target
 
 
 def make_targets(experiment: Experiment, topology: Topology) -> Targets:
-    """The devices of a run's parts, and their slices: the same ones, or whole slices for each.
+    """Make the targets of a run's parts: the same devices, or whole slices for each.
 
     Raises:
       UserError: libtpu is missing or does not support the topology, the experiment does not fit its number of devices,
@@ -213,7 +213,7 @@ def make_targets(experiment: Experiment, topology: Topology) -> Targets:
 
 
 def _take_slices(placement: Placement | None, topology: Topology) -> Topology | None:
-    """The slices of a sampler that has whole ones of its own; None without them, or if there is one slice."""
+    """Return the slices of a sampler with separate whole slices; None without them, or if there is one slice."""
     if placement is None or topology.slices == 1:
         return None
     slices, rest = divmod(placement.devices, topology.slice_devices)
@@ -226,13 +226,13 @@ def _take_slices(placement: Placement | None, topology: Topology) -> Topology | 
 
 
 def link_rate(axes: tuple[str, ...], coords: np.ndarray, mesh: dict[str, int], topology: Topology) -> float:
-    """The bytes/s at which a device can send to its group along axes of the mesh, within a slice.
+    """Return the bytes/s at which a device can send to its group along axes of the mesh, within a slice.
 
     A dimension of the torus that wraps around has two links. A line has one, since the others wait for its end devices,
     and so has a dimension that the program uses in part. Axes that are `UNKNOWN` count as all axes.
 
     Args:
-      axes: of the mesh.
+      axes: mesh axes.
       coords: int [devices, dimensions], the coordinates of the mesh's devices in the torus. They repeat from slice to
         slice.
       mesh: axis sizes, in the devices' order.

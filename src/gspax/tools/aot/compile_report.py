@@ -1,4 +1,4 @@
-"""The report of `gspax compile`: whether an experiment fits a TPU topology, and how fast it could be at best.
+"""Reports for `gspax compile` whether an experiment fits a TPU topology, and its best possible speed.
 
 Each program of a run is compiled for the devices of the topology. Memory is the compiler's, plus what else the run
 keeps on a device.
@@ -64,7 +64,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One execution of one part of a step, on one device."""
+    """One execution of one phase of a step, on one device."""
 
     name: str
     runs: int  # executions in a step
@@ -91,13 +91,13 @@ class Times:
 
     @property
     def limit(self) -> str:
-        """The slowest resource."""
+        """The name of the slowest resource."""
         return max(("compute", "memory", "network", "dcn"), key=lambda name: getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step."""
+    """The sizes that determine the work of a step."""
 
     model: ModelConfig
     sampling: Sampling
@@ -108,11 +108,11 @@ Estimates = Sequence[tuple[Phase, Times]]
 
 
 def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False) -> bool:
-    """Compile for the topology and print the report, program by program; True if everything fits.
+    """Compile for the topology and print the report, program by program; return True if everything fits.
 
     Args:
-      experiment: what is compiled.
-      topology: what it is compiled for.
+      experiment: the experiment to compile.
+      topology: the devices to compile for.
       all_layers: compile the sampler with all layers, instead of extrapolating from a few.
 
     Raises:
@@ -153,7 +153,7 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
 def _compile(
     program: Program, model: ModelConfig, make: Callable[[ModelConfig], list[Program]], *, all_layers: bool
 ) -> Compiled:
-    """Compile a program, from those that `make` makes of smaller models if possible; print how long it took."""
+    """Compile a program, from smaller models by `make` if possible, and print the seconds."""
     how, few = "", few_layers(model)
 
     def make_small(number: int) -> Program:
@@ -170,7 +170,7 @@ def _compile(
 
 
 def estimate(compiled: Sequence[Compiled], targets: Targets, work: Work) -> list[tuple[Phase, Times]]:
-    """The phases of the compiled programs, and their times on their targets."""
+    """Estimate the phases of the compiled programs, and their times on their targets."""
     estimates = []
     for program in compiled:
         target = _target_of(program.name, targets)
@@ -184,27 +184,27 @@ def estimate(compiled: Sequence[Compiled], targets: Targets, work: Work) -> list
 
 
 def samples_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
-    """Whether the sampler works while the learner updates. Nothing is sampled ahead across a checkpoint."""
+    """Return whether the sampler works while the learner updates. Nothing is sampled ahead across a checkpoint."""
     if placement is None or checkpoint_every == 1:
         return False
     return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
 
 
 def _target_of(name: str, targets: Targets) -> Target:
-    """The target that a program is compiled for."""
+    """Return the target that a program is compiled for."""
     if name in SAMPLER:
         return targets.sampler
     return targets.learner
 
 
 def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: int = 1) -> list[Phase]:
-    """The phases of a compiled program: the rollout is its prefill and its loop over tokens, the others are one phase.
+    """Make the phases of a compiled program: a rollout has prefill and a loop over tokens, others have one phase.
 
     Args:
       compiled: the program.
-      work: of a step.
+      work: the work of a step.
       mesh: axis sizes, in the order of the devices that the program was compiled for.
-      slices: that the mesh extends over.
+      slices: the number of slices that the mesh spans.
     """
     model, sampling = work.model, work.sampling
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
@@ -251,7 +251,7 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
 
 
 def extrapolate_phases(less: list[Phase], more: list[Phase], few: Few) -> list[Phase]:
-    """The phases of a whole program, from those of the small ones. FLOPs are those of `less`."""
+    """Extrapolate the phases of a whole program from two small ones. FLOPs are taken from `less`."""
 
     def scale(first: dict[Key, int], second: dict[Key, int]) -> dict[Key, int]:
         keys = {**first, **second}
@@ -269,7 +269,7 @@ def extrapolate_phases(less: list[Phase], more: list[Phase], few: Few) -> list[P
 
 
 def push_phase(work: Work, learner: Target, sampler: Target) -> Phase:
-    """The transfer of parameters to a disaggregated sampler, at the rate of the target with fewer devices."""
+    """Make the phase that sends parameters to a disaggregated sampler, at the rate of the target with fewer devices."""
     weights = abstract_inference_weights(work.model, sampler.mesh, work.sampling.weights_dtype)
     sent = device_bytes(weights) * max(sampler.mesh.size, learner.mesh.size) // learner.mesh.size
     axes = tuple(axis for axis, size in sampler.sizes.items() if size > 1)
@@ -278,7 +278,7 @@ def push_phase(work: Work, learner: Target, sampler: Target) -> Phase:
 
 
 def estimate_times(phase: Phase, chip: Chip, link_rate: Rate) -> Times:
-    """Seconds of a phase at the chip's peak rates.
+    """Estimate the seconds of a phase at the chip's peak rates.
 
     Collectives within a slice follow one another over all links that they can use; those between slices overlap with
     them and use the device's share of the data center's network.
@@ -292,7 +292,7 @@ def estimate_times(phase: Phase, chip: Chip, link_rate: Rate) -> Times:
 
 
 def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, int]) -> int:
-    """Bytes that a device must read for one token of each of its rows, at a part of the response.
+    """Return the bytes that a device must read for one token of each of its rows, at a part of the response.
 
     These are the weights on the device once, except for the table of embeddings, of which a token reads a row; the
     positions of the completions' cache that a token sees; those of the prompts' cache, once per prompt; and the states
@@ -313,14 +313,14 @@ def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, in
 
 
 def heading(name: str, topology: Topology, targets: Targets, *, turns: bool) -> str:
-    """The title: the programs, and the devices that they are compiled for."""
+    """Format the title: the programs, and the devices that they are compiled for."""
     sampling = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
     parts = [(targets.learner, f"learner, {TRAIN}, {SCORE}"), (targets.sampler, f"sampler, {sampling}")]
     return "\n".join([f"{name} on {topology}", *(f"  {of}: {target} of {target.topology}" for target, of in parts)])
 
 
 def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
-    """Memory per device of each compiled program, item by item."""
+    """Format the memory per device of each compiled program, item by item."""
     rows = {
         "arguments": "arguments",
         "results (not aliased)": "results",
@@ -339,7 +339,7 @@ def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
 
 
 def time_table(estimates: Estimates, chip: Chip) -> str:
-    """The work of each phase on one device, and the least time that it takes."""
+    """Format the work of each phase on one device, and its minimum time."""
     head = f"{'Per device and run':<18}{'TFLOP':>9}{'moved GB':>10}{'sent GB':>9}"
     lines = [
         head + f"{'compute s':>11}{'memory s':>10}{'network s':>11}{'DCN s':>9}{'bound by':>10}{'MFU':>8}{'runs':>7}"
@@ -355,7 +355,7 @@ def time_table(estimates: Estimates, chip: Chip) -> str:
 
 
 def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool) -> str:
-    """The whole step: rollout, old log-probs, teachers' passes and updates, if all of them compiled.
+    """Describe the whole step: rollout, old log-probs, teachers' passes and updates, if all of them compiled.
 
     With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step.
     """
@@ -382,7 +382,7 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
 
 
 def collective_table(phases: Sequence[Phase]) -> str:
-    """The bytes that each phase sends, by collective and mesh axes."""
+    """Format the bytes that each phase sends, by collective and mesh axes."""
     lines = ["Sent by each device in one run, GB"]
     for phase in phases:
         for collective, sent in sorted(phase.sent.items(), key=lambda item: -item[1]):
@@ -392,7 +392,7 @@ def collective_table(phases: Sequence[Phase]) -> str:
 
 
 def token_table(work: Work, mesh: dict[str, int], estimates: Estimates) -> str:
-    """One token of the decoding loop: what is moved and sent, and the least that must be read."""
+    """Format one token of the decoding loop: bytes moved and sent, and the minimum that must be read."""
     lines = [f"{'A token, GB':<28}{'moved':>9}{'needed':>9}{'ratio':>8}{'sent':>9}"]
     for phase, _ in estimates:
         for part, moved in phase.moved_at.items():
@@ -403,8 +403,10 @@ def token_table(work: Work, mesh: dict[str, int], estimates: Estimates) -> str:
 
 
 def describe_uncounted(compiled: Sequence[Compiled]) -> list[str]:
-    """One sentence for each program with loops of unknown trip count, other than the sampler's one over tokens (of a
-    reply: over blocks)."""
+    """Return one sentence for each program with loops of unknown trip count.
+
+    The sampler's loop over tokens (of a reply: over blocks) is not reported.
+    """
     lines = []
     for program in compiled:
         loops = hlo.unknown_loops(program.module) - (program.name in (ROLLOUT, TURNS, REPLIES))

@@ -1,4 +1,4 @@
-"""Parse the text of a compiled program: its instructions, how often each runs, what it moves and what it sends.
+"""Parses the text of a compiled program: its instructions, their numbers of runs, the bytes that they move and send.
 
 The compiler's own cost analysis counts a loop's body once; here it counts as often as it runs. The trip count is an
 attribute of the loop (CPU) or the constant that its condition compares the counter with (TPU). A loop with neither,
@@ -35,7 +35,7 @@ RAGGED = "ragged-all-to-all"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
 SPREAD = "async_collective_fusion_config"  # marks a collective that the TPU compiler has spread over several fusions
 ASYNC = "AsyncCollective"  # custom calls that start and end such a collective
-CONTROL = {"while", "call", "conditional", "async-start"}  # run other computations and move nothing themselves
+CONTROL = {"while", "call", "conditional", "async-start"}  # run other computations but move no bytes
 FREE = CONTROL | {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "optimization-barrier", "add-dependency"),
@@ -81,17 +81,17 @@ class Instruction:
 
     @property
     def size(self) -> int:
-        """Bytes of the result."""
+        """The bytes of the result."""
         return sum(buffer.size for buffer in self.buffers)
 
     @property
     def memory(self) -> int:
-        """Bytes of the result that are in the device's memory, not on chip."""
+        """The bytes of the result that are in the device's memory, not on chip."""
         return sum(buffer.size for buffer in self.buffers if not buffer.on_chip)
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs, except for the branches of a conditional."""
+        """The computations that the instruction runs, except for the branches of a conditional."""
         return [] if self.opcode.endswith(("-done", "-update")) else _CALLED.findall(self.attributes)
 
     @property
@@ -101,7 +101,7 @@ class Instruction:
         return [name for several, one in groups for name in re.findall(r"[\w.\-]+", several or one)]
 
     def attribute(self, name: str) -> str:
-        """The computation given by `name=%...`; empty if there is none."""
+        """Return the computation given by `name=%...`; empty if there is none."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else ""
 
@@ -148,7 +148,7 @@ def parse(text: str) -> Module:
 
 
 def parse_type(type_: str) -> list[Buffer]:
-    """The arrays in a type such as `(f32[2,3]{1,0}, pred[])`."""
+    """Parse the arrays in a type such as `(f32[2,3]{1,0}, pred[])`."""
     buffers = []
     for bits, lengths, layout in _BUFFER.findall(type_):
         shape = _integers(lengths)
@@ -162,12 +162,12 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def find_root(computation: Computation) -> Instruction:
-    """The instruction whose result is the computation's."""
+    """Return the root instruction of a computation, which gives its result."""
     return next(op for op in computation.values() if op.root)
 
 
 def reach(op: Instruction, module: Module) -> Iterator[Instruction]:
-    """The instruction, and all that it runs."""
+    """Yield the instruction, and all instructions that it runs."""
     yield op
     for name in (*op.called, *op.branches):
         for inner in module.computations.get(name, {}).values():
@@ -175,7 +175,7 @@ def reach(op: Instruction, module: Module) -> Iterator[Instruction]:
 
 
 def trip_count(loop: Instruction, module: Module) -> int | None:
-    """How often a `while` runs its body; None if unknown."""
+    """Return the number of times that a `while` runs its body; None if unknown."""
     if known := re.search(r'known_trip_count[^}]*?"n":\s*"(\d+)"', loop.attributes):
         return int(known[1])
     condition = module.computations[loop.attribute("condition")]
@@ -198,11 +198,11 @@ def total(
     unknown_trips: int,
     into_fusions: bool = True,
 ) -> Counter[Key]:
-    """The sum of `count(computation, instruction)` over everything that the program runs, loops included.
+    """Sum `count(computation, instruction)` over all instructions that the program runs, loops included.
 
     Args:
       module: the program.
-      count: the counts of one instruction, without those that it runs; gets the name of its computation too.
+      count: counts one instruction, without the instructions that it runs; gets the name of its computation too.
       unknown_trips: the trip count of loops that do not state it.
       into_fusions: whether to count the instructions inside of fusions, kernels and reductions too.
     """
@@ -225,7 +225,7 @@ def total(
 
 
 def _without_fallback(branches: list[str], module: Module) -> list[str]:
-    """The branches with a ragged all-to-all, if any: the others are the fallback for rows beyond its buffer."""
+    """Return the branches with a ragged all-to-all, if any: the others are the fallback for rows beyond its buffer."""
 
     def has_ragged(name: str) -> bool:
         instructions = module.computations.get(name, {}).values()
@@ -235,7 +235,7 @@ def _without_fallback(branches: list[str], module: Module) -> list[str]:
 
 
 def unknown_loops(module: Module) -> int:
-    """The number of loops with unknown trip counts, without those inside of another one."""
+    """Count the loops with unknown trip counts, except loops inside of another such loop."""
 
     def count(computation: str, op: Instruction) -> Counter[tuple[str, str]]:
         is_unknown = op.opcode == "while" and trip_count(op, module) is None
@@ -245,7 +245,7 @@ def unknown_loops(module: Module) -> int:
 
 
 def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, slices: int = 1) -> dict[Collective, int]:
-    """The least bytes that a device must send for the collectives of a program, by kind and axes.
+    """Return the least bytes that a device must send for the collectives of a program, by kind and axes.
 
     In a group of n devices an all-gather sends (n - 1)/n of its result, a reduce-scatter as much of its argument, an
     all-reduce both, one after the other; an all-to-all (n - 1)/n of its result, a ragged one of the smaller of argument
@@ -286,14 +286,14 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, sli
 
 
 def _sent(kind: str, whole: int, size: int) -> int:
-    """The bytes that each of `size` devices sends for a collective over arrays of `whole` bytes."""
+    """Return the bytes that each of `size` devices sends for a collective over arrays of `whole` bytes."""
     if kind not in KINDS or kind == "collective-permute":
         return whole
     return whole * (size - 1) // size * (2 if kind == "all-reduce" else 1)
 
 
 def _between_slices(send: Instruction, slices: int) -> Counter[Collective]:
-    """The bytes of a `send` to other slices: none if it goes to the host, everything for an unknown kind."""
+    """Count the bytes of a `send` to other slices: none if it goes to the host, everything for an unknown kind."""
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
     if not transfer:
         return Counter()
@@ -304,7 +304,7 @@ def _between_slices(send: Instruction, slices: int) -> Counter[Collective]:
 
 
 def _group_axes(attributes: str, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
-    """The axes that the groups of a collective extend over, and the number of devices in a group."""
+    """Return the axes that the groups of a collective extend over, and the number of devices in a group."""
     devices = math.prod(mesh.values())
     group = _first_group(attributes, devices)
     if group is None or max(group) >= devices:
@@ -314,8 +314,9 @@ def _group_axes(attributes: str, mesh: dict[str, int]) -> tuple[tuple[str, ...],
 
 
 def _first_group(attributes: str, devices: int) -> list[int] | None:
-    """The devices of a collective's first group (all groups are alike), or the first pair of different devices of a
-    permutation; None if the notation is unknown.
+    """Return the devices of a collective's first group (all groups are alike); None if the notation is unknown.
+
+    For a permutation it is the first pair of different devices.
 
     Known are {{0,1},{2,3}}, and two notations of an array of device numbers whose rows are the groups, [2,2]<=[4] and
     mesh['a'=2,'b'=2] {'b'}, both of which may be transposed first.
@@ -341,15 +342,15 @@ def _first_group(attributes: str, devices: int) -> list[int] | None:
 
 
 def _grid(shape: str, transposed: str | None) -> np.ndarray:
-    """0, 1, 2, ... in this shape, with its axes permuted."""
+    """Return 0, 1, 2, ... in this shape, with its axes permuted."""
     grid = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
     return grid.transpose(_integers(transposed)) if transposed else grid
 
 
 def seen_at(part: str, sampling: Sampling, windows: Sequence[int], *, of_prompt: bool) -> list[tuple[int, int]]:
-    """The positions of the prompt, or of the response, that a token sees: the first one and the one after the last.
+    """Return the positions of the prompt or response that a token sees, each as first position and end (exclusive).
 
-    There is a pair for each window, at the `start` or the `end` of a response, or at each of its tokens (`mean`).
+    Returns a pair for each window, at the `start` or the `end` of a response, or at each of its tokens (`mean`).
     """
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
     lengths = {"start": [1], "end": [C], "mean": range(1, C + 1)}[part]
@@ -360,8 +361,11 @@ def seen_at(part: str, sampling: Sampling, windows: Sequence[int], *, of_prompt:
 
 
 def fetched_at(part: str, sampling: Sampling, windows: Sequence[int] = (NO_WINDOW,)) -> Fetched:
-    """The positions that the decoding attention fetches at the `start` or the `end` of a response, or on average
-    (`mean`) over its tokens; on average over the layers' windows."""
+    """Make a function that returns the positions that the decoding attention fetches.
+
+    They are counted at the `start` or the `end` of a response, or on average (`mean`) over its tokens; and on average
+    over the layers' windows.
+    """
     C = sampling.max_tokens
 
     def fetched(T: int, has_fewer_heads: bool) -> float:
@@ -373,12 +377,12 @@ def fetched_at(part: str, sampling: Sampling, windows: Sequence[int] = (NO_WINDO
 
 
 def traffic(module: Module, *, unknown_trips: int, fetched: Fetched | None = None) -> int:
-    """Bytes that one run of the program reads from and writes to a device's memory.
+    """Count the bytes that one run of the program reads from and writes to a device's memory.
 
     Args:
       module: the program.
       unknown_trips: the trip count of loops that do not state it.
-      fetched: what the decoding attention fetches (`fetched_at`); None for its whole caches.
+      fetched: the positions that the decoding attention fetches (`fetched_at`); None for its whole caches.
     """
 
     def count(name: str, op: Instruction) -> Counter[str]:
@@ -395,10 +399,10 @@ def _is_decode_attention(op: Instruction) -> bool:
 
 
 def _attention_bytes(op: Instruction, computation: Computation, fetched: Fetched) -> int:
-    """Queries and results, and what is fetched of keys and values [X, K, T, H], which may be one array."""
+    """Count the bytes of queries, results, and fetched keys and values [X, K, T, H], which may be one array."""
 
     def arrays(call: Instruction) -> list[Instruction]:
-        """Its arguments with four axes: queries, and keys and values."""
+        """Return the call's arguments with four axes: queries, and keys and values."""
         operands = (computation[name] for name in call.operands)
         return [each for each in operands if len(each.buffers[0].shape) == 4]
 
@@ -435,17 +439,17 @@ def _moved(op: Instruction, computation: Computation, module: Module) -> int:
 
 
 def _fused(op: Instruction, module: Module) -> Computation:
-    """The computation of a fusion; empty for other instructions."""
+    """Return the computation of a fusion; empty for other instructions."""
     return module.computations.get(op.attribute("calls"), {}) if op.opcode in FUSED else {}
 
 
 def _parameters(inside: Computation) -> Iterator[tuple[int, str]]:
-    """The number and the name of each parameter."""
+    """Yield the number and the name of each parameter."""
     return ((int(op.arguments), op.name) for op in inside.values() if op.opcode == "parameter")
 
 
 def _unaliased(op: Instruction, inside: Computation, module: Module) -> Instruction:
-    """The instruction that this one aliases: through bitcasts, and fusions of nothing but bitcasts."""
+    """Return the instruction that this one aliases: through bitcasts, and fusions of nothing but bitcasts."""
     if op.opcode == "bitcast":
         number = 0
     elif (nested := _fused(op, module)) and (
@@ -459,7 +463,7 @@ def _unaliased(op: Instruction, inside: Computation, module: Module) -> Instruct
 
 
 def _fusion(fusion: Instruction, whole: list[int], inside: Computation, module: Module) -> int:
-    """Bytes that a fusion reads of its arguments, `whole` bytes each, and writes of its results."""
+    """Count the bytes that a fusion reads of its arguments, `whole` bytes each, and writes of its results."""
     read = sum(min(whole[number], _reads(name, inside, module)) for number, name in _parameters(inside))
     root = find_root(inside)
     if ASYNC in root.attributes:  # its result includes the collective's
@@ -473,13 +477,13 @@ def _fusion(fusion: Instruction, whole: list[int], inside: Computation, module: 
 
 
 def _starts_elsewhere(op: Instruction, inside: Computation) -> bool:
-    """Whether it belongs to a collective that the compiler has spread over several fusions, and another one starts."""
+    """Return whether the instruction belongs to a collective spread over several fusions that another fusion starts."""
     starts = any(f'"{ASYNC}Start"' in other.attributes for other in inside.values())
     return ASYNC in op.attributes or (SPREAD in op.attributes and not starts)
 
 
 def _reads(name: str, inside: Computation, module: Module) -> int:
-    """Bytes of an array in a fusion that are read: all, only slices, or none if it is only passed on."""
+    """Count the bytes of an array that a fusion reads: all, only slices, or none if it is only passed on."""
     whole = inside[name].size
     read = 0
     for user in inside.values():
@@ -500,7 +504,7 @@ def _reads(name: str, inside: Computation, module: Module) -> int:
 
 
 def _writes(result: Instruction, inside: Computation, module: Module) -> int:
-    """Bytes that a fusion writes of one of its results."""
+    """Count the bytes that a fusion writes of one of its results."""
     result = _unaliased(result, inside, module)
     if result.opcode == "parameter" or _starts_elsewhere(result, inside):
         return 0

@@ -1,4 +1,4 @@
-"""The programs of a run, compiled for any devices from shapes alone, and the memory that each needs on a device.
+"""Compiles the programs of a run for any devices from shapes alone, and computes the memory of each on a device.
 
 They are the run's own functions; only their arguments are `ShapeDtypeStruct`s: no array is made. A test compares the
 abstract minibatch with one that a rollout is split into.
@@ -87,15 +87,18 @@ def make_programs(
     mesh: jax.sharding.Mesh,
     sampler_mesh: jax.sharding.Mesh,
 ) -> list[Program]:
-    """The train step, the log-probs of a minibatch (old ones; the reference's too), the inference weights of a
-    colocated sampler, and the sampler: with an environment, the three programs of multi-turn rollouts.
+    """Make the programs of the learner and of the sampler.
+
+    They are the train step, the log-probs of a minibatch (old ones; the reference's too), the teachers' passes, the
+    inference weights of a colocated sampler, and the rollout: with an environment, the three programs of multi-turn
+    rollouts.
 
     Prompts have their maximum length, replies `reply_tokens`. The devices of the meshes need not exist.
 
     Args:
-      experiment: its parameters, and all that shapes its programs.
-      mesh: the learner's.
-      sampler_mesh: the sampler's.
+      experiment: determines the parameters and the shapes of the programs.
+      mesh: the learner's mesh.
+      sampler_mesh: the sampler's mesh.
     """
     model, teacher, weights_dtype = experiment.model, experiment.teacher, experiment.sampling.weights_dtype
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
@@ -144,7 +147,7 @@ def make_programs(
 def _abstract_teachers(
     teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh
 ) -> tuple[tuple[Params, ...], tuple[Params, ...], int]:
-    """The teachers' parameters, the heads that updates read, and the bytes of them that the devices keep."""
+    """Return the teachers' parameters, the heads that updates read, and the bytes of all parameters on a device."""
     models = [with_tokens_of(policy, model) for model in teacher_models(teacher)]
     params = tuple(abstract_params(model, mesh) for model in models)
     if make_compare(teacher) is None:
@@ -163,11 +166,11 @@ def _make_teaching(
     mesh: jax.sharding.Mesh,
     runs: int,
 ) -> Iterator[Program]:
-    """Each teacher's pass over a minibatch.
+    """Yield each teacher's pass over a minibatch.
 
     Args:
-      passes: its model, its pass, and its parameters.
-      shape: of rows of its own; None: those of the minibatch.
+      passes: (model, pass, parameters) of each teacher.
+      shape: the shape of the teacher's rows; None: the minibatch's rows.
       held: bytes that the learner's devices hold, the teachers' parameters included.
     """
     read: list[Array | None] = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
@@ -185,14 +188,14 @@ def _make_teaching(
 
 
 def _lower(function: Callable[..., object], *arguments: object, **settings: object) -> Callable[[], jax.stages.Lowered]:
-    """A function that lowers a jitted one for these arguments."""
+    """Make a function that lowers a jitted one for these arguments."""
     return partial(cast(jax.stages.Wrapped, function).lower, *arguments, **settings)
 
 
 def _make_sampler(
     experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, learner_bytes: int
 ) -> list[Program]:
-    """The sampler, on devices that hold `learner_bytes` throughout the run if they are the learner's.
+    """Make the sampler's programs, for devices that hold `learner_bytes` throughout the run if shared with the learner.
 
     Each rollout that is sampled ahead adds inference weights and a rollout to the devices of a disaggregated sampler.
     """
@@ -225,7 +228,7 @@ def _make_sampler(
 
 
 def reply_tokens(max_tokens: int) -> int:
-    """The assumed length of an environment's reply, with the stop token before it: 128, or less if that is too long.
+    """Return the assumed length of an environment's reply with the stop token before it: 128, or less if too long.
 
     >>> reply_tokens(2048), reply_tokens(100)
     (128, 64)
@@ -236,7 +239,7 @@ def reply_tokens(max_tokens: int) -> int:
 def _make_conversations(
     params: Params, prompts: Prompts, key: Array, options: SampleOptions, replies: int, resident: int
 ) -> list[Program]:
-    """The prefill of the prompts, a token of every slot, and the prefill of a reply to each of them.
+    """Make the prefill of the prompts, a token of every slot, and the prefill of a reply to each of them.
 
     Prefills sample a token too; where there are fewer slots than conversations, slots have several, one after another.
     """
@@ -258,7 +261,7 @@ def _make_conversations(
 
 
 def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> continuous_batching.State:
-    """`ShapeDtypeStruct`s, with shardings, of the engine's state between two tokens."""
+    """Return `ShapeDtypeStruct`s, with shardings, of the decoding loop's state between two tokens."""
     mesh = options.mesh
     state = jax.eval_shape(partial(continuous_batching.start, options=options), params, prompts, key)
     axis = continuous_batching.row_axis(mesh, len(state.rows.length_B), len(state.rows.active_W))
@@ -276,7 +279,7 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
-    """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
+    """Return `ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
     config, schedule, passes = experiment.model, experiment.schedule, Passes(experiment)
     B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
     experts = B, sparse_layers(config), T, config.num_experts_per_tok
@@ -303,7 +306,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
 def _teacher_arrays(
     teacher: Teacher | None, config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int
 ) -> dict[str, Array | None]:
-    """`ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
+    """Return `ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
     if teacher is None:
         return {}
     if make_compare(teacher) is None:
@@ -317,7 +320,7 @@ def _teacher_arrays(
 
 
 def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
-    """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
+    """Return `ShapeDtypeStruct`s, with shardings, of the sampler's rollout."""
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
     rows = partial(abstract_rows, mesh)
     return Rollout(
@@ -335,18 +338,18 @@ def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.
 def abstract_sets(
     model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, shape: tuple[int, int]
 ) -> Array | None:
-    """The `ShapeDtypeStruct` of the sampling masks of tokens [B, T]; None without `Sampling.mask_replay`."""
+    """Return the `ShapeDtypeStruct` of the sampling masks of tokens [B, T]; None without `Sampling.mask_replay`."""
     K = sampling_mask_size(sampling, model.vocab_size)
     return abstract_rows(mesh, (*shape, K), token_id_dtype(model)) if K else None
 
 
 def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """The `ShapeDtypeStruct` of an array whose rows are sharded as a batch."""
+    """Return the `ShapeDtypeStruct` of an array with rows sharded as a batch."""
     return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch")))
 
 
 def device_bytes(tree: Params | TrainState | Batch | Rollout) -> int:
-    """Bytes of device memory that one device holds of a tree of `ShapeDtypeStruct`s with shardings.
+    """Count the bytes of device memory that one device holds of a tree of `ShapeDtypeStruct`s with shardings.
 
     The padding of layouts is not included, and neither are arrays in the host's memory.
     """
@@ -359,14 +362,14 @@ def device_bytes(tree: Params | TrainState | Batch | Rollout) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device while a program runs."""
+    """The bytes on one device while a program runs."""
 
     arguments: int
     results: int  # without those that reuse the memory of arguments
     temporaries: int
     code: int
     peak: int  # the compiler's peak of the first three, without host memory
-    resident: int  # what the run keeps on the device and does not pass to the program
+    resident: int  # bytes that the run keeps on the device and does not pass to the program
 
     @property
     def total(self) -> int:
@@ -395,7 +398,7 @@ class Compiled:
 
 
 def compile_program(program: Program) -> Compiled:
-    """Lower and compile. An error of the compiler, usually lack of memory, is part of the result."""
+    """Lower and compile a program. An error of the compiler, usually lack of memory, is part of the result."""
     began = time.perf_counter()
     try:
         with _no_persistent_cache():
@@ -431,26 +434,26 @@ def _no_persistent_cache() -> Iterator[None]:
 
 
 def summarize_error(message: str) -> str:
-    """The line of the compiler's message that has the numbers, at most 300 characters and without a full stop."""
+    """Return the line of the compiler's message that has the numbers, at most 300 characters, without a full stop."""
     lines = message.strip().splitlines()
     line = next((line for line in lines if re.search(r"\d.*\bhbm\b", line, re.IGNORECASE)), lines[0])
     return line.strip()[:300].rstrip(".")
 
 
 class Few(NamedTuple):
-    """Two models of fewer layers, from whose programs those of a whole model are extrapolated."""
+    """Two models of fewer layers, for extrapolating the programs of a whole model."""
 
     less: int  # layers of one model
-    more: int  # of the other one, whose pattern is repeated once more
+    more: int  # layers of the other model, which repeats the pattern once more
     layers: int  # of the whole model
 
     def extrapolate(self, less: float, more: float) -> float:
-        """A quantity that is linear in the number of repetitions, and not negative."""
+        """Extrapolate a quantity that is linear in the number of repetitions, and not negative."""
         return max(0.0, less + (self.layers - self.less) * (more - less) / (self.more - self.less))
 
 
 def few_layers(model: ModelConfig) -> Few | None:
-    """Leading layers, and at least four of those that repeat a pattern; None if they are not fewer than all together.
+    """Choose leading layers and at least four layers of a repeated pattern; None if these are not fewer than all.
 
     A pattern has two layers or more. Of two and three equal layers, the chips of v5e and v6e hold most of the weights
     from token to token, which moved their figures by up to 18 %.
@@ -466,7 +469,7 @@ def few_layers(model: ModelConfig) -> Few | None:
 
 
 def compile_few(program: Program, make: Callable[[int], Program], few: Few) -> Compiled:
-    """The program, from those that `make` makes of fewer layers; an error of either is its error."""
+    """Extrapolate a program from two programs of fewer layers by `make`; an error of either is its error."""
     small = compile_program(make(few.less)), compile_program(make(few.more))
     seconds = sum(compiled.seconds for compiled in small)
     less, more = (compiled.memory for compiled in small)
@@ -478,7 +481,7 @@ def compile_few(program: Program, make: Callable[[int], Program], few: Few) -> C
 
 
 def describe_misfits(compiled: Sequence[Compiled], topology: Topology) -> list[str]:
-    """One sentence for each program that does not compile or does not fit the chip's memory."""
+    """Return one sentence for each program that does not compile or does not fit the chip's memory."""
     lines = []
     for program in compiled:
         if program.error:

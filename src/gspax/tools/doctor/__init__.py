@@ -49,7 +49,7 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print the table of versions and a line for each result; 1 if one is wrong."""
+    """Print the table of versions and a line for each result; return 1 if one is wrong."""
     if options.workdir is not None:
         require = require_usable if is_bucket(options.workdir) else require_directory
         require(options.workdir)
@@ -79,7 +79,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def color(line: str) -> Text:
-    """A line with the status that it begins with in color, where the terminal has colors."""
+    """Color the status at the beginning of a line, where the terminal has colors."""
     from rich.text import Text
 
     status = line.partition(" ")[0]

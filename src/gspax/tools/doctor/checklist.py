@@ -1,4 +1,4 @@
-"""The list of checks, in the order in which they run."""
+"""Lists the checks, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gspax.tools.doctor.results import Check, Result
 
 
 def make_checks(directory: Path | None) -> dict[str, Check]:
-    """The checks of these devices by name. All processes of a pod run the same ones.
+    """Make the checks of these devices by name. All processes of a pod run the same ones.
 
     Args:
-      directory: where a checkpoint is written; None: a temporary folder.
+      directory: the folder for a checkpoint; None: a temporary folder.
     """
     devices, dtypes = jax.devices(), ("float32", "bfloat16")
     mesh, alone = training.make_mesh(devices), sharding.make_mesh(sharding.ONES, jax.local_devices()[:1])
@@ -45,6 +45,6 @@ def make_checks(directory: Path | None) -> dict[str, Check]:
 
 
 def in_full_precision(dtype: str, check: Check) -> Iterator[Result]:
-    """The check, with products in float32 as exact as on a CPU: accelerators round their operands by default."""
+    """Run the check, with products in float32 as exact as on a CPU: accelerators round their operands by default."""
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         yield from check()

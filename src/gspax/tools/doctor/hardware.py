@@ -1,4 +1,4 @@
-"""The devices: what they are, their limits, and whether collectives reach the right devices, and how fast."""
+"""Checks the devices: their description, their limits, and the correctness and speed of collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOST_LINK = 2e9  # bytes/s between a host and its accelerator: less than half of
 
 
 def describe() -> dict[str, object]:
-    """The versions, devices, variables, and load that a bug report needs to name."""
+    """Describe the versions, devices, variables, and load that a bug report needs."""
     device = jax.local_devices()[0]
     memory = device_memory(device)
     return {
@@ -45,19 +45,19 @@ def describe() -> dict[str, object]:
 
 
 def peaks(kind: str) -> tuple[float, float] | None:
-    """The published peaks of a device's kind, FLOP/s and bytes/s; None for a CPU and for kinds not in the table."""
+    """Return the published peaks of a device's kind, FLOP/s and bytes/s; None for a CPU and for unlisted kinds."""
     return next((PEAKS[name] for name in sorted(PEAKS, reverse=True) if kind.startswith(name)), None)
 
 
 @functools.cache
 def limits(dtype: str) -> Limits:
-    """The measured limits of one device, with sizes that take it a millisecond or more."""
+    """Measure the limits of one device, with sizes that take it a millisecond or more."""
     on_cpu = jax.default_backend() == "cpu"
     return measure_device(dtype, *((2048, 2**28) if on_cpu else (8192, 2**31)))
 
 
 def device() -> Iterator[Result]:
-    """The rates of a matrix product and of a copy, compared with the published ones, and of the link to the host."""
+    """Measure the rates of a matrix product and a copy against the published ones, and of the link to the host."""
     best = peaks(jax.local_devices()[0].device_kind)
     on_cpu = jax.default_backend() == "cpu"
     for dtype in ("float32", "bfloat16"):
@@ -96,7 +96,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Array, str], Array], Callable[[np.ndarray
 
 
 def collectives(mesh: Mesh) -> Iterator[Result]:
-    """Each collective along each mesh axis: whether it takes the values of the right devices, and its speed."""
+    """Check that each collective along each mesh axis takes the values of the right devices, and measure its speed."""
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     if not axes:
         yield skipped("collectives", "one device")
@@ -112,7 +112,7 @@ def collective(
     on_devices: Callable[[Array, str], Array],
     in_numpy: Callable[[np.ndarray], np.ndarray],
 ) -> Result:
-    """Compare small arrays, a number of their own on each device, and time large ones."""
+    """Compare small arrays, with different numbers on each device, and time large ones."""
     n, number = mesh.shape[axis], list(mesh.shape).index(axis)
     every = PartitionSpec(*mesh.axis_names)
 

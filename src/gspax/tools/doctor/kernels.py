@@ -1,4 +1,4 @@
-"""Every kernel that this platform selects against its float64 reference, on the first device of each process.
+"""Compares every kernel that this platform selects with its float64 reference, on each process's first device.
 
 Products in float32 are computed in full precision, which is not what accelerators do by default, so that one tolerance
 holds everywhere.
@@ -34,13 +34,13 @@ WINDOW = 100
 
 
 def normal(seed: int, *shapes: tuple[int, ...], dtype: str) -> list[np.ndarray]:
-    """Normal numbers in this dtype."""
+    """Generate arrays of normal numbers in this dtype."""
     rng = np.random.default_rng(seed)
     return [np.asarray(jnp.asarray(rng.normal(size=shape), dtype)) for shape in shapes]
 
 
 def value_and_gradients(function: Callable[..., Array], arrays: Sequence[np.ndarray], dy: np.ndarray) -> list[Array]:
-    """The result, and the gradients of Σ result · dy with respect to each array."""
+    """Return the result, and the gradients of Σ result · dy with respect to each array."""
 
     @jax.jit
     def both(arrays: Sequence[Array], dy: Array) -> list[Array]:
@@ -51,7 +51,7 @@ def value_and_gradients(function: Callable[..., Array], arrays: Sequence[np.ndar
 
 
 def attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """Whole rows, forward and backward: packed segments, a window, sinks, and responses that share a prompt."""
+    """Check whole rows, forward and backward: packed segments, a window, sinks, and responses that share a prompt."""
     q, k, v, dcontext = normal(0, (2, T, N, H), (2, T, K, H), (2, T, K, H), (2, T, N, H), dtype=dtype)
     segment_BT = np.repeat([[1, 2, 3, 0], [1, 2, 0, 0]], [T // 4, T // 2, T // 8, T // 8], axis=1).astype(np.int32)
     prefix_BT = np.isin(segment_BT, (2, 3)).astype(np.int32)
@@ -79,7 +79,7 @@ def attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
 
 
 def decode_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """One query of each slot to the active positions of its cache, in this dtype and in 8 bits."""
+    """Check one query of each slot over the active positions of its cache, in this dtype and in 8 bits."""
     start_B, stop_B = np.array([0, 0, 7, 250, 0, 60]), np.array([1, T, T, 257, 64, 61])
     q, k, v = normal(1, (6, N, H), (6, K, T, H), (6, K, T, H), dtype=dtype)
     active_BT = (np.arange(T)[None] >= start_B[:, None]) & (np.arange(T)[None] < stop_B[:, None])
@@ -105,7 +105,7 @@ def decode_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
 
 
 def latent_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """Latent attention: whole rows, whose values are narrower than their keys, and a token's to the latents themselves.
+    """Check latent attention: whole rows, with values narrower than keys, and a token's queries over the latents.
 
     The queries of a token absorb the projection of the keys, and the latents are its keys and its values.
     """
@@ -151,7 +151,7 @@ def latent_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
 
 
 def delta_net(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """The gated delta rule: of packed rows in chunks, forward and backward, and of one token after another."""
+    """Check the gated delta rule: on packed rows in chunks, forward and backward, and token by token."""
     length, heads, H, U = 2 * gated_delta.CHUNK + 32, 2, 64, 128
     shapes = (2, length, 1, H), (2, length, 1, H), (2, length, 1, heads, U)
     qkv = normal(8, *shapes, dtype=dtype)
@@ -172,7 +172,7 @@ def delta_net(mesh: Mesh, dtype: str) -> Iterator[Result]:
         return out.swapaxes(0, 1), state
 
     def reference(row: int, segment_T: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The outputs, the gradients, and the last state of a row, with axes as the kernel's."""
+        """Compute the outputs, the gradients, and the last state of a row, with the kernel's axes."""
         q, k = (np.repeat(x[row, :, 0, :, None], heads, axis=2) for x in arrays[:2])
         v, d = (x[row, :, 0].swapaxes(1, 2) for x in (arrays[2], dout))
         out, state, (dq, dk, dv, *dgates) = references.delta_rule(
@@ -197,7 +197,7 @@ def delta_net(mesh: Mesh, dtype: str) -> Iterator[Result]:
 
 
 def int8(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """A product with weights in 8 bits."""
+    """Check a product with weights in 8 bits."""
     x, w = normal(2, (96, D), (D, F), dtype=dtype)
     got = jax.jit(lambda x, w: quantization.contract("rd,df->rf", x, quantization.quantize(w, axes=(0,))))(x, w)
     want = np.asarray(x, np.float64) @ references.rounded(w, axis=0)
@@ -205,7 +205,7 @@ def int8(mesh: Mesh, dtype: str) -> Iterator[Result]:
 
 
 def expert_case(dtype: str, rows: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """Choices, of which some are dropped; rows, gates, and matrices of experts; the gradient of the result."""
+    """Generate choices, some dropped; rows, gates, and matrices of experts; the gradient of the result."""
     rng = np.random.default_rng(3)
     expert = np.where(rng.random((rows, A)) < 0.1, E, rng.integers(0, E, (rows, A))).astype(np.int32)
     *arrays, dy = normal(4, (rows, D), (rows, A), (E, D, F), (E, D, F), (E, F, D), (rows, D), dtype=dtype)
@@ -213,7 +213,7 @@ def expert_case(dtype: str, rows: int) -> tuple[np.ndarray, list[np.ndarray], np
 
 
 def experts(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """The grouped matrix products of experts, forward and backward, without and with biases, which also clip."""
+    """Check the grouped matrix products of experts, forward and backward, without and with biases, which also clip."""
     expert, arrays, dy = expert_case(dtype, 96)
     biases = [np.asarray(4 * bias) for bias in normal(5, (E, F), (E, F), dtype=dtype)]
     parts = "y", "dx", "dgates", "dgate matrix", "dup matrix", "ddown matrix", "dgate bias", "dup bias"
@@ -229,7 +229,7 @@ def experts(mesh: Mesh, dtype: str) -> Iterator[Result]:
 
 
 def expert_exchange(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """Experts that are sharded over devices, which exchange rows: in an update, and in a decoding step."""
+    """Check experts sharded over devices that exchange rows: in an update, and in a decoding step."""
     if not moe.exchanges_rows(mesh):
         yield skipped(f"expert exchange, {dtype}", "fewer than 4 devices")
         return

@@ -1,4 +1,4 @@
-"""The kernels in float64 numpy, written from their equations. The tests of the kernels compare with them too.
+"""Implements the kernels in float64 numpy, from their equations. The kernels' tests compare with them too.
 
 Axes: B rows, T queries, S keys, N query heads, K key heads, H head, U head of values, R rows and A choices of experts,
 D model, F width. Of the delta rule: T tokens, H key, U value, B heads.
@@ -15,7 +15,7 @@ MASKED = -1e30
 
 
 def visible(segment_BT: np.ndarray, window: int, prefix_BT: np.ndarray | None = None) -> np.ndarray:
-    """Which tokens of its row a token attends to, bool [B, T, T]: the last ones of its segment, or of its prefix."""
+    """Return the tokens that a token attends to, bool [B, T, T]: recent ones of its segment, or of its prefix."""
     position_T = np.arange(segment_BT.shape[1])
     back_TS = position_T[:, None] - position_T[None]
     related_BTS = segment_BT[:, :, None] == segment_BT[:, None]
@@ -32,7 +32,7 @@ def attention(
     dcontext_BTNU: ArrayLike = 0.0,
     sinks_N: ArrayLike | None = None,
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
-    """softmax(q k / √H) v over the visible keys, the log-sum-exp, and the gradients of Σ context · dcontext.
+    """Compute softmax(q k / √H) v over the visible keys, the log-sum-exp, and the gradients of Σ context · dcontext.
 
     A query without a key has the context 0 and a log-sum-exp of about `MASKED`. Sinks are scores without a value.
     """
@@ -57,7 +57,7 @@ def attention(
 def experts(
     x_RD: ArrayLike, expert_RA: ArrayLike, gate_RA: ArrayLike, weights: Sequence[ArrayLike], dy_RD: ArrayLike
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Σ_a gate_a · (silu(x W_gate) * (x W_up)) W_down of the row's experts, one row and one choice at a time.
+    """Compute Σ_a gate_a · (silu(x W_gate) * (x W_up)) W_down of the row's experts, one row and one choice at a time.
 
     The expert E drops the choice. `weights` are the three matrices, [E, D, F] twice and [E, F, D], and with another
     product the biases of gate and up [E, F] (`clipped_product`). The second result is the gradients of Σ y · dy with
@@ -86,13 +86,13 @@ def experts(
 
 
 def gated_product(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """silu(u) v, and its derivatives with respect to u and v."""
+    """Compute silu(u) v, and its derivatives with respect to u and v."""
     s = 1 / (1 + np.exp(-u))
     return u * s * v, v * (s + u * s * (1 - s)), u * s
 
 
 def clipped_product(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(v + 1) u σ(1.702 u) of u at most 7 and v from -7 to 7 (arXiv 2508.10925), and its derivatives."""
+    """Compute (v + 1) u σ(1.702 u) for u at most 7 and v from -7 to 7 (arXiv 2508.10925), and its derivatives."""
     inside_u, inside_v = u < 7, np.abs(v) < 7
     u, v = np.minimum(u, 7), np.clip(v, -7, 7)
     s = 1 / (1 + np.exp(-1.702 * u))
@@ -102,7 +102,7 @@ def clipped_product(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def delta_rule(
     tokens: Sequence[ArrayLike], segment_T: np.ndarray, dout_TUB: ArrayLike = 0.0
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """The gated delta rule (arXiv 2412.06464), one token at a time, for B heads in the last axis.
+    """Compute the gated delta rule (arXiv 2412.06464), one token at a time, for B heads in the last axis.
 
     `tokens` are q and k [T, H, B], v [T, U, B], decay and beta [T, B]:
     S <- exp(decay) S;  S <- S + beta k (v - S^T k)^T;  output S^T q, with k of length 1 and q of 1 / √H. A segment
@@ -140,7 +140,7 @@ def delta_rule(
 
 
 def rounded(x: ArrayLike, axis: int) -> np.ndarray:
-    """The numbers that integers of 8 bits with one scale along an axis stand for."""
+    """Round numbers to 8-bit integers with one scale along an axis, and return the represented numbers."""
     x = np.asarray(x, np.float64)
     scale = np.abs(x).max(axis=axis, keepdims=True) / 127
     return np.asarray(np.round(x / scale) * scale)

@@ -1,4 +1,4 @@
-"""The result of a check: a status, a figure with its bound, and the reason; on several processes, the worst of them."""
+"""Defines the result of a check: a status, a figure with its bound, and the reason; the worst of several processes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ Check = Callable[[], Iterator[Result]]
 
 
 def row(status: str, name: str, figure: str, why: str) -> str:
-    """A line of the table."""
+    """Format a line of the table."""
     return f"{status:8} {name:46} {figure:28} {why}".rstrip()
 
 
 def compare(name: str, got: PyTree, want: PyTree, tolerance: float) -> Result:
-    """Whether trees of arrays are equal up to `tolerance`, relative to the largest number of each array.
+    """Compare trees of arrays up to `tolerance`, relative to the largest number of each array.
 
     A tolerance of 0 wants equal bits. The reason names the array and the index of the largest difference.
     """
@@ -68,7 +68,7 @@ def compare(name: str, got: PyTree, want: PyTree, tolerance: float) -> Result:
 
 
 def rate(name: str, measured: float, bound: float | None, unit: str, why: str = "") -> Result:
-    """Whether something is at least as fast as `bound`; without one it is just measured."""
+    """Make the result of a rate: slow if it is below `bound`; without a bound it is just measured."""
     status: Status = "slow" if bound is not None and measured < bound else "ok"
     return Result(name=name, status=status, measured=measured, bound=bound, unit=unit, why=why)
 
@@ -78,7 +78,7 @@ def skipped(name: str, why: str) -> Result:
 
 
 def run(name: str, check: Check) -> list[Result]:
-    """The results of a check, with the worst of all processes for each; an exception is a result too. Collective."""
+    """Run a check; return its results, the worst of all processes for each; an exception is one too. Collective."""
     results: list[Result] = []
     try:
         for result in check():
@@ -92,7 +92,7 @@ def run(name: str, check: Check) -> list[Result]:
 
 
 def merge(by_process: Sequence[Sequence[Result]]) -> list[Result]:
-    """For each name the worst result of the processes, with the number of its process if it is bad."""
+    """Return for each name the worst result of the processes, with the number of its process if it is bad."""
     every = [
         replace(result, why=f"process {process}: {result.why}".rstrip(": "))
         if by_process[1:] and result.status in ("wrong", "slow")

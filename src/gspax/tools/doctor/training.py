@@ -1,4 +1,4 @@
-"""The sampler and the learner of a small model: do they agree, on one device and on all, twice, and after a restart."""
+"""Checks the sampler and the learner of a small model: agreement, one device and many, repetition, and restart."""
 
 from __future__ import annotations
 
@@ -68,29 +68,29 @@ class Trainer(NamedTuple):
     sampler: Sampler
 
     def new_state(self) -> TrainState:
-        """Random parameters, the same each time."""
+        """Make a state with random parameters, the same each time."""
         return init_state(self.experiment.model, self.optimizer, jax.random.key(0), self.mesh)
 
     def prompts(self) -> list[list[int]]:
-        """Random prompts of random lengths."""
+        """Generate random prompts of random lengths."""
         sampling, rng = self.experiment.sampling, np.random.default_rng(0)
         lengths = rng.integers(1, sampling.max_prompt_tokens + 1, sampling.prompts)
         return [rng.integers(0, self.experiment.model.vocab_size, length).tolist() for length in lengths]
 
     def options(self) -> SampleOptions:
-        """No token stops a completion."""
+        """Return sampling options without stop tokens."""
         model, sampling = self.experiment.model, self.experiment.sampling
         return SampleOptions(model=model, sampling=sampling, stop_ids=(), mesh=self.sampler.mesh)
 
     def sample(self, state: TrainState) -> Rollout:
-        """Completions of the prompts, on the learner's mesh."""
+        """Sample completions of the prompts, on the learner's mesh."""
         prompts, weights = self.prompts(), self.sampler.push(state.params)
         rollout = sampler.sample(weights, prompts, range(len(prompts)), jax.random.key(1), self.options())
         return self.sampler.fetch(rollout)
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """A mesh with as many axes as the devices of a slice allow: 2 each for experts, tensors, and time."""
+    """Make a mesh with all axes that the devices of a slice allow: 2 each for experts, tensors, and time."""
     left = len(devices) // len(sharding.group_by_slice(devices))
     sizes = dict.fromkeys(("fsdp", "expert", "tensor", "context"), 1)
     for axis in sizes:
@@ -102,7 +102,7 @@ def make_mesh(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
 def make_trainer(
     devices: Sequence[jax.Device], dtype: str, model: ModelConfig = MODEL, sampling: Sampling = SAMPLING
 ) -> Trainer:
-    """The model on these devices, with rows and a width that the mesh divides."""
+    """Compile the model for these devices, with rows and a width that the mesh divides."""
     axes = dict(make_mesh(devices).shape)
     shards, rows = axes["fsdp"] * axes["expert"], sharding.batch_shards(axes)
     wide = replace(model, dtype=dtype, hidden_size=-(-model.hidden_size // shards) * shards)
@@ -126,7 +126,7 @@ def make_trainer(
 
 
 def make_batch(trainer: Trainer) -> Batch:
-    """A minibatch of random tokens, whose old log-probs the update computes itself."""
+    """Make a minibatch of random tokens without old log-probs, which the update computes."""
     sampling, rng = trainer.experiment.sampling, np.random.default_rng(2)
     B, S, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens, sampling.max_tokens
     length_B1 = rng.integers(S + 1, S + T + 1, (B, 1))
@@ -144,7 +144,7 @@ def make_batch(trainer: Trainer) -> Batch:
 
 
 def sampler_and_learner(trainer: Trainer) -> Iterator[Result]:
-    """The log-probs of sampled tokens from the sampler, and from the learner's pass over the whole rows."""
+    """Compare the sampler's log-probs of sampled tokens with the learner's, from a pass over the whole rows."""
     state, dtype = trainer.new_state(), trainer.experiment.model.dtype
     rollout = trainer.sample(state)
     position_1T = jnp.arange(rollout.tokens_BT.shape[1])[None]
@@ -159,13 +159,13 @@ def sampler_and_learner(trainer: Trainer) -> Iterator[Result]:
 
 
 def update(trainer: Trainer) -> Params:
-    """The parameters after one update from the first ones, on the host."""
+    """Return the parameters after one update from the first ones, on the host."""
     batch, on_policy = fill_old_logp(make_batch(trainer))
     return multihost.to_host(trainer.steps.update(trainer.new_state(), batch, on_policy)[0].params)
 
 
 def same_seed(trainer: Trainer) -> Iterator[Result]:
-    """Samples and updates of the same seed, twice: equal bits."""
+    """Check that samples and updates of the same seed have equal bits twice."""
     dtype, state = trainer.experiment.model.dtype, trainer.new_state()
     first, second = (multihost.to_host(trainer.sample(state)) for _ in range(2))
     names = "tokens_BT", "logp_BT"
@@ -175,7 +175,7 @@ def same_seed(trainer: Trainer) -> Iterator[Result]:
 
 
 def mesh_and_one_device(trainer: Trainer) -> Iterator[Result]:
-    """An update on the whole mesh, and the same on one device: how far each moves the parameters."""
+    """Compare the changes of the parameters by an update on the whole mesh and by the same update on one device."""
     name = "update on the mesh and on one device"
     if trainer.mesh.size == 1:
         yield skipped(name, "one device")
@@ -189,7 +189,7 @@ def mesh_and_one_device(trainer: Trainer) -> Iterator[Result]:
 
 
 def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
-    """A checkpoint written, verified, and read back: equal bits."""
+    """Check that a checkpoint written, verified, and read back has equal bits."""
     if jax.process_count() > 1 and directory is None:
         yield skipped("checkpoint", "on several hosts it needs --workdir, a folder that all of them share")
         return
@@ -210,14 +210,14 @@ def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
 
 
 def make_folder(directory: Path | None) -> str:
-    """A new folder in `directory`, by default in the system's folder for temporary files."""
+    """Make a new folder in `directory`, by default in the system's folder for temporary files."""
     if directory is not None and is_bucket(directory):
         return str(directory / f"gspax-doctor-{secrets.token_hex(8)}")
     return tempfile.mkdtemp(prefix="gspax-doctor-", dir=directory)
 
 
 def speed_model(device: jax.Device) -> tuple[ModelConfig, Sampling]:
-    """A dense model whose state takes at most an eighth of the device."""
+    """Return a dense model with a state of at most an eighth of the device, and its sampling settings."""
     if device.platform == "cpu":
         model = replace(MODEL, num_experts=0, hidden_size=512, intermediate_size=1536, vocab_size=4096)
         return model, replace(SAMPLING, group=2, max_tokens=96, chunk=16)
@@ -239,7 +239,7 @@ def speed_model(device: jax.Device) -> tuple[ModelConfig, Sampling]:
 
 
 def speed(device: jax.Device) -> Iterator[Result]:
-    """An update and a decoding step on one device, as shares of what its measured limits allow."""
+    """Measure an update and a decoding step on one device, as shares of its measured limits."""
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     model, sampling = speed_model(device)
     trainer, limits = make_trainer([device], dtype, model, sampling), hardware.limits(dtype)
