@@ -37,13 +37,13 @@ FEATURES = {
     "routing replay": Feature("routing_replay|router_shift|RouterShift", "router_shift", 8),
     "score norms": Feature("score_norm", "losses/logprobs", 12),
     "sampling masks": Feature("mask_replay|sampling_mask", "^$", 8),
-    "delta nets": Feature("delta(?!s)", "delta", 11),
-    "latent attention": Feature("latent", "latent_attention", 7),
+    "delta nets": Feature("(?<!time)delta(?!s)", "delta|losses/correction", 6),
+    "latent attention": Feature("latent", "latent_attention", 4),
     "buckets": Feature("bucket", "storage/", 21),
     "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 14),
     "drafts": Feature("draft", "drafts", 9),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
-    "8-bit numbers": Feature("int8|[qQ]uantiz", "quantization", 19),
+    "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 18),
 }
 NONE_PARAMETERS, NONE_GOAL = 497, 330  # parameters that may be None
 EXCLUSIONS, EXCLUSION_GOAL = 25, 12  # rules that forbid one feature beside another

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.config import Engine, GatedDelta, Lora, Mesh, Sampling, Schedule, Turns, layer_groups, layers_of
+from gspax.config import GatedDelta, Lora, Mesh, Sampling, Turns, layer_groups, layers_of
 from gspax.experiment import validate
 from gspax.model import decoding
 from gspax.model.decoding import Slots
@@ -121,23 +121,6 @@ def test_a_step_on_tpu_reads_and_writes_each_state_once(devices):
 
 
 REFUSED = {
-    "shared prompts": (
-        {"schedule": Schedule(steps=1, microbatch_tokens=64, share_prompts=True)},
-        "schedule.share_prompts: wanted False in a model with gated delta nets, got True",
-    ),
-    "8 bits": (
-        {"sampling": replace(experiment.sampling, kv_cache_dtype="int8")},
-        'sampling.kv_cache_dtype: wanted "auto" in a model with gated delta nets, whose states are in float32, got '
-        '"int8"',
-    ),
-    "servers": (
-        {"engine": Engine()},
-        "engine: wanted null in a model with gated delta nets, whose weights are not pushed to servers, got an Engine",
-    ),
-    "context": (
-        {"mesh": Mesh(fsdp=1, context=2)},
-        "mesh.context: wanted 1 in a model with gated delta nets, got 2",
-    ),
     "heads": (
         {"mesh": Mesh(fsdp=1, tensor=2), "model": replace(DELTA, delta=replace(DELTA.delta, key_heads=1))},
         "model.delta.key_heads: wanted a multiple of mesh.tensor (2), got 1",
@@ -153,6 +136,10 @@ REFUSED = {
     "layers": (
         {"model": replace(DELTA, delta_layers=(0, 4))},
         "model.delta_layers: wanted layers below 4, got 4",
+    ),
+    "layers of a kind of one's own": (
+        {"model": replace(DELTA, mixer_layers=(3,))},
+        "model.mixer_layers: wanted none without model.mixer, got (3,)",
     ),
 }
 

@@ -45,6 +45,7 @@ from gspax.config.experiment import (
     updates_per_step,
 )
 from gspax.config.layers import (
+    CacheSize,
     DenseMlp,
     Dimension,
     Experts,
@@ -90,6 +91,7 @@ __all__ = [
     "SCORE_BUDGET",
     "AdaptiveEntropy",
     "AlphaRope",
+    "CacheSize",
     "Calibration",
     "Collapse",
     "CovarianceKL",

@@ -393,16 +393,18 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
 
 
 def _delta_problems(m: ModelConfig) -> Iterator[str]:
-    """Whether the value heads of gated delta nets have key heads, and their layers exist."""
+    """Whether the value heads of gated delta nets have key heads, and the layers of further mixers exist."""
     if m.delta is not None and m.delta.value_heads % m.delta.key_heads:
         yield (
             f"model.delta.value_heads: wanted a multiple of model.delta.key_heads ({m.delta.key_heads}), "
             f"got {m.delta.value_heads}"
         )
-    if m.delta is None and m.delta_layers:
-        yield f"model.delta_layers: wanted none without model.delta, got {m.delta_layers}"
-    if outside := [layer for layer in m.delta_layers if not 0 <= layer < m.num_hidden_layers]:
-        yield f"model.delta_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
+    for name, kind in (("delta", m.delta), ("mixer", m.mixer)):
+        layers = getattr(m, f"{name}_layers")
+        if kind is None and layers:
+            yield f"model.{name}_layers: wanted none without model.{name}, got {layers}"
+        if outside := [layer for layer in layers if not 0 <= layer < m.num_hidden_layers]:
+            yield f"model.{name}_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
 
 
 def _latent_problems(m: ModelConfig) -> Iterator[str]:
