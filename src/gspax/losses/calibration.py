@@ -37,11 +37,11 @@ def range_metrics(
     share: float,
     segment_ids: Array | None = None,
 ) -> Metrics:
-    """Metrics of a minibatch that its run's clip range is adapted by; compiled as part of the train step.
+    """Return the metrics of a minibatch from which the clip range adapts; compiled as part of the train step.
 
     - `clip_fraction_nonzero`: clipped sequences over those with an advantage other than 0.
     - `clip_low_measured`, `clip_high_measured`: the widths that would have clipped `share` of the sequences with a
-      negative advantage from below, and of those with a positive one from above; 0 for fewer than two of them.
+      negative advantage from below, and of the sequences with a positive one from above; 0 for fewer than two.
 
     Args:
       logp, old_logp, mask, segment_ids: as of a policy loss.
@@ -78,9 +78,9 @@ def next_range(
     floor: float = 0.0,
     ceiling: float = INERT,
 ) -> tuple[float, float]:
-    """(clip_low, clip_high) for the next updates, from what the last ones measured.
+    """Compute (clip_low, clip_high) for the next updates from what the last ones measured.
 
-    width · (measured / width)^gain, held within [floor, ceiling]: an average of the logarithms in which a measurement
+    width · (measured / width)^gain, clipped to [floor, ceiling]: an average of the logarithms in which a measurement
     loses weight by a factor of 1 - gain with each one that follows. A width at the ceiling clips nothing yet, so the
     measured one replaces it. Nothing changes while `clipped` is within `tolerance` of `share`, nor a side that measured
     nothing above the floor: its ratios have not moved.
@@ -94,7 +94,7 @@ def next_range(
       clip_range: (clip_low, clip_high) of the last updates, both above 0.
       measured: the widths that would have clipped the wanted share, such as the metrics of `range_metrics`; 0 for a
         side without sequences.
-      clipped: the share of the sequences that was clipped, without those of each rollout's first minibatch.
+      clipped: the share of the sequences that was clipped, each rollout's first minibatch excluded.
       share: the wanted share.
       tolerance: how far the share may be off.
       gain: 1 goes all of the way to the measured width, less follows it more slowly but with less noise.
@@ -135,7 +135,7 @@ def _check_settings(clipped: float, share: float, **sizes: float) -> None:
 
 
 def range_warnings(clip_low: float, clip_high: float, *, floor: float | None = None) -> tuple[str, ...]:
-    """Warnings about a range for GSPO, a sentence each: it hardly ever clips, or it clips noise.
+    """Return warnings about a range for GSPO, a sentence each: it hardly ever clips, or it clips noise.
 
     >>> range_warnings(3e-4, 4e-4)
     ()

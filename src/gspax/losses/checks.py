@@ -1,6 +1,6 @@
 """Argument checks of the losses, in Python at trace time: a compiled step cannot raise.
 
-Every message names the argument, what was wanted and what came: TypeError for a wrong type or dtype, ValueError
+Every message names the argument, what was wanted and what it got: TypeError for a wrong type or dtype, ValueError
 for a wrong shape or number.
 """
 
@@ -22,7 +22,7 @@ LOWEST_LOGP = -1e30  # a few of them still have a finite sum
 
 
 def array(name: str, value: object, dtype: DTypeLike, axes: str, why: str = "") -> Array:
-    """`value` as a jax array if it has that dtype and one dimension per letter of `axes`."""
+    """Return `value` as a jax array if it has this dtype and one dimension per letter of `axes`."""
     wanted = f"{name} must be a {np.dtype(dtype).name} array [{', '.join(axes)}]"
     # The dtype is read before jax sees the array: jnp.asarray would silently make float32 of numpy's float64.
     if getattr(value, "dtype", dtype) != dtype:
@@ -31,16 +31,16 @@ def array(name: str, value: object, dtype: DTypeLike, axes: str, why: str = "") 
 
 
 def finite_logp(name: str, value: object, why: str = "", *, axes: str = "BT") -> Array:
-    """Log-probabilities, float32, with a finite number far below any other for -inf, because -inf - -inf is NaN.
+    """Return float32 log-probabilities with a finite number far below any other for -inf, because -inf - -inf is NaN.
 
-    A token of probability 0 so has a ratio that is held as any extreme one is, and no gradient.
+    A token of probability 0 thus has a ratio that is clipped like any extreme one, and no gradient.
     """
     logp = array(name, value, jnp.float32, axes, why)
     return jnp.where(logp == -jnp.inf, LOWEST_LOGP, logp)
 
 
 def numbers(name: str, value: object, what: str, kinds: Sequence[type], axes: str) -> Array | np.ndarray:
-    """`value` if its dtype is of one of these kinds and it has one dimension per letter of `axes`.
+    """Return `value` if its dtype is of one of these kinds and it has one dimension per letter of `axes`.
 
     Args:
       what: the kinds in words.
@@ -60,14 +60,14 @@ def _with_axes(wanted: str, value: object, axes: str) -> Array | np.ndarray:
 
 
 def describe(value: object) -> str:
-    """The dtype and shape of an array, or the type of anything else."""
+    """Describe an array by its dtype and shape, anything else by its type."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} {list(value.shape)}"
     return type(value).__name__
 
 
 def same_shape(name: str, value: Array | np.ndarray, like_name: str, shape: tuple[int, ...]) -> None:
-    """ValueError unless `value` has the given shape, which is that of `like_name`."""
+    """Check that `value` has this shape, which is the shape of `like_name`; else ValueError."""
     if value.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, as {like_name} has; got {list(value.shape)}")
 
@@ -80,7 +80,7 @@ def policy_inputs(
     *,
     advantage_axes: tuple[str, ...] = ("B",),
 ) -> tuple[Array, Array, Array, Array]:
-    """The four arrays of a policy loss: float32 [B, T] twice, float32 advantage, bool mask [B, T]."""
+    """Check the four arrays of a policy loss: float32 [B, T] twice, float32 advantage, bool mask [B, T]."""
     finer = " (the clip band is finer than bfloat16 and float16 can tell from 1)"
     logp_BT, old_logp_BT = finite_logp("logp", logp, finer), finite_logp("old_logp", old_logp, finer)
     same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
@@ -96,7 +96,7 @@ def policy_inputs(
 def two_policies(
     name: str, logp: ArrayLike, other_name: str, other: ArrayLike, mask: ArrayLike, segments: ArrayLike | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Two log-probabilities float32 [B, T] of the same tokens, bool mask [B, T], and None or int32 segments [B, T]."""
+    """Check two float32 [B, T] log-probs of the same tokens, a bool mask [B, T], and None or int32 segments [B, T]."""
     logp_BT, other_BT = finite_logp(name, logp), finite_logp(other_name, other)
     same_shape(other_name, other_BT, name, logp_BT.shape)
     mask_BT = array("mask", mask, jnp.bool_, "BT")
@@ -105,7 +105,7 @@ def two_policies(
 
 
 def segment_ids(value: ArrayLike | None, shape: tuple[int, ...], like_name: str = "logp") -> Array | None:
-    """`value` if it is None (a row is one sequence) or int32 [B, T] of that shape."""
+    """Return `value` if it is None (a row is one sequence) or int32 [B, T] of this shape."""
     if value is None:
         return None
     segment_BT = array("segment_ids", value, jnp.int32, "BT")
@@ -114,7 +114,7 @@ def segment_ids(value: ArrayLike | None, shape: tuple[int, ...], like_name: str 
 
 
 def correction(value: ArrayLike | None, shape: tuple[int, ...], *, packed: bool) -> Array | None:
-    """`value` if it is None (no correction) or float32 [B, T] like logp; [B] too if a row is one sequence."""
+    """Return `value` if it is None (no correction) or float32 [B, T] like logp; [B] too if a row is one sequence."""
     if value is None:
         return None
     rank = 1 if len(getattr(value, "shape", ())) == 1 and not packed else 2
@@ -126,7 +126,7 @@ def correction(value: ArrayLike | None, shape: tuple[int, ...], *, packed: bool)
 def aggregate_inputs(
     value: ArrayLike, mask: ArrayLike, segments: ArrayLike | None
 ) -> tuple[Array, Array, Array | None]:
-    """The arrays of an aggregation: float32 [B, T], bool [B, T], and None or int32 [B, T]."""
+    """Check the arrays of an aggregation: float32 [B, T], bool [B, T], and None or int32 [B, T]."""
     value_BT = array("value", value, jnp.float32, "BT")
     mask_BT = array("mask", mask, jnp.bool_, "BT")
     same_shape("mask", mask_BT, "value", value_BT.shape)
@@ -134,7 +134,7 @@ def aggregate_inputs(
 
 
 def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
-    """Both widths: numbers ≥ 0 as Python floats (infinity: no clipping on that side), or float32 scalar arrays.
+    """Check both widths: numbers ≥ 0, returned as Python floats (infinity: no clipping), or float32 scalar arrays.
 
     A range measured during a run is an array, so that a new one does not compile the step again. Its value cannot be
     checked here.
@@ -143,7 +143,7 @@ def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
 
 
 def known_clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
-    """Both widths as Python floats if they are numbers ≥ 0."""
+    """Return both widths as Python floats if they are numbers ≥ 0."""
     return clip_range(number("clip_low", clip_low), number("clip_high", clip_high))
 
 
@@ -156,7 +156,7 @@ def _clip_width(name: str, width: float) -> float:
 
 
 def dual_clip(value: float | None) -> float | None:
-    """`value` as a Python float if it is a number above 1, or None."""
+    """Return `value` as a Python float if it is a number above 1, or None."""
     if value is None:
         return None
     if not number("dual_clip", value) > 1:
@@ -165,28 +165,28 @@ def dual_clip(value: float | None) -> float | None:
 
 
 def at_least_0(name: str, value: float) -> float:
-    """`value` as a Python float if it is a number ≥ 0; infinity is one."""
+    """Return `value` as a Python float if it is a number ≥ 0; infinity is one."""
     if not number(name, value) >= 0:
         raise ValueError(f"{name} must be at least 0; got {value}")
     return float(value)
 
 
 def finite_at_least_0(name: str, value: float) -> float:
-    """`value` as a Python float if it is a finite number ≥ 0."""
+    """Return `value` as a Python float if it is a finite number ≥ 0."""
     if not 0 <= number(name, value) < math.inf:
         raise ValueError(f"{name} must be finite and at least 0; got {value}")
     return float(value)
 
 
 def positive(name: str, value: float) -> float:
-    """`value` as a Python float if it is a finite number above 0."""
+    """Return `value` as a Python float if it is a finite number above 0."""
     if not (number(name, value) > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and above 0; got {value}")
     return float(value)
 
 
 def count(name: str, value: int) -> int:
-    """`value` if it is a Python int of at least 1."""
+    """Return `value` if it is a Python int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a Python int; got {describe(value)}")
     if value < 1:
@@ -195,13 +195,13 @@ def count(name: str, value: int) -> int:
 
 
 def function(name: str, value: object, *, like: str = "losses.by_sequence") -> None:
-    """TypeError unless `value` can be called."""
+    """Check that `value` can be called; else TypeError."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, as {like} is; got {type(value).__name__}")
 
 
 def number(name: str, value: object) -> float:
-    """`value` if it is a Python or numpy number, else TypeError: an array, traced or not, could not be checked."""
+    """Return `value` if it is a Python or numpy number, else TypeError: an array, traced or not, cannot be checked."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a Python number, known when the loss is traced; got {type(value).__name__}")
     return cast(float, value)

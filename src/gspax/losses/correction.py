@@ -8,7 +8,7 @@ Axes: B rows (one sequence each, unless packed), T tokens.
 
 Each correction gives float32 weights, [B, T] or [B], without a gradient, that multiply the policy loss of a token or of
 a sequence; outside the mask, and in rows without a response token, they are 0. With `segment_ids` (int32 [B, T], packed
-rows) all are [B, T]. The loss's own ratio stays π/π_old.
+rows) all are [B, T]. The loss's own ratio is still π/π_old.
 
 | function | weight | of |
 | --- | --- | --- |
@@ -31,7 +31,7 @@ They compose: `partial(product, factors=(truncate_tokens, partial(reject_geometr
 Weights by token belong to losses whose gradient has a weight per token. GSPO, LUSPO and GMPO have one per sequence:
 they replace the weights of a sequence's tokens by their mean (docs/corrections.md).
 
-Only the loss of a token is weighted: the denominator of the batch stays what the mask gives, so a rejected sequence
+Only the loss of a token is weighted: the denominator of the batch is unchanged, so a rejected sequence
 pulls the loss toward 0 instead of giving its weight to the others.
 
 Comparisons are made between logarithms and `exp` comes last, so nothing overflows, and a NaN stays a NaN.
@@ -65,7 +65,7 @@ OverSequence = Callable[[Array, Array, Array | None], Array]  # `sequences.mean`
 def truncate_tokens(
     old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
 ) -> Array:
-    """min(ρ_t, cap), [B, T]: truncated importance sampling by token.
+    """Compute min(ρ_t, cap), [B, T]: truncated importance sampling by token.
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". verl's default is 2 too.
 
@@ -81,7 +81,7 @@ def truncate_tokens(
 def truncate_sequences(
     old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
 ) -> Array:
-    """min(Π_t ρ_t, cap), [B]: truncated importance sampling by sequence.
+    """Compute min(Π_t ρ_t, cap), [B]: truncated importance sampling by sequence.
 
     Liu, Li et al. 2025, "When Speed Kills Stability". Long sequences reach the cap, or 0, by length alone.
 
@@ -97,7 +97,7 @@ def truncate_sequences(
 def truncate_geometric(
     old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
 ) -> Array:
-    """min((Π_t ρ_t)^(1/|y|), cap), [B]: the geometric mean, which is GSPO's sequence ratio, truncated."""
+    """Compute min((Π_t ρ_t)^(1/|y|), cap), [B]: the geometric mean, which is GSPO's sequence ratio, truncated."""
     mean, keep = _of_sequence(sequences.mean, old_logp, sampler_logp, mask, segment_ids)
     return _truncated(mean, keep, cap)
 
@@ -112,7 +112,7 @@ def mask_tokens(
     high: float = 5.0,
     segment_ids: Array | None = None,
 ) -> Array:
-    """ρ_t inside [low, high] and 0 outside, [B, T]: IcePop (Ring-1T, arXiv 2510.18855).
+    """Compute ρ_t inside [low, high] and 0 outside, [B, T]: IcePop (Ring-1T, arXiv 2510.18855).
 
     >>> old_logp, sampler_logp = jnp.log(jnp.array([[1.0, 0.6, 0.3]])), jnp.log(jnp.array([[1.0, 0.1, 0.4]]))
     >>> mask_tokens(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()  # 6 is out of range
@@ -126,7 +126,7 @@ def mask_tokens(
 def mask_sequences(
     old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float, segment_ids: Array | None = None
 ) -> Array:
-    """Π_t ρ_t inside [low, high] and 0 outside, [B]: masked importance sampling by sequence.
+    """Compute Π_t ρ_t inside [low, high] and 0 outside, [B]: masked importance sampling by sequence.
 
     Liu, Li et al. 2025, "When Speed Kills Stability", where low is 0. A weight far above 1 marks a sequence that the
     sampler should hardly have sampled; truncating keeps it, this drops it.
@@ -139,7 +139,7 @@ def mask_sequences(
 def reject_geometric(
     old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float, segment_ids: Array | None = None
 ) -> Array:
-    """1 if the geometric mean of ρ_t is inside [low, high], else 0, [B].
+    """Return 1 if the geometric mean of ρ_t is inside [low, high], else 0, [B].
 
     Liu, Li et al. 2025, part 3 of "When Speed Kills Stability". The mean of many tokens hardly leaves 1, so useful
     bounds are narrow, some 1e-3 from 1: look at `mismatch_log_ppl_diff`, which is its logarithm, first.
@@ -159,7 +159,7 @@ def reject_tokens(
     high: float,
     segment_ids: Array | None = None,
 ) -> Array:
-    """1 if an estimate of a token's KL(μ‖π_old) is inside [low, high], else 0, [B, T].
+    """Return 1 if an estimate of a token's KL(μ‖π_old) is inside [low, high], else 0, [B, T].
 
     verl's `token_k1`, `token_k2`, and `token_k3`. With `kl.k1`, which is -log ρ_t, bounds of ρ are minus their
     logarithms: ρ from 1/2 to 2 is low=-log 2, high=log 2.
@@ -190,7 +190,7 @@ def reject_sequences(
     high: float,
     segment_ids: Array | None = None,
 ) -> Array:
-    """1 if the mean, sum, or largest of the tokens' KL estimates is inside [low, high], else 0, [B].
+    """Return 1 if the mean, sum, or largest of the tokens' KL estimates is inside [low, high], else 0, [B].
 
     verl's `seq_mean_k1` to `seq_max_k3`. The largest rejects a sequence for a single token; the sum grows with the
     length. The mean of `kl.k1` with the bounds -log high and -log low is `reject_geometric`.
@@ -216,7 +216,7 @@ def product(
     factors: Sequence[Callable[..., Array]],
     segment_ids: Array | None = None,
 ) -> Array:
-    """The product of several corrections, [B] or [B, T]: one weight and any number of rejections.
+    """Multiply several corrections, [B] or [B, T]: one weight and any number of rejections.
 
     OpenRLHF's and NeMo-RL's sequence-masked TIS is a token's ratio in the sequences that `reject_geometric` keeps;
     verl's `rollout_is` and `rollout_rs` are one factor each for every name in them.
@@ -243,7 +243,7 @@ def product(
 
 
 def multiplied(weights: Sequence[Array]) -> Array:
-    """The product of weights, of which some may be [B] and others [B, T]."""
+    """Multiply weights, some of them [B] and others [B, T]."""
     rank = max(weight.ndim for weight in weights)
     columns = (weight[:, None] if weight.ndim < rank else weight for weight in weights)
     return functools.reduce(operator.mul, columns)
@@ -259,10 +259,10 @@ def reject_off_policy(
     delta: float,
     segment_ids: Array | None = None,
 ) -> Array:
-    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 8 and 9): [B], 0 or 1.
+    """Mask off-policy sequences: OPSM (DeepSeek-V3.2, arXiv 2512.02556, eq. 8 and 9), [B], 0 or 1.
 
     0 if A < 0 and 1/|y| Σ_t log(μ(y_t)/π(y_t)) > delta, else 1. Bad samples that the current policy would hardly sample
-    teach it little and can destabilize it; good ones are kept however far away. π is the policy that is trained and μ
+    teach it little and can destabilize it; good ones count however far away. π is the policy that is trained and μ
     the sampler's, so this covers the mismatch and the staleness together. The paper gives no delta.
 
     >>> logp, sampler_logp = jnp.full((2, 2), -2.0), jnp.full((2, 2), -1.0)
@@ -293,7 +293,7 @@ def reject_off_policy(
 
 
 def weight_metrics(weight: Array, mask: Array, segment_ids: Array | None = None) -> Metrics:
-    """Metrics of a correction's weights, [B] or [B, T].
+    """Return the metrics of a correction's weights, [B] or [B, T].
 
     `correction` (_mean, _min, _max): mean weight of a sequence; `correction_rejected`: share of tokens with 0.
     """
@@ -315,7 +315,7 @@ def mismatch_metrics(
     high: float = 2.0,
     segment_ids: Array | None = None,
 ) -> Metrics:
-    """How far the sampler is from the learner: metrics per row, to be joined with those of `Terms` and reduced.
+    """Measure how far the sampler is from the learner: metrics per row, to be joined with those of `Terms` and reduced.
 
     With d = log π_old - log μ of a token sampled from μ:
 
@@ -331,7 +331,7 @@ def mismatch_metrics(
     - `mismatch_extreme_tokens`: share of tokens with |d| > ln 2 (arXiv 2510.11370).
     - `mismatch_abs_diff`: mean of |d|; `mismatch_abs_diff_largest` (_max): the largest |d| of a sequence, and of all.
 
-    A log-ratio beyond ±25 is held there before `exp`. No gradient flows through metrics.
+    Log-ratios are clipped to ±25 before `exp`. No gradient flows through metrics.
     """
     d_BT, mask_BT, segment_BT = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
     bounds = _bounds(low, high)
@@ -360,10 +360,10 @@ def mismatch_metrics(
 
 
 def effective_sample_sizes(metrics: dict[str, Array]) -> dict[str, Array]:
-    """`mismatch_ess_tokens` and `_sequences` of reduced metrics: (Σ ρ)² / (N Σ ρ²), 1 if all ratios are equal.
+    """Compute `mismatch_ess_tokens` and `_sequences`: (Σ ρ)² / (N Σ ρ²), 1 if all ratios are equal.
 
-    The share of the N samples that would be as good if they came from the learner. It is made of two means, so it
-    comes after `reduce`: the effective sample sizes of microbatches do not add up to that of the batch. 0 of nothing.
+    Of N samples, this share would be as good if they came from the learner. `metrics` is reduced: the share needs two
+    means, and the effective sample sizes of microbatches do not add up to the batch's. 0 for an empty batch.
     """
     sizes = {}
     for of in ("tokens", "sequences"):
@@ -379,7 +379,7 @@ def _of_sequence(
     mask: ArrayLike,
     segments: ArrayLike | None,
 ) -> tuple[Array, Array]:
-    """(log ρ reduced over each sequence, where it counts): [B], or [B, T] for packed rows."""
+    """Return (log ρ reduced over each sequence, where it counts): [B], or [B, T] for packed rows."""
     log_ratio_BT, mask_BT, segment_BT = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segments)
     return sequences.by_row_or_token(reduction(log_ratio_BT, mask_BT, segment_BT), mask_BT, segment_BT)
 
@@ -387,7 +387,7 @@ def _of_sequence(
 def _estimated(
     estimate: Estimate, old_logp: ArrayLike, sampler_logp: ArrayLike, mask: ArrayLike, segments: ArrayLike | None
 ) -> tuple[Array, Array, Array | None]:
-    """(the estimate of KL(μ‖π_old) by token, [B, T]; the mask; the segments)."""
+    """Return (the estimate of KL(μ‖π_old) by token, [B, T]; the mask; the segments)."""
     checks.function("estimate", estimate, like="kl.k3")
     policies = checks.two_policies("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segments)
     old_logp_BT, sampler_logp_BT, mask_BT, segment_BT = policies
@@ -396,7 +396,7 @@ def _estimated(
 
 
 def _inside(value: Array, keep: Array, low: float, high: float) -> Array:
-    """1 where low ≤ value ≤ high, NaN where the value is, else 0."""
+    """Return 1 where low ≤ value ≤ high, NaN where the value is NaN, else 0."""
     if not (checks.number("low", low) <= 0 and checks.number("high", high) >= 0):
         raise ValueError(f"low and high must be at most and at least 0, of equal policies; got {low} and {high}")
     return jnp.where(keep & ~((value < low) | (value > high)), value * 0 + 1, 0)
@@ -412,12 +412,12 @@ def _masked(log_ratio: Array, keep: Array, low: float, high: float, weight: Call
 
 
 def _outside(log_ratio: Array, log_low: float, log_high: float) -> Array:
-    """False for NaN, which is kept so that it shows."""
+    """Return whether a log-ratio is out of range; False for NaN, so that a NaN remains visible."""
     return (log_ratio < log_low) | (log_ratio > log_high)
 
 
 def _bounds(low: float, high: float) -> tuple[float, float]:
-    """The logarithms of 0 ≤ low ≤ 1 ≤ high < infinity."""
+    """Return the logarithms of 0 ≤ low ≤ 1 ≤ high < infinity."""
     for name, bound in (("low", low), ("high", high)):
         checks.number(name, bound)
     if not 0 <= low <= 1:

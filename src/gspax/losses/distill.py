@@ -12,7 +12,7 @@ set K of tokens: over K it is computed, and outside of it a token y that was sam
     E_y[ Σ_{v∈K} x_v p(v) ∇ log p(v) + 1[y∉K] x_y ∇ log p(y) ]  = ∇ KL(p‖q),
 
 for every K that is chosen without looking at y, if p > 0 where q > 0 outside of it. The gradient is set separately:
-the derivative of the sampled value is that of another divergence. With K empty this is the sampled estimator, an
+the derivative of the sampled value belongs to another divergence. With K empty this is the sampled estimator, an
 advantage of log q - log p (Thinking Machines 2025, "On-Policy Distillation"; GLM-5, arXiv 2602.15763, eq. 2); with all
 of the vocabulary it is the exact KL (DeepSeek-V4). Two other forms have a biased gradient: a sum over K alone, and
 Σ_{v∈K} p log(p/q) with the sampled term for the rest, which adds Σ_{v∈K} ∇p(v).
@@ -25,7 +25,7 @@ of the vocabulary it is the exact KL (DeepSeek-V4). Two other forms have a biase
 Contexts are data, as in `kl.token_kl`: what a token does to the contexts after it is left out. Join a policy loss with
 `kl.add_penalty`.
 
-Difference from the equation: x is held within ±25, in the value and as a factor of the gradient.
+Difference from the equation: x is clipped to ±25, in the value and as a factor of the gradient.
 
 Axes: B rows, T tokens, K kept tokens, V vocabulary, D and E model widths, C positions of a chunk.
 """
@@ -69,7 +69,7 @@ def reverse_kl(
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
 ) -> Terms:
-    """KL(student‖teacher) of each next token: exact over the kept tokens, sampled outside of them.
+    """Compute KL(student‖teacher) of each next token: exact over the kept tokens, sampled outside of them.
 
     Value and gradient are unbiased for every set of kept tokens that does not depend on the sampled one (see the
     module). With none it is `kl.token_kl`.
@@ -114,7 +114,7 @@ def reverse_kl(
 
 
 def select_logp(logits_BCV: Array, kept_BCK: Array, *, temperature: float = 1.0) -> Array:
-    """log p of the kept tokens, float32 [B, C, K], without the log-probs of the others.
+    """Compute log p of the kept tokens, float32 [B, C, K], without the log-probs of the others.
 
     Args:
       logits_BCV: float32 [B, C, V].
@@ -147,7 +147,7 @@ def chunked_divergence(
     temperature: float = 1.0,
     chunk: int,
 ) -> Array:
-    """The divergence of the whole next-token distributions, without logits of all positions at once.
+    """Compute the divergence of the whole next-token distributions, without logits of all positions at once.
 
     Logits of `chunk` positions are computed at a time, and again in the backward pass: memory for them is 2·B·chunk·V.
     The models may have different widths, but one vocabulary.
@@ -187,17 +187,17 @@ def chunked_divergence(
 
 
 def full_reverse_kl(logp_V: Array, teacher_logp_V: Array) -> Array:
-    """KL(p‖q) = Σ p log(p/q): the student stays within what the teacher finds likely."""
+    """Compute KL(p‖q) = Σ p log(p/q): the student stays within the tokens that the teacher finds likely."""
     return _expected(logp_V, logp_V, teacher_logp_V)
 
 
 def full_forward_kl(logp_V: Array, teacher_logp_V: Array) -> Array:
-    """KL(q‖p) = Σ q log(q/p): the student covers all that the teacher finds likely."""
+    """Compute KL(q‖p) = Σ q log(q/p): the student covers all tokens that the teacher finds likely."""
     return _expected(teacher_logp_V, teacher_logp_V, logp_V)
 
 
 def jensen_shannon(logp_V: Array, teacher_logp_V: Array, *, beta: float) -> Array:
-    """β KL(q‖m) + (1 - β) KL(p‖m) with m = βq + (1 - β)p (GKD, arXiv 2306.13649, eq. 1 with the student as p).
+    """Compute β KL(q‖m) + (1 - β) KL(p‖m), m = βq + (1 - β)p (GKD, arXiv 2306.13649, eq. 1 with the student as p).
 
     Divided by β it tends to KL(q‖p) for β → 0, and divided by 1 - β to KL(p‖q) for β → 1.
 
@@ -217,7 +217,7 @@ def jensen_shannon(logp_V: Array, teacher_logp_V: Array, *, beta: float) -> Arra
 def mean_divergence(
     value: Array, mask: Array, *, aggregate: Aggregate = by_sequence, segment_ids: Array | None = None
 ) -> Terms:
-    """The values of `chunked_divergence` as `Terms`, with their mean over the response tokens as `teacher_kl`.
+    """Make `Terms` of the values of `chunked_divergence`; their mean over the response tokens is `teacher_kl`.
 
     Args:
       value: float32 [B, T].
@@ -234,10 +234,10 @@ def mean_divergence(
 def mixed_advantage(
     advantage: ArrayLike, logp: ArrayLike, teacher_logp: ArrayLike, mask: ArrayLike, *, coefficient: float = 1.0
 ) -> Array:
-    """A_t = A - λ (log p_t - log q_t), float32 [B, T]: the task's advantage and the sampled estimator of -∇ KL(p‖q).
+    """Compute A_t = A - λ (log p_t - log q_t), float32 [B, T]: a task's advantage plus sampled distillation.
 
-    For losses that take an advantage for each token. With A = 0 it is the advantage of distillation alone, for which a
-    group of one completion is enough.
+    The second part is the sampled estimator of -∇ KL(p‖q). With A = 0 it is the advantage of distillation alone: then a
+    group of one completion is enough. For losses that take an advantage per token.
 
     >>> logp, teacher_logp = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.5]]))
     >>> mixed_advantage(jnp.ones(1), logp, teacher_logp, jnp.ones((1, 2), bool)).round(3).tolist()
@@ -259,7 +259,7 @@ def mixed_advantage(
 
 
 def _kept(kept: Kept, mask_BT: Array) -> tuple[Array, Array, Array]:
-    """The student's log-probs of the kept tokens, their x, and where the sampled token is none of them."""
+    """Return the student's log-probs of the kept tokens, their x, and where the sampled token is none of them."""
     logp_BTK = checks.finite_logp("kept.logp_BTK", kept.logp_BTK, axes="BTK")
     teacher_BTK = checks.finite_logp("kept.teacher_logp_BTK", kept.teacher_logp_BTK, axes="BTK")
     checks.same_shape("kept.teacher_logp_BTK", teacher_BTK, "kept.logp_BTK", logp_BTK.shape)
@@ -274,7 +274,7 @@ def _kept(kept: Kept, mask_BT: Array) -> tuple[Array, Array, Array]:
 
 
 def _expected(weight_logp_V: Array, logp_V: Array, other_V: Array) -> Array:
-    """Σ_v exp(weight) (logp - other); a token of weight 0 adds nothing, whatever the other log-probs are."""
+    """Compute Σ_v exp(weight) (logp - other); a token of weight 0 adds nothing, whatever the other log-probs are."""
     p_V = jnp.exp(weight_logp_V)
     logp_V, other_V = (jnp.where(p_V > 0, side_V, 0) for side_V in (logp_V, other_V))
     return jnp.sum(p_V * (logp_V - other_V), axis=-1)

@@ -34,7 +34,7 @@ def grpo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Group Relative Policy Optimization (arXiv 2402.03300, eq. 3, with β = 0): a ratio and a clip per token.
+    """Compute the loss of Group Relative Policy Optimization (arXiv 2402.03300, eq. 3, β = 0): a ratio per token.
 
     J = 1/N Σ_i 1/|y_i| Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i),   r_it = π_it / π_old,it.
 
@@ -52,8 +52,8 @@ def grpo(
       old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      clip_low: width of the band below 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
-      clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
+      clip_low: width of the band below 1, at least 0. The default is from the GSPO paper's GRPO (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is from the GSPO paper's GRPO (Section 5.1).
       dual_clip: None, or the largest ratio that matters where A < 0, above 1. It bounds the ratio itself: 3 means 3.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
       segment_ids: None, or int32 [B, T] for packed rows.
@@ -89,7 +89,7 @@ def dr_grpo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Dr. GRPO (arXiv 2503.20783, Section 3.2): GRPO without 1/|y_i|, so length does not change a token's weight.
+    """Compute the Dr. GRPO loss (arXiv 2503.20783, Section 3.2): GRPO without 1/|y_i|, so lengths change no weights.
 
     J = 1/N Σ_i Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i).
 
@@ -136,7 +136,7 @@ def dapo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """DAPO's loss (arXiv 2503.14476, eq. 8 and 12): GRPO with a higher upper bound, every token weighing the same.
+    """Compute DAPO's loss (arXiv 2503.14476, eq. 8 and 12): GRPO with a higher upper bound, all tokens weigh the same.
 
     J = 1/Σ_i |y_i| Σ_i Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i).
 
@@ -180,12 +180,12 @@ def importance_sampling(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """The importance-weighted policy gradient, without any bound: the reference for all others.
+    """Compute the importance-weighted policy gradient loss, without any bound: the reference for all others.
 
     J = 1/N Σ_i 1/|y_i| Σ_t r_it A_i.
 
     A token's weight in the gradient is r_it A_i / |y_i|. On policy, where r = 1, this is the gradient of REINFORCE
-    (Williams, Machine Learning 8, 1992), 1/|y_i| Σ_t A_i ∇log π_it, and so is that of every loss of the family with
+    (Williams, Machine Learning 8, 1992), 1/|y_i| Σ_t A_i ∇log π_it, as is the gradient of every loss of the family with
     the same `aggregate`.
 
     >>> old_logp, logp = jnp.log(jnp.array([[1.0, 0.25]])), jnp.log(jnp.array([[1.0, 0.5]]))
@@ -218,7 +218,7 @@ def cispo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): the weight is clipped, no token's gradient is cut.
+    """Compute the CISPO loss (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): clip the weight, cut no token's gradient.
 
     J = 1/Σ_i |y_i| Σ_i Σ_t sg[clip(r_it, 1 - clip_low, 1 + clip_high)] A_i log π_it.
 
@@ -230,7 +230,7 @@ def cispo(
     [[0.0, -5.0]]
 
     Both widths are distances from 1, as in the paper: the default 4 bounds the weight by 5. Some frameworks call the
-    bound itself `epsilon_high`; their 5 is 4 here. The metrics `clip_fraction_*` count the tokens with a held weight.
+    bound itself `epsilon_high`; their 5 is 4 here. The metrics `clip_fraction_*` count tokens with a clipped weight.
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
@@ -265,12 +265,12 @@ def sapo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Soft Adaptive Policy Optimization (arXiv 2511.20347, eq. 5 and 6): a smooth gate instead of a clip.
+    """Compute the loss of Soft Adaptive Policy Optimization (arXiv 2511.20347, eq. 5 and 6): a gate instead of a clip.
 
     J = 1/N Σ_i 1/|y_i| Σ_t f(r_it) A_i,   f(r) = 4/τ σ(τ (r - 1)),   τ = tau_positive if A_i > 0, else tau_negative.
 
     A token's weight in the gradient is 4 p (1 - p) r_it A_i / |y_i| with p = σ(τ (r_it - 1)): r_it near 1, and less and
-    less away from it, the sooner the larger τ (eq. 7 and 8). f(1) is 2/τ: only the gradient is that of the others on
+    less away from it, the sooner the larger τ (eq. 7 and 8). f(1) is 2/τ: only the gradient equals the other losses' on
     policy.
 
     Args:
@@ -305,12 +305,12 @@ def dppo_tv(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Divergence Proximal Policy Optimization with binary total variation (arXiv 2602.04879).
+    """Compute the loss of Divergence Proximal Policy Optimization with binary total variation (arXiv 2602.04879).
 
     J = 1/Σ_i |y_i| Σ_i Σ_t M_it sg[min(r_it, c)] A_i log π_it,   D_it = |π_it - π_old,it|,
     M_it = 0 if D_it > threshold and the update would move on: r_it > 1 with A_i > 0, or r_it < 1 with A_i < 0; else 1.
 
-    A token's weight in the gradient is min(r_it, c) A_i, or none where M_it = 0. What is bounded is how far the
+    A token's weight in the gradient is min(r_it, c) A_i, or none where M_it = 0. The bound is on how far the
     probability of the sampled token moved, not its ratio: a rare token may become many times as likely, while a
     frequent one is stopped at a ratio near 1.
 
@@ -319,7 +319,7 @@ def dppo_tv(
       old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      threshold: largest divergence, at least 0. The default is that of verl's example; SkyRL's is 0.2.
+      threshold: largest divergence, at least 0. The default is from verl's example; SkyRL's is 0.2.
       ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
       segment_ids: None, or int32 [B, T] for packed rows.
@@ -344,7 +344,7 @@ def dppo_kl(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Divergence Proximal Policy Optimization with binary KL (arXiv 2602.04879): `dppo_tv` with another divergence.
+    """Compute the loss of Divergence Proximal Policy Optimization with binary KL (arXiv 2602.04879); see `dppo_tv`.
 
     D_it = p log(p/q) + (1 - p) log((1 - p)/(1 - q))   with p = π_old,it and q = π_it.
 
@@ -355,7 +355,7 @@ def dppo_kl(
       old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      threshold: largest divergence, at least 0. The default is that of verl's example and of SkyRL.
+      threshold: largest divergence, at least 0. The default is from verl's example and SkyRL.
       ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
       segment_ids: None, or int32 [B, T] for packed rows.
@@ -380,7 +380,7 @@ def _binary_tv(log_p_BT: Array, log_q_BT: Array) -> Array:
 def _dppo(
     divergence: Callable[[Array, Array], Array], x: Inputs, threshold: float, ratio_limit: float, aggregate: Aggregate
 ) -> Terms:
-    """The objective of `dppo_tv` and `dppo_kl`; `divergence` is D from log π_old and log π, both at most 0."""
+    """Compute the loss of `dppo_tv` and `dppo_kl`; `divergence` is D from log π_old and log π, both at most 0."""
     threshold = checks.at_least_0("threshold", threshold)
     ratio_limit = checks.positive("ratio_limit", ratio_limit)
 

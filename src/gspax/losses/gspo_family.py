@@ -1,8 +1,8 @@
 """GSPO and its relatives, with one ratio per sequence: GSPO-token, LUSPO, GMPO, and VESPO.
 
-Each loss is a pure function of arrays. What follows holds for every policy loss, those of `grpo_family` included.
+Each loss is a pure function of arrays. The following holds for every policy loss, `grpo_family` included.
 
-Axes: B rows, T tokens. `x_BT[b, t]` belongs to token t of row b; `mask` is True on the response tokens, those that the
+Axes: B rows, T tokens. `x_BT[b, t]` belongs to token t of row b; `mask` is True on the response tokens, which the
 policy chose, and |y_i| is their number in sequence i. Values outside the mask never matter, NaN and infinity included.
 A sequence without a response token weighs nothing.
 
@@ -19,16 +19,16 @@ Every loss of the family is called as `f(logp, old_logp, advantage, mask, *, ...
   `by_constant` (see `terms`), or any other that is linear in the values. The default is the paper's.
 - `segment_ids`: int32 [B, T] if several sequences share a row: 1, 2, ... up to T number the sequences of a row, 0 is
   padding. Then `advantage` is float32 [B, T], the same for all response tokens of a
-  sequence (for GSPO-token it need not be). Σ value, Σ weight, gradient and metrics are those of the unpacked batch.
+  sequence (for GSPO-token it need not be). Σ value, Σ weight, gradient and metrics equal those of the unpacked batch.
 - `correction`: float32 [B, T], or [B] if not packed. A constant that multiplies each token's objective before it is
-  aggregated, to correct for a sampler that differs from the learner. The weights stay as they are. Losses with one
+  aggregated, to correct for a sampler that differs from the learner. The weights do not change. Losses with one
   objective per sequence (GSPO, LUSPO, GMPO) put the mean of a sequence's factors into its gradient, GSPO-token each.
 
 Differences from the papers:
 1. The mean runs over the non-empty sequences of the whole batch rather than over G of one prompt and then over
    prompts. That is the same number as long as every group has the same number of non-empty sequences.
 2. There is no KL term (GRPO's β is 0), as in GSPO's own experiments.
-3. A log-ratio beyond ±25 is held there before `exp`, to avoid overflow in float32. It then has no gradient. No clip
+3. A log-ratio is clipped to ±25 before `exp`, to avoid overflow in float32. Beyond, it has no gradient. No clip
    range in use reaches this far (e^25 is 7e10).
 4. `old_logp` and `advantage` are constants: no gradient flows through them, so `old_logp=logp` gives the on-policy
    gradient.
@@ -71,7 +71,7 @@ def gspo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 to 7): one ratio and one clip per sequence.
+    """Compute the GSPO loss, Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 to 7): one ratio per sequence.
 
     J = 1/N Σ_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),   s_i = exp(1/|y_i| Σ_t log r_it).
 
@@ -123,7 +123,7 @@ def gspo_loss(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """`reduce(gspo(...))`: the scalar loss and the metrics of one whole batch. Any other loss: `reduce(grpo(...))`."""
+    """Compute `reduce(gspo(...))`: the loss and the metrics of one whole batch. Any other loss: `reduce(grpo(...))`."""
     return reduce(
         gspo(
             logp,
@@ -152,7 +152,7 @@ def gspo_token(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """GSPO-token (arXiv 2507.18071, eq. 13 and 14): the sequence ratio, but an advantage for every token.
+    """Compute the GSPO-token loss (arXiv 2507.18071, eq. 13 and 14): a sequence ratio, an advantage for every token.
 
     J = 1/N Σ_i 1/|y_i| Σ_t min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it),
     s_it = sg[s_i] π_it / sg[π_it].
@@ -206,7 +206,7 @@ def luspo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Length-Unbiased Sequence Policy Optimization (arXiv 2602.05261): GSPO times the length.
+    """Compute the loss of Length-Unbiased Sequence Policy Optimization (arXiv 2602.05261): GSPO times the length.
 
     J = 1/N Σ_i |y_i| min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),   s_i = exp(1/|y_i| Σ_t log r_it).
 
@@ -257,7 +257,7 @@ def gmpo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Geometric-Mean Policy Optimization (arXiv 2507.20673, eq. 4): tokens are clipped, then averaged as logs.
+    """Compute the GMPO loss, Geometric-Mean Policy Optimization (arXiv 2507.20673, eq. 4): clip tokens, average logs.
 
     J = 1/N Σ_i A_i exp(1/|y_i| Σ_t l_it),
     l_it = min(log r_it, clip_high) if A_i > 0,   max(log r_it, -clip_low) if A_i < 0.
@@ -283,7 +283,7 @@ def gmpo(
     Returns:
       Terms with float32 [B] leaves: value = -A_i exp(...), weight = 1; both 0 for an empty row.
 
-    Differs from the paper: the mean of the logs, not each log, is held within ±25.
+    Differs from the paper: the mean of the logs, not each log, is clipped to ±25.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
@@ -311,7 +311,7 @@ def vespo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693, its kernel φ): a soft weight per sequence.
+    """Compute the VESPO loss, Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693, its kernel φ).
 
     J = 1/Σ_i |y_i| Σ_i Σ_t sg[φ(W_i)] A_i log π_it,   φ(W) = W^k e^(λ(1 - W)),   W_i = Π_t r_it,
 
@@ -323,8 +323,8 @@ def vespo(
       old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      k_positive, lambda_positive: k and λ where A ≥ 0, at least 0. The defaults are those of the authors' code.
-      k_negative, lambda_negative: k and λ where A < 0, at least 0. The defaults are those of the authors' code.
+      k_positive, lambda_positive: k and λ where A ≥ 0, at least 0. The defaults are from the authors' code.
+      k_negative, lambda_negative: k and λ where A < 0, at least 0. The defaults are from the authors' code.
       aggregate: values [B, T] -> value and weight [B]. The authors' is `by_token`.
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
@@ -332,7 +332,7 @@ def vespo(
     Returns:
       Terms with float32 [B] leaves: value = -Σ_t φ(W_i) A_i log π_it, weight = |y_i|.
 
-    Differs from the paper: log W, not each log r, is held within ±25, and log φ is at most 25; the authors put a
+    Differs from the paper: log W, not each log r, is clipped to ±25, and log φ is at most 25; the authors put a
     correction into W, where φ softens it too, while `correction` multiplies the objective as in every other loss.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)

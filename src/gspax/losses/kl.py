@@ -22,7 +22,7 @@ right one (arXiv 2510.01555, 2512.21852).
 `add_penalty(terms, penalty, coefficient=...)` adds one to a policy loss. Tests compare the first two with the exact
 gradient of the KL of a small policy, by enumeration of all sequences.
 
-Difference from the sources: x is held within ±25, in the value and as a factor of the gradient, so that `exp` cannot
+Difference from the sources: x is clipped to ±25, in the value and as a factor of the gradient, so that `exp` cannot
 overflow; such a token is still pulled back.
 """
 
@@ -41,7 +41,7 @@ Array = jax.Array
 
 
 def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
-    """log π - log π_ref, float32 [B, T], 0 outside the mask, without a gradient. Unbiased; negative for some tokens.
+    """Compute log π - log π_ref, float32 [B, T], 0 outside the mask, without a gradient. Unbiased; can be negative.
 
     >>> logp, ref_logp = jnp.log(jnp.array([[1.0, 0.5]])), jnp.log(jnp.array([[1.0, 0.25]]))
     >>> [float(k(logp, ref_logp, jnp.array([[False, True]]))[0, 1].round(3)) for k in (k1, k2, k3)]
@@ -51,12 +51,12 @@ def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
 
 
 def k2(logp: Array, ref_logp: Array, mask: Array) -> Array:
-    """(log π - log π_ref)² / 2, float32 [B, T], 0 outside the mask, without a gradient. Biased; never negative."""
+    """Compute (log π - log π_ref)² / 2, float32 [B, T], 0 outside the mask, no gradient. Biased; never negative."""
     return k1(logp, ref_logp, mask) ** 2 / 2
 
 
 def k3(logp: Array, ref_logp: Array, mask: Array) -> Array:
-    """π_ref/π - 1 - log(π_ref/π), float32 [B, T], 0 outside the mask, without a gradient. Unbiased; never negative."""
+    """Compute π_ref/π - 1 - log(π_ref/π), float32 [B, T], 0 outside the mask, no gradient. Unbiased; never negative."""
     return k3_of(k1(logp, ref_logp, mask))
 
 
@@ -69,14 +69,14 @@ def token_kl(
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
 ) -> Terms:
-    """Σ_t KL(π(·|c_t)‖π_ref(·|c_t)) over the given contexts c_t, aggregated like the policy loss it joins.
+    """Compute Σ_t KL(π(·|c_t)‖π_ref(·|c_t)) over the given contexts c_t, aggregated like the policy loss it joins.
 
-    The value is k3 of each token and the gradient x ∇ log π, that of k2. For a token sampled from π in its context the
-    expectation of the former is the KL of the next token and that of the latter its gradient. Contexts are data here:
+    The value is k3 of each token and the gradient x ∇ log π, as for k2. For a token sampled from π in its context the
+    expected value is the KL of the next token and the expected gradient is its gradient. Contexts are data here:
     what a token does to the contexts after it is left out, as in all losses per token (`sequence_kl` includes it).
 
     With `old_logp` the tokens are taken as sampled from π_old, and value and gradient are multiplied by r = π/π_old.
-    Both expectations then stay right after updates; contexts stay those that π_old led to. This is the unbiased KL
+    Both expectations then stay right after updates; contexts are still sampled from π_old. This is the unbiased KL
     estimate of DeepSeek-V3.2 (arXiv 2512.02556, eq. 7): the gradient of r·k3 through both is r x ∇ log π.
 
     >>> logp, ref_logp = jnp.log(jnp.array([[1.0, 0.5]])), jnp.log(jnp.array([[1.0, 0.25]]))
@@ -107,7 +107,7 @@ def token_kl(
 
 
 def sequence_kl(logp: Array, ref_logp: Array, mask: Array, *, segment_ids: Array | None = None) -> Terms:
-    """KL(π‖π_ref) of whole sequences: E[Σ_t x_t], of sequences sampled from π.
+    """Compute KL(π‖π_ref) of whole sequences: E[Σ_t x_t], of sequences sampled from π.
 
     Its gradient is E[Σ_t (Σ_{u≥t} x_u) ∇ log π_t]: what a token does to the tokens after it counts. Earlier ones are
     left out because their expectation is 0. The value is Σ_t x_t (k1), and so can be negative.
@@ -136,9 +136,9 @@ def grpo_kl(
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
 ) -> Terms:
-    """The KL term of GRPO as published: k3, differentiated (arXiv 2402.03300, eq. 4).
+    """Compute the KL term of GRPO as published: k3, differentiated (arXiv 2402.03300, eq. 4).
 
-    Its gradient (1 - π_ref/π) ∇ log π has the expectation ∇ KL(π_ref‖π), the KL of the other direction, not that of
+    Its gradient (1 - π_ref/π) ∇ log π has the expectation ∇ KL(π_ref‖π), the KL of the other direction, not of
     the KL which k3 estimates. The two agree to first order where π is near π_ref. To regularize, use `token_kl`.
 
     Args, Returns, Raises:
@@ -150,9 +150,9 @@ def grpo_kl(
 
 
 def add_penalty(terms: Terms, penalty: Terms, *, coefficient: float) -> Terms:
-    """The policy loss plus `coefficient` times a penalty of the same aggregation, row by row; metrics joined.
+    """Add `coefficient` times a penalty of the same aggregation to the policy loss, row by row, and join the metrics.
 
-    The sum is divided by the weights of `terms`, so those of the penalty must be equal: both aggregated by sequence, or
+    The sum is divided by the weights of `terms`, so the penalty's must be equal: both aggregated by sequence, or
     both by token. Rows stay rows, so any split into microbatches gives the same gradient.
 
     >>> one = jnp.ones(1)

@@ -34,18 +34,18 @@ _FINER = " (log-probabilities need float32: cast the logits, or better, let the 
 def token_logp(
     logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0, kept_BTK: Array | None = None
 ) -> Array:
-    """log π(tokens_BT[b, t] | the tokens before it), float32 [B, T], column 0 being 0.
+    """Compute log π(tokens_BT[b, t] | the tokens before it), float32 [B, T], column 0 being 0.
 
     >>> logits = jnp.log(jnp.array([[[0.25, 0.75], [0.5, 0.5]]]))
     >>> jnp.exp(token_logp(logits, jnp.array([[0, 1]], jnp.int32))).round(4).tolist()
     [[1.0, 0.75]]
 
     Args:
-      logits_BTV: float32 [B, T, V], the model's outputs; those at t predict token t + 1, the last ones nothing.
+      logits_BTV: float32 [B, T, V], the model's outputs; column t predicts token t + 1, the last column nothing.
       tokens_BT: int32 [B, T], each in [0, V).
       temperature: the logits are divided by it. For a policy ratio use the one that the tokens were sampled with.
       kept_BTK: None, or the set of tokens that each token was chosen from, which includes it: ids [B, T, K] of an
-        integer dtype, no token twice, and V or above in the places that are left. A set about a token that is in no
+        integer dtype, no token twice, and V or above in unused columns. The set of a token outside every
         mask may hold anything.
 
     Raises:
@@ -72,7 +72,7 @@ def chunked_token_logp(
     kept_BTK: Array | None = None,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """`token_logp(project(hidden_BTD), tokens_BT)` and the entropy, without the logits of all positions at once.
+    """Compute `token_logp(project(hidden_BTD), tokens_BT)` and the entropy, a chunk of positions at a time.
 
     Logits are computed for `chunk` positions at a time and recomputed in the backward pass, so memory for them is
     B·chunk·V instead of B·T·V, at the price of a second projection. With chunk ≥ T - 1 there is no loop and nothing is
@@ -104,7 +104,7 @@ def chunked_token_logp(
 
 
 def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Array:
-    """`project(hidden_BCD)`. TypeError, ValueError: they are no float32 logits [B, C, V]."""
+    """Return `project(hidden_BCD)`. TypeError, ValueError: the result is no float32 logits [B, C, V]."""
     logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
     if logits_BCV.shape[:2] != hidden_BCD.shape[:2]:
         wanted = f"the result of project must have shape {list(hidden_BCD.shape[:2])}, as its argument [B, C] has"
@@ -121,7 +121,7 @@ def shift(score: Callable[..., Scored], output: Output, *targets: object, keep_l
     Args:
       score: (output [B, T', ...], *targets') -> arrays [B, T', ...], position by position; T' is T - 1 or, kept, T.
       output: arrays [B, T, ...].
-      targets: the tokens, int32 [B, T], and what else there is about each of them: trees of arrays [B, T, ...].
+      targets: the tokens, int32 [B, T], and further trees of arrays [B, T, ...] about each of them.
     """
     if keep_length or any(explicit.is_split(x, 1) for x in jax.tree.leaves(output)):
         next_ones = jax.tree.map(lambda x: explicit.like(jnp.roll(explicit.whole(x, 1), -1, axis=1), x), targets)
@@ -135,10 +135,10 @@ def shift(score: Callable[..., Scored], output: Output, *targets: object, keep_l
 def logp_and_entropy(
     logits_XV: Array, tokens_X: Array, temperature: float, kept_XK: Array | None = None
 ) -> tuple[Array, Array]:
-    """The log-probability of each token and the entropy of the distribution that its logits give; X is any axes.
+    """Compute the log-probability of each token and the entropy of its logits' distribution; X is any axes.
 
     The distribution is over the vocabulary or, with `kept_XK`, over these tokens (`token_logp`). The entropy is
-    -Σ p·log p, where log p = logit - logsumexp is kept above `_LEAST`: 0·log 0 is 0. In this form XLA computes
+    -Σ p·log p, where log p = logit - logsumexp is at least `_LEAST`: 0·log 0 is 0. In this form XLA computes
     exponential, product, and sum in one pass: on CPU a fifth of the time of logsumexp - Σ p·logit.
     """
     logits_XV = logits_XV / temperature
@@ -150,7 +150,7 @@ def logp_and_entropy(
 
 
 def score_norm(logits_XV: Array, tokens_X: Array, kept_XK: Array | None = None) -> Array:
-    """‖∇ log π(y)‖² with respect to the logits, 1 - 2π(y) + Σ_v π(v)², float32; X is any axes.
+    """Compute ‖∇ log π(y)‖² with respect to the logits, 1 - 2π(y) + Σ_v π(v)², float32; X is any axes.
 
     The distribution π is over the vocabulary or, with `kept_XK`, over these tokens (`token_logp`).
 
@@ -165,7 +165,7 @@ def score_norm(logits_XV: Array, tokens_X: Array, kept_XK: Array | None = None) 
 
 
 def _take(logits_XV: Array, tokens_X: Array) -> Array:
-    """The logit of each token; of a vocabulary that is split over devices without making it whole."""
+    """Return the logit of each token, without gathering a vocabulary that is split over devices."""
     if explicit.is_split(logits_XV, -1):
         of_token_XV = jax.lax.broadcasted_iota(jnp.int32, logits_XV.shape, logits_XV.ndim - 1) == tokens_X[..., None]
         return jnp.sum(jnp.where(explicit.like(of_token_XV, logits_XV), logits_XV, 0), axis=-1)
@@ -173,9 +173,9 @@ def _take(logits_XV: Array, tokens_X: Array) -> Array:
 
 
 def _take_sets(logits_XV: Array, kept_XK: Array) -> Array:
-    """The logits of the tokens of each set, [X, K], and -inf in the places that are left.
+    """Return the logits of the tokens of each set, [X, K], and -inf in unused columns.
 
-    K of them are gathered: their exponentials cost less than those of V masked logits, and no mask [X, V] is made.
+    K logits are gathered: their exponentials cost less than for V masked logits, and no mask [X, V] is made.
     """
     V, kept_XK = logits_XV.shape[-1], kept_XK.astype(jnp.int32)
     logits_XV = explicit.whole(logits_XV, -1)
@@ -184,7 +184,7 @@ def _take_sets(logits_XV: Array, kept_XK: Array) -> Array:
 
 
 def in_chunks(scores: Callable[..., Scored], chunk: int, hidden_BTD: Array, *arrays: Array | None) -> Scored:
-    """`scores(hidden_BTD, *arrays)`, `chunk` positions at a time and recomputed in the backward pass.
+    """Compute `scores(hidden_BTD, *arrays)`, `chunk` positions at a time and recomputed in the backward pass.
 
     Args:
       scores: arrays [B, C, ...] -> a tree of arrays [B, C], position by position.

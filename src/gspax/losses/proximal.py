@@ -20,10 +20,10 @@ Array = jax.Array
 
 
 def interpolated_logp(logp: Array, sampler_logp: Array, age: Array, progress: ArrayLike) -> Array:
-    """log μ + α (log π - log μ) with α = age / (age + progress), float32 [B, T], without a gradient (A-3PO).
+    """Compute log μ + α (log π - log μ) with α = age / (age + progress), float32 [B, T], without a gradient (A-3PO).
 
-    In units of a rollout's updates, μ is `age` before π_old and π `progress` after it: α is the share of the way from
-    μ to π that π_old has come. Before the first update, where `progress` is 0, π_old is π, and α is 1 also for a token
+    In units of a rollout's updates, μ is `age` before π_old and π `progress` after it: π_old is the share α of the way
+    from μ to π. Before the first update, where `progress` is 0, π_old is π, and α is 1 also for a token
     of age 0. Later a token of age 0 has α = 0: μ is π_old, but for rounding. AReaL's `loglinear` has a `progress` of 1
     throughout.
 

@@ -1,4 +1,4 @@
-"""How the ratios of two policies spread: their extremes, their deviation by response length, effective sample sizes.
+"""The spread of the ratios of two policies: their extremes, deviation by response length, effective sample sizes.
 
 For a response y with token log-ratios d_t = log π(y_t)/π_old(y_t), the log of GSPO's sequence ratio is their mean,
 log s = 1/|y| Σ_t d_t. If the d_t were independent, its standard deviation would fall as |y|^(-1/2).
@@ -19,7 +19,7 @@ Array = jax.Array
 
 
 def ratio_spread(logp: Array, old_logp: Array, mask: Array, segment_ids: Array | None = None) -> dict[str, Array]:
-    """Statistics of the ratios, float32 scalars and arrays [K], without a gradient.
+    """Compute statistics of the ratios, float32 scalars and arrays [K], without a gradient.
 
     - `token_min`, `token_max`: extremes of the token ratios exp(d_t).
     - `token_std`, `sequence_std`: standard deviations of d_t over the response tokens and of log s over the non-empty
@@ -65,8 +65,8 @@ def ratio_spread(logp: Array, old_logp: Array, mask: Array, segment_ids: Array |
 
 
 def ratio_metrics(logp: Array, old_logp: Array, mask: Array, segment_ids: Array | None = None) -> Metrics:
-    """Metrics of the ratios that do not depend on the loss: `ratio`, `ratio_deviation` and `kl`, as every policy loss
-    has them, and `token_ratio`, the ratio of the response tokens. Arguments as of `ratio_spread`; no gradient.
+    """Return metrics of the ratios that do not depend on the loss: `ratio`, `ratio_deviation` and `kl`, as every loss
+    has them, and `token_ratio`, the ratio of the response tokens. Arguments as for `ratio_spread`; no gradient.
     """
     d_BT, mask_BT, segment_BT = surrogate.log_ratio("logp", logp, "old_logp", old_logp, mask, segment_ids)
     d_BT = jnp.where(mask_BT, d_BT, 0)
@@ -75,7 +75,7 @@ def ratio_metrics(logp: Array, old_logp: Array, mask: Array, segment_ids: Array 
 
 
 def fit_exponent(length_K: np.ndarray, deviation_K: np.ndarray, sequences_K: np.ndarray) -> float:
-    """The exponent a of the power law deviation ∝ length^a: a line through the logarithms, by least squares.
+    """Fit the exponent a of the power law deviation ∝ length^a: a line through the logarithms, by least squares.
 
     A bin of n sequences has the weight n - 1, since the log of a deviation of n values varies as 1 / (2 (n - 1)). NaN
     with fewer than two bins that have two sequences and a deviation above 0.
@@ -92,14 +92,14 @@ def fit_exponent(length_K: np.ndarray, deviation_K: np.ndarray, sequences_K: np.
 
 
 def _deviation(value: Array, keep: Array) -> Array:
-    """The standard deviation of the kept entries, with n - 1; 0 for fewer than two."""
+    """Compute the standard deviation of the entries in the mask, with n - 1; 0 for fewer than two."""
     count = keep.sum(dtype=jnp.int32)
     squares = masked.sum((value - masked.mean(value, keep)) ** 2, keep)
     return jnp.sqrt(squares / jnp.maximum(count - 1, 1).astype(jnp.float32))
 
 
 def _effective_size(log_weight: Array, keep: Array) -> Array:
-    """(Σ w)² / (n Σ w²) of the kept entries: 1 if all weigh the same, 1 / n if one weighs everything."""
+    """Compute (Σ w)² / (n Σ w²) of the entries in the mask: 1 if all weigh the same, 1 / n if one weighs everything."""
     weight = jnp.where(keep, jnp.exp(log_weight - masked.max(log_weight, keep)), 0)
     count = keep.sum(dtype=jnp.int32).astype(jnp.float32)
     return weight.sum() ** 2 / jnp.maximum(count * (weight**2).sum(), 1e-30)

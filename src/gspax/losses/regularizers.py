@@ -4,7 +4,7 @@ None is part of any loss unless it is added. For reinforcement learning of a tra
 the sources that each function cites disagree about those on routers.
 
 Axes: L layers, B rows, T tokens, E experts. `aggregate` and `segment_ids` (None, or int32 [B, T] for packed rows) are
-those of the policy loss. Values outside the mask never matter, NaN included. The metrics are means over the mask's
+as in the policy loss. Values outside the mask never matter, NaN included. The metrics are means over the mask's
 tokens. All raise TypeError and ValueError, naming the argument, for another dtype or shape.
 """
 
@@ -25,7 +25,7 @@ Array = jax.Array
 def entropy_bonus(
     entropy: Array, mask: Array, *, aggregate: Aggregate = by_sequence, segment_ids: Array | None = None
 ) -> Terms:
-    """-H(π(·|context)) of each token, so that a coefficient above 0 rewards entropy (PPO, arXiv 1707.06347, eq. 9).
+    """Compute -H(π(·|context)) of each token: a coefficient above 0 rewards entropy (PPO, arXiv 1707.06347, eq. 9).
 
     Long runs on verifiable rewards lose entropy, and with it exploration. A fixed bonus is sensitive to its coefficient
     (`next_coefficient` adapts it); a wider upper clip range is the more usual remedy (arXiv 2503.14476).
@@ -53,9 +53,9 @@ def entropy_bonus(
 def next_coefficient(
     coefficient: ArrayLike, entropy: ArrayLike, *, target: float = 0.2, step: float = 0.005, highest: float = 1.0
 ) -> Array:
-    """The coefficient of `entropy_bonus` after an update, a float32 scalar (Skywork-OR1, arXiv 2505.22312).
+    """Compute the coefficient of `entropy_bonus` after an update, a float32 scalar (Skywork-OR1, arXiv 2505.22312).
 
-    A step up where the mean entropy of the update's tokens was below the target, else a step down, within 0 and
+    It rises by a step if the mean entropy of the update's tokens was below the target, else falls, within 0 and
     `highest`. The defaults are TRL's; the best target depends on the model and its task.
 
     >>> [round(float(next_coefficient(0.01, entropy)), 4) for entropy in (0.1, 0.3)]
@@ -76,11 +76,11 @@ def log_ratio_square(
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
 ) -> Terms:
-    """log²(π/μ) of each response token: the policy stays near the one that sampled, also where a mask cuts the loss.
+    """Compute log²(π/μ) of each response token: it holds π near the sampler's policy, also where a mask cuts the loss.
 
     prime-rl adds 1e-3 of it to its losses, and names Kimi K2.5 (arXiv 2602.02276) as its source. Until autumn 2026 its
-    default was `dppo_tv` with the threshold 0.2 and `old_logp="sampler"` beside it. The gradient is 2 log(π/μ) ∇log π,
-    twice that of `kl.token_kl` to μ.
+    default was `dppo_tv` with the threshold 0.2 and `old_logp="sampler"`. The gradient is 2 log(π/μ) ∇log π,
+    twice the gradient of `kl.token_kl` to μ.
 
     >>> logp, sampler_logp = jnp.array([[0.0, -1.0, -1.5]]), jnp.array([[0.0, -1.0, -2.0]])
     >>> log_ratio_square(logp, sampler_logp, jnp.array([[False, True, True]])).value.tolist()
@@ -94,7 +94,7 @@ def log_ratio_square(
     Returns:
       Terms with float32 [B] leaves and the metric `log_ratio_square`.
 
-    Differs from the source: the log-ratio is held within ±25, in the value and as a factor of the gradient.
+    Differs from the source: the log-ratio is clipped to ±25, in the value and as a factor of the gradient.
     """
     logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, sampler_logp, mask, segment_ids, other_name="sampler_logp")
     return _terms("log_ratio_square", squared(x_BT, logp_BT), mask_BT, aggregate, segment_BT)
@@ -109,9 +109,9 @@ def log_ratio_size(
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
 ) -> Terms:
-    """w |log π - log π_old| of each token: KL-Cov's penalty (arXiv 2505.22617), with w = 1 for `selection.top_cov`.
+    """Compute w |log π - log π_old| of each token: KL-Cov's penalty (arXiv 2505.22617), w = 1 for `selection.top_cov`.
 
-    verl's `kl_cov` is this with the coefficient 1 beside `importance_sampling`, whose ratio nothing bounds: it leaves
+    verl's `kl_cov` is this with the coefficient 1 and `importance_sampling`, whose ratio nothing bounds: it leaves
     the few tokens that cost most entropy where they are, and no other. The gradient is w times the sign of the
     log-ratio times ∇log π, however small that is: in a rollout's first update rounding chooses the sign.
 
@@ -140,13 +140,13 @@ def load_balance(
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
 ) -> Terms:
-    """E Σ_e f_e P_e of the routers, averaged over layers (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
+    """Compute E Σ_e f_e P_e of the routers, averaged over layers (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
 
     f_e is the share of the expert choices that went to e, a constant, and P_e the mean probability of e. `load` is
-    E f_e: pass that of the whole batch with every microbatch; the sum over tokens is then linear in the probabilities,
+    E f_e: pass the whole batch's with every microbatch; the sum over tokens is then linear in the probabilities,
     so any split gives the same gradient (balance over the global batch, arXiv 2501.11873). It is 1 if balanced.
 
-    In pre-training it keeps all experts in use, with a coefficient of 0.01. In RL it works against the reward: verl
+    In pre-training it makes routers use all experts, with the coefficient 0.01. In RL it works against the reward: verl
     leaves it off because it hurts, NeMo-RL because log-probabilities then diverge more between engines; TRL uses
     0.001. The load can be measured without it (`learner.metrics.expert_load`).
 
@@ -157,7 +157,7 @@ def load_balance(
     Args:
       prob: float32 [L, B, T, E], softmax of the router's logits over all experts.
       load: float32 [L, E], each expert's tokens over the mean of its layer, as `learner.metrics.expert_load` gives.
-      mask: bool [B, T], True on the tokens that count, those of prompts too if `load` has them.
+      mask: bool [B, T], True on the tokens that count, prompt tokens included if `load` counts them.
 
     Returns:
       Terms with float32 [B] leaves and the metric `load_balance`.
@@ -173,7 +173,7 @@ def load_balance(
 def router_z(
     logits: Array, mask: Array, *, aggregate: Aggregate = by_sequence, segment_ids: Array | None = None
 ) -> Terms:
-    """(log Σ_e exp x_e)² of the router's logits x, averaged over layers (ST-MoE, arXiv 2202.08906, eq. 5).
+    """Compute (log Σ_e exp x_e)² of the router's logits x, averaged over layers (ST-MoE, arXiv 2202.08906, eq. 5).
 
     It keeps the logits small, where rounding changes the choice of experts less often. ST-MoE pre-trains with a
     coefficient of 0.001. For RL the sources above show no benefit; float32 routers achieve the same for free.
@@ -194,7 +194,7 @@ def router_z(
 
 
 def _routers(name: str, value: ArrayLike, mask: ArrayLike) -> tuple[Array, Array]:
-    """The routers' probabilities or logits, 0 outside the mask, and the mask."""
+    """Check the routers' probabilities or logits and return them, 0 outside the mask, and the mask."""
     value_LBTE = checks.array(name, value, jnp.float32, "LBTE")
     mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
     checks.same_shape("mask", mask_BT, f"{name} in [B, T]", value_LBTE.shape[1:3])

@@ -5,9 +5,9 @@ the experts e that the old policy chose, and r are the router's probabilities. I
 token's ratio before that is clipped: a loss gets `old_logp - log γ` in place of `old_logp`. GSPO's ratio is then scaled
 by the geometric mean of its tokens' factors.
 
-The routing is that of the position that computed the token's probability, the one before the token: the factor belongs
+The routing is taken at the position that computed the token's probability, the one before the token: the factor belongs
 to the ratio of π(y_t | x, y_<t), and the routing of y_t as an input acts on later tokens only. The first response token
-has that of the last prompt token.
+has the routing of the last prompt token.
 
 Axes: B rows, L sparse layers, T tokens, A active experts.
 """
@@ -24,7 +24,7 @@ Array = jax.Array
 
 
 def log_factor(router_logp: Array, old_router_logp: Array, mask: Array, *, floor: float = 0.8) -> Array:
-    """log γ of each token, float32 [B, T], 0 outside the mask; without a gradient.
+    """Compute log γ of each token, float32 [B, T], 0 outside the mask; without a gradient.
 
     >>> old = jnp.log(jnp.array([[[[0.5, 0.25], [0.5, 0.25], [0.5, 0.25]]]]))
     >>> new = old.at[0, 0, 1, 0].add(-0.2)
@@ -34,7 +34,7 @@ def log_factor(router_logp: Array, old_router_logp: Array, mask: Array, *, floor
     Args:
       router_logp: float32 [B, L, T, A], log-probabilities that the router gives at position t, which reads token t, to
         the experts of the old policy. In packed rows too, a response token's left neighbor is the token before it.
-      old_router_logp: float32 [B, L, T, A], those that the old policy gave.
+      old_router_logp: float32 [B, L, T, A], the log-probabilities that the old policy gave.
       mask: bool [B, T], True on response tokens.
       floor: above 0 and at most 1; 1 turns the factor off.
 

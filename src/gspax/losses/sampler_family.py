@@ -1,6 +1,6 @@
 """Losses without an old policy: DIS, IPO, and DRO. Their ratio is to the policy that sampled the tokens.
 
-`old_logp` is the sampler's log-probs: in a run, those that came with the tokens. No pass of the learner recomputes
+`old_logp` is the sampler's log-probs: in a run, they come with the tokens. No pass of the learner recomputes
 them, and one ratio r = π/μ covers the staleness of the samples, rounding, and the updates since, where the other
 losses bound π/π_old and leave π_old/μ to a correction. `Traits.old_logp` tells the trainer.
 
@@ -34,7 +34,7 @@ def dis(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Direct double-sided importance sampling (GLM-5, arXiv 2602.15763, section 4; SAO, arXiv 2607.07508).
+    """Compute the direct double-sided importance sampling loss (GLM-5, arXiv 2602.15763, section 4; SAO, 2607.07508).
 
     J = 1/Σ_i |y_i| Σ_i Σ_t sg[f(r_it)] A_i log π_it,   f(r) = r if 1 - clip_low ≤ r ≤ 1 + clip_high, else 0.
 
@@ -80,12 +80,12 @@ def ipo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """prime-rl's `ipo` loss: a token counts while its probability has moved by at most the threshold.
+    """Compute prime-rl's `ipo` loss: a token counts while its probability has moved by at most the threshold.
 
     J = 1/Σ_i |y_i| Σ_i Σ_t M_it r_it A_i,   M_it = 0 if |π_it - μ_it| > threshold, else 1.
 
     A token's weight in the gradient is M_it r_it A_i. This is `dis` with a band for the probability instead of the
-    ratio, so rare tokens are kept and frequent ones stopped sooner, and `dppo_tv` with a mask for either sign of A.
+    ratio, so rare tokens count longer and frequent ones stop sooner, and `dppo_tv` with a mask for either sign of A.
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
@@ -119,7 +119,7 @@ def dro(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Direct Reward Optimization (arXiv 2405.19107) of each token, the form that Kimi k1.5 (arXiv 2501.12599) trains.
+    """Compute the Direct Reward Optimization loss (arXiv 2405.19107) by token, as Kimi k1.5 (arXiv 2501.12599) does.
 
     J = 1/Σ_i |y_i| Σ_i Σ_t [A_i log π_it - β/2 log²(π_it/μ_it)].
 
@@ -137,13 +137,13 @@ def dro(
       old_logp: float32 [B, T], the same under the policy that sampled the tokens.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      beta: β, at least 0 and finite. The default is that of ROLL's `kimi15` loss.
+      beta: β, at least 0 and finite. The default is from ROLL's `kimi15` loss.
       aggregate: values [B, T] -> value and weight [B]; `by_token`.
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
-    Differs from the papers: the square is of tokens, as in tinker, and theirs of a whole response; a log-ratio is held
-    within ±25 in the square, and as a factor of its gradient.
+    Differs from the papers: the square is per token, as in tinker, not of a whole response; a log-ratio is clipped
+    to ±25 in the square, and as a factor of its gradient.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     beta = checks.finite_at_least_0("beta", beta)

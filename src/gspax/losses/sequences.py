@@ -21,12 +21,12 @@ Array = jax.Array
 
 
 def response(mask_BT: Array, segment_BT: Array | None) -> Array:
-    """The mask without the tokens that the segments mark as padding."""
+    """Remove from the mask the tokens that the segments mark as padding."""
     return mask_BT if segment_BT is None else mask_BT & (segment_BT > 0)
 
 
 def total(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
-    """Σ over the response tokens of each sequence, [B, S]. What stands outside the mask never matters."""
+    """Sum over the response tokens of each sequence, [B, S]. Values outside the mask never matter."""
     if segment_BT is not None:
         return _by_segment(jax.ops.segment_sum, jnp.where(mask_BT, value_BU, 0), segment_BT)
     if value_BU.shape != mask_BT.shape:
@@ -36,17 +36,17 @@ def total(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
 
 
 def count(mask_BT: Array, segment_BT: Array | None) -> Array:
-    """|y|, the number of response tokens of each sequence, float32 [B, S]."""
+    """Count |y|, the response tokens of each sequence, float32 [B, S]."""
     return total(jnp.ones(mask_BT.shape, jnp.float32), mask_BT, segment_BT)
 
 
 def mean(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
-    """1/|y| Σ over the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
+    """Compute 1/|y| Σ over the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
     return total(value_BU, mask_BT, segment_BT) / jnp.maximum(count(mask_BT, segment_BT), 1)
 
 
 def at_tokens(value_BS: Array, segment_BT: Array | None) -> Array:
-    """A quantity of sequences at each of their tokens, [B, U]: unpacked it is the same all along the row."""
+    """Return a quantity of sequences at each of their tokens, [B, U]; unpacked, it is the same all along the row."""
     if segment_BT is None:
         return value_BS
     at_BT = jnp.take_along_axis(value_BS, explicit.whole(segment_BT, 1), axis=-1)
@@ -54,7 +54,7 @@ def at_tokens(value_BS: Array, segment_BT: Array | None) -> Array:
 
 
 def largest(value_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
-    """The largest of the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
+    """Return the largest value of the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
     kept_BT = jnp.where(mask_BT, value_BT, -jnp.inf)
     if segment_BT is None:
         most_BS = jnp.max(kept_BT, axis=-1, keepdims=True, initial=-jnp.inf)
@@ -64,13 +64,13 @@ def largest(value_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
 
 
 def _by_segment(reduction: Callable[..., Array], value_BT: Array, segment_BT: Array) -> Array:
-    """A reduction over the tokens of each segment, [B, S]."""
+    """Reduce over the tokens of each segment, [B, S]."""
     value_BT, segment_BT = (explicit.whole(x_BT, 1) for x_BT in explicit.alike(value_BT, segment_BT))
     return jax.vmap(partial(reduction, num_segments=segment_BT.shape[-1] + 1))(value_BT, segment_BT)
 
 
 def to_go(value_BT: Array, segment_BT: Array | None) -> Array:
-    """Σ of the values from each token to the end of its sequence, [B, T]; the values are 0 outside the mask."""
+    """Sum the values from each token to the end of its sequence, [B, T]; the values are 0 outside the mask."""
     value_BT = explicit.whole(value_BT, 1)
     if segment_BT is None:
         return jnp.cumsum(value_BT[:, ::-1], axis=-1)[:, ::-1]
@@ -87,7 +87,7 @@ def to_go(value_BT: Array, segment_BT: Array | None) -> Array:
 
 
 def by_row_or_token(value_BS: Array, mask_BT: Array, segment_BT: Array | None) -> tuple[Array, Array]:
-    """A quantity of sequences as a correction has it, and where it counts: [B], or [B, T] for packed rows."""
+    """Return a quantity of sequences in the shape of a correction, [B], or [B, T] if packed, and where it counts."""
     if segment_BT is None:
         return value_BS[:, 0], mask_BT.any(-1)
     return at_tokens(value_BS, segment_BT), mask_BT

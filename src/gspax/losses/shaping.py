@@ -14,7 +14,7 @@ Array = jax.Array
 
 
 def response_length(mask_BT: Array) -> Array:
-    """Response tokens of each row, int32 [B], the stop token included: the tokens of the mask, not characters.
+    """Count the response tokens of each row, int32 [B], the stop token included: tokens of the mask, not characters.
 
     >>> response_length(jnp.array([[False, True, True], [False, True, False]])).tolist()
     [2, 1]
@@ -23,7 +23,7 @@ def response_length(mask_BT: Array) -> Array:
 
 
 def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -> Array:
-    """A reward from 0 to -1, float32 [B], to be added to the task's (DAPO, arXiv 2503.14476, eq. 13).
+    """Compute a reward from 0 to -1, float32 [B], to be added to the task's (DAPO, arXiv 2503.14476, eq. 13).
 
     0 up to max_length - buffer, then falling linearly to -1 at max_length, and -1 beyond. The paper uses max_length
     20480 and buffer 4096. Add it before the advantages are computed, and not with `advantages.maxrl`.
@@ -51,7 +51,7 @@ def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -
 
 
 def filter_overlong(mask_BT: Array, truncated_B: Array) -> Array:
-    """The mask without the truncated rows: overlong filtering (DAPO, arXiv 2503.14476, section 3.4).
+    """Remove the truncated rows from the mask: overlong filtering (DAPO, arXiv 2503.14476, section 3.4).
 
     Such a row has no response tokens left and weighs nothing, in the loss's denominator either. Pass `~truncated` as
     the mask of the advantages too, or the truncated samples' rewards stay in the means of their groups.

@@ -1,6 +1,6 @@
 """The parts of every policy loss: checked inputs, the clipped objective, and the terms and metrics of a row.
 
-The metrics, whose names are listed in docs/losses.md, are those of the whole batch once they are reduced; no gradient
+The metrics (named in docs/losses.md) describe the whole batch once they are reduced; no gradient
 flows through them. `ratio_deviation` is the noise floor of s_i in the first update of a rollout batch, where both
 policies are the same.
 
@@ -47,7 +47,7 @@ def compare_logp(
     *,
     other_name: str = "ref_logp",
 ) -> tuple[Array, Array, Array, Array | None]:
-    """(log π, x without a gradient, the mask, the segments)."""
+    """Return (log π, x = log π - log of the other policy without a gradient, the mask, the segments), checked."""
     policies = checks.two_policies("logp", logp, other_name, other, mask, segment_ids)
     logp_BT, other_BT, mask_BT, segment_BT = policies
     mask_BT = sequences.response(mask_BT, segment_BT)
@@ -55,12 +55,12 @@ def compare_logp(
 
 
 def limited_log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
-    """log π - log of the other policy without a gradient, limited to ±25, 0 outside the mask."""
+    """Compute log π - log of the other policy, without a gradient, limited to ±25, 0 outside the mask."""
     return stop_gradient(jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def sampling_ratio(logp_BT: Array, old_logp: ArrayLike | None, mask_BT: Array) -> Array:
-    """π/π_old without a gradient, 1 outside the mask; 1 everywhere without `old_logp`: π itself sampled the tokens."""
+    """Compute π/π_old without a gradient, 1 outside the mask; 1 everywhere without `old_logp`: π sampled the tokens."""
     if old_logp is None:
         return jnp.ones_like(logp_BT)
     old_logp_BT = checks.finite_logp("old_logp", old_logp)
@@ -69,15 +69,15 @@ def sampling_ratio(logp_BT: Array, old_logp: ArrayLike | None, mask_BT: Array) -
 
 
 def with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array:
-    """The value, with the given gradient by logp, both constants: the added term is 0 except for its derivative.
+    """Return the value with this gradient by logp, both constants: the added term is 0 except for its derivative.
 
-    What is outside the mask does not matter: every aggregation leaves it out.
+    Entries outside the mask do not matter: every aggregation leaves them out.
     """
     return value_BT + gradient_BT * (logp_BT - stop_gradient(logp_BT))
 
 
 def squared(x_BT: Array, logp_BT: Array) -> Array:
-    """x² with the gradient 2 x ∇log π, for a constant x = log π - log of another policy."""
+    """Compute x² with the gradient 2 x ∇log π, for a constant x = log π - log of another policy."""
     return with_gradient(x_BT**2, 2 * x_BT, logp_BT)
 
 
@@ -119,20 +119,20 @@ def prepare(
 def log_ratio(
     name: str, logp: ArrayLike, other_name: str, other: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None
 ) -> tuple[Array, Array, Array | None]:
-    """(log of the ratio of two policies without a gradient, anything outside the mask; the mask; the segments)."""
+    """Return (log-ratio of two policies without a gradient, arbitrary outside the mask; the mask; the segments)."""
     policies = checks.two_policies(name, logp, other_name, other, mask, segment_ids)
     logp_BT, other_BT, mask_BT, segment_BT = policies
     return stop_gradient(logp_BT - other_BT), sequences.response(mask_BT, segment_BT), segment_BT
 
 
 def exp(log_ratio: Array) -> Array:
-    """exp of a log-ratio held within ±25, so that float32 cannot overflow; ±25 itself still has its gradient."""
+    """Compute exp of a log-ratio clipped to ±25, so that float32 cannot overflow; ±25 itself still has its gradient."""
     limit = jnp.sign(log_ratio) * LOG_RATIO_LIMIT
     return jnp.exp(jnp.where(jnp.abs(log_ratio) > LOG_RATIO_LIMIT, limit, log_ratio))
 
 
 def k3_of(x: Array) -> Array:
-    """exp(-x) - 1 + x for a log-ratio x; near 0 by its series x²/2 - x³/6 + ..., where the difference cancels."""
+    """Compute exp(-x) - 1 + x for a log-ratio x; near 0 by its series x²/2 - x³/6 + ..., as the difference cancels."""
     series = jnp.zeros_like(x)
     for n in range(10, 1, -1):
         series = series * -x + 1 / math.factorial(n)
@@ -140,7 +140,7 @@ def k3_of(x: Array) -> Array:
 
 
 def sequence_log_ratio(x: Inputs) -> Array:
-    """log s_i = 1/|y_i| Σ_t log r_it at every token of sequence i, [B, U]."""
+    """Compute log s_i = 1/|y_i| Σ_t log r_it at every token of sequence i, [B, U]."""
     mean_BS = sequences.mean(x.log_ratio_BT, x.mask_BT, x.segment_BT)
     return sequences.at_tokens(mean_BS, x.segment_BT)
 
@@ -148,9 +148,9 @@ def sequence_log_ratio(x: Inputs) -> Array:
 def clipped(
     ratio: Array, advantage: Array, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Array, Array, Array]:
-    """min(r A, clip(r, 1 - low, 1 + high) A), elementwise, and where it is clipped from above and from below.
+    """Compute min(r A, clip(r, 1 - low, 1 + high) A), elementwise, and where it is clipped from above and from below.
 
-    With `dual_clip` c (arXiv 1912.09729): max(that, c A) where A < 0, so a ratio above c is clipped from above there.
+    With `dual_clip` c (arXiv 1912.09729): max(min(...), c A) where A < 0, so a ratio above c is clipped from above.
 
     Written as a selection of the bound rather than with `jnp.minimum`. The value is the same, but `jnp.minimum` halves
     the gradient on ties, and r A can round to the bound's product before r rounds to the bound, so that gradient and
@@ -166,17 +166,17 @@ def clipped(
 
 
 def of_tokens(held_BS: Array, tokens_BS: Array) -> Share:
-    """The share of response tokens that are clipped, from their number in each sequence."""
+    """Compute the share of response tokens that are clipped, from the number of clipped tokens in each sequence."""
     return Share(jnp.sum(held_BS, -1), jnp.sum(tokens_BS, -1))
 
 
 def of_sequences(held_BS: Array, tokens_BS: Array) -> Share:
-    """The share of non-empty sequences with at least one clipped token."""
+    """Compute the share of non-empty sequences with at least one clipped token."""
     return Share(*(jnp.sum(tokens > 0, -1, dtype=jnp.float32) for tokens in (held_BS, tokens_BS)))
 
 
 def weighted_terms(weight_BT: Array, x: Inputs, aggregate: Aggregate, *, high_BT: Array, low_BT: Array) -> Terms:
-    """Terms of the loss that maximizes w A log π, with a constant weight w that is 0 where high or low."""
+    """Return the `Terms` of a loss that maximizes w A log π, with a constant weight w that is 0 where high or low."""
     weight_BT = jnp.where(high_BT | low_BT, 0, weight_BT)
     return policy_terms(weight_BT * x.advantage_BU * x.logp_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
@@ -190,7 +190,7 @@ def policy_terms(
     low_BU: Array | None = None,
     share: Callable[[Array, Array], Share] = of_tokens,
 ) -> Terms:
-    """Terms of the loss that maximizes the aggregate of an objective; high and low None: nothing is clipped."""
+    """Return the `Terms` of a loss that maximizes the aggregate of an objective; no flags: nothing is clipped."""
     checks.function("aggregate", aggregate)
     if x.correction_BU is not None:
         objective_BU = objective_BU * x.correction_BU
@@ -205,7 +205,7 @@ def policy_terms(
 def policy_metrics(
     x: Inputs, high_BU: Array | None, low_BU: Array | None, share: Callable[[Array, Array], Share]
 ) -> Metrics:
-    """The metrics of a policy loss; `share` is `of_tokens` or `of_sequences`, for the two sides of the clip range."""
+    """Return the metrics of a policy loss; `share`, `of_tokens` or `of_sequences`, counts both sides' clips."""
     mask_BT, segment_BT = x.mask_BT, x.segment_BT
     tokens_BS = sequences.count(mask_BT, segment_BT)
     high_BS, low_BS = (
@@ -222,7 +222,7 @@ def policy_metrics(
 
 
 def sequence_ratio_metrics(log_ratio_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Metrics:
-    """The metrics that do not depend on the loss; the log-ratio is 0 outside the mask."""
+    """Return the metrics that do not depend on the loss; the log-ratio is 0 outside the mask."""
     tokens_BS = sequences.count(mask_BT, segment_BT)
     log_s_BS, keep_BS = sequences.mean(log_ratio_BT, mask_BT, segment_BT), tokens_BS > 0
     ratio_BS = exp(log_s_BS)

@@ -45,7 +45,7 @@ class Share(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A metric that reduces to its mean, min and max over the kept entries, 0 if none is kept."""
+    """A metric that reduces to its mean, min and max over the entries in `keep`, 0 if there is none."""
 
     value: Array  # float32 [B], or [B, S] with one entry per sequence of a row
     keep: Array  # bool, the same shape
@@ -56,7 +56,7 @@ class Spread(NamedTuple):
 class Quantile:
     """A metric that reduces to the smallest entry above which lies at most the share `above` of the weight.
 
-    With `at_least` that much weight may lie above it even where it is a larger share; 0 if all of it may.
+    Weight up to `at_least` may lie above it even where it is a larger share; 0 if all of the weight may.
     """
 
     value: Array  # float32 [B], or [B, S] with one entry per sequence of a row
@@ -78,7 +78,7 @@ class Terms(NamedTuple):
 
 @at_level("sequence")
 def by_sequence(value: Array, mask: Array, segment_ids: Array | None = None) -> tuple[Array, Array]:
-    """Every non-empty sequence weighs the same: (Σ of the means over its sequences, their number) for each row.
+    """Weigh every non-empty sequence the same: (Σ of the means over its sequences, their number) for each row.
 
     GRPO (arXiv 2402.03300, eq. 3) and GSPO (arXiv 2507.18071, eq. 5).
 
@@ -102,7 +102,7 @@ def by_sequence(value: Array, mask: Array, segment_ids: Array | None = None) -> 
 
 @at_level("token")
 def by_token(value: Array, mask: Array, segment_ids: Array | None = None) -> tuple[Array, Array]:
-    """Every response token weighs the same: (Σ over the row's response tokens, their number).
+    """Weigh every response token the same: (Σ over the row's response tokens, their number).
 
     DAPO (arXiv 2503.14476, eq. 8 and 12). Arguments and results as of `by_sequence`.
 
@@ -119,7 +119,7 @@ def by_token(value: Array, mask: Array, segment_ids: Array | None = None) -> tup
 def by_constant(
     value: Array, mask: Array, segment_ids: Array | None = None, *, length: float = 1.0
 ) -> tuple[Array, Array]:
-    """A sum over tokens, a mean over non-empty sequences: (Σ over the row's response tokens / length, its sequences).
+    """Sum over tokens, average over non-empty sequences: (Σ over the row's response tokens / length, its sequences).
 
     Dr. GRPO (arXiv 2503.20783, Section 3.2). Its equation has no divisor (`length` 1); its code divides by the number
     of tokens that a response may have, which only scales the loss: `functools.partial(by_constant, length=4096)`.
@@ -136,7 +136,7 @@ def by_constant(
 
 
 def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
-    """Terms of all rows -> (loss, metrics): scalars, float32.
+    """Reduce the terms of all rows to (loss, metrics): scalars, float32.
 
     The loss is Σ value / Σ weight, and 0 if no row weighs anything. A `Share` or a `Quantile` called x becomes `x`, a
     `Spread` becomes `x_mean`, `x_min` and `x_max`. The leaves may have any shape, [microbatches, rows] as well as [B].
@@ -159,22 +159,22 @@ def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
 
 
 def mean_over(value: Array, mask: Array) -> Share:
-    """The mean over response tokens, [B, T], or over sequences, [B, S]."""
+    """Compute the mean over response tokens, [B, T], or over sequences, [B, S]."""
     return Share(masked.sum(value, mask, axis=-1), jnp.sum(mask, -1, dtype=jnp.float32))
 
 
 def share_of_tokens(flag_BT: Array, mask_BT: Array) -> Share:
-    """The share of response tokens with the flag."""
+    """Compute the share of response tokens with the flag."""
     return mean_over(flag_BT.astype(jnp.float32), mask_BT)
 
 
 def share_of_sequences(flag_BT: Array, mask_BT: Array, segment_BT: Array | None = None) -> Share:
-    """The share of non-empty sequences with the flag on at least one response token."""
+    """Compute the share of non-empty sequences with the flag on at least one response token."""
     return Share(_sequence_count(flag_BT & mask_BT, segment_BT), _sequence_count(mask_BT, segment_BT))
 
 
 def _sequence_count(mask_BT: Array, segment_BT: Array | None) -> Array:
-    """The number of non-empty sequences in each row, float32 [B]."""
+    """Count the non-empty sequences in each row, float32 [B]."""
     return jnp.sum(sequences.count(mask_BT, segment_BT) > 0, axis=-1, dtype=jnp.float32)
 
 

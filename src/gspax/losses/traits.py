@@ -1,4 +1,4 @@
-"""The facts about a policy loss that a trainer needs: a record attached to the function, whose name means nothing.
+"""The facts about a policy loss that a trainer needs: a record attached to the function, so its name means nothing.
 
 The record is found through `functools.partial` and `functools.wraps`. A loss without one is described by its
 signature (`traits_of`); attach one with `@has_traits(Traits(...))` where that is not enough, as for a loss with the
@@ -44,7 +44,7 @@ class Traits:
 
 
 def has_traits(traits: Traits) -> Callable[[Function], Function]:
-    """Decorator that attaches the record to a loss.
+    """Attach the record to a loss; a decorator.
 
     >>> @has_traits(Traits(ratio="sequence", clip_range=True))
     ... def loss(logp, old_logp, advantage, mask, *, clip_low=3e-4, clip_high=4e-4): ...
@@ -60,9 +60,9 @@ def has_traits(traits: Traits) -> Callable[[Function], Function]:
 
 
 def traits_of(loss: Callable[..., object]) -> Traits:
-    """The record of a loss; for one without a record, what its signature shows.
+    """Return the record of a loss; for one without a record, the facts that its signature shows.
 
-    A signature shows which keywords there are. The ratio of a loss with a clip range is taken to be that of a token,
+    A signature shows which keywords there are. A loss with a clip range is assumed to have a ratio per token,
     and a correction to reach each token.
     """
     for layer in layers(loss):
@@ -79,7 +79,7 @@ def traits_of(loss: Callable[..., object]) -> Traits:
 
 
 def at_level(level: Level) -> Callable[[Function], Function]:
-    """Decorator for an `aggregate` and a correction: whether each token or each sequence has its own weight."""
+    """Mark an `aggregate` or a correction as giving each token or each sequence its own weight; a decorator."""
 
     def attach(function: Function) -> Function:
         setattr(function, "level", level)  # noqa: B010
@@ -89,7 +89,7 @@ def at_level(level: Level) -> Callable[[Function], Function]:
 
 
 def level_of(function: Callable[..., object]) -> Level | None:
-    """The level that `at_level` attached, or the finest of the `factors` bound to it; None for any other function."""
+    """Return the level that `at_level` attached, or the finest of the bound `factors`; None for any other function."""
     for layer in layers(function):
         if hasattr(layer, "level"):
             return layer.level
@@ -100,7 +100,7 @@ def level_of(function: Callable[..., object]) -> Level | None:
 
 
 def aggregate_of(loss: Callable[..., object]) -> Reduction | None:
-    """The `aggregate` that a loss uses: the one bound to it, else its default; None if it takes none."""
+    """Return the `aggregate` that a loss uses: the one bound to it, else its default; None if it takes none."""
     for layer in layers(loss):
         if isinstance(layer, functools.partial) and "aggregate" in layer.keywords:
             return layer.keywords["aggregate"]
@@ -108,7 +108,7 @@ def aggregate_of(loss: Callable[..., object]) -> Reduction | None:
 
 
 def layers(function: object) -> Iterator[object]:
-    """A function and what it wraps by `functools.partial` and `functools.wraps`, outermost first."""
+    """Yield a function and the functions that `functools.partial` and `functools.wraps` wrap in it, outermost first."""
     while function is not None:
         yield function
         inner = getattr(function, "__wrapped__", None)
@@ -116,7 +116,7 @@ def layers(function: object) -> Iterator[object]:
 
 
 def _keywords(function: Callable[..., object]) -> dict[str, Any]:
-    """The keyword parameters of a function that have a default, with it."""
+    """Return the keyword parameters of a function that have a default, with the default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions do not tell
