@@ -14,8 +14,8 @@ rewards are often booleans or counts, and numpy makes Python's numbers float64. 
 are pure and can be compiled. They raise TypeError for anything but an array of real numbers, and ValueError for a rank
 other than 2 or an empty group.
 
-Differences from the papers: they specify neither what the standard deviation divides by nor what is added to it. Here
-that is G - ddof with ddof 1, and eps 1e-6. Other differences are noted in each function.
+Differences from the papers: they specify neither the divisor in the standard deviation nor the number added to it. Here
+these are G - ddof with ddof 1, and eps 1e-6. Other differences are noted in each function.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Function = TypeVar("Function", bound=Callable[..., Array])
 
 
 def across_groups(advantage: Function) -> Function:
-    """Decorator: the advantage compares the samples of the whole batch, not those of a group.
+    """Mark an advantage as comparing the samples of the whole batch instead of a group; a decorator.
 
     So a group may have one sample, and a group of equal rewards has a signal, which dynamic sampling would remove.
     """
@@ -66,23 +66,23 @@ def across_groups(advantage: Function) -> Function:
 
 
 def compares_groups(advantage: Callable[..., object]) -> bool:
-    """Whether an advantage, or what it wraps by `functools.partial` and `functools.wraps`, is `across_groups`."""
+    """Return whether an advantage, or a function that it wraps (`partial`, `wraps`), is `across_groups`."""
     return any(getattr(layer, "across_groups", False) for layer in traits.layers(advantage))
 
 
 def non_negative(advantage: Function) -> Function:
-    """Decorator: the advantage takes no negative rewards, so nothing that may be negative is added to them."""
+    """Mark an advantage as taking no negative rewards, so that no negative number is added to them; a decorator."""
     setattr(advantage, "non_negative", True)  # noqa: B010
     return advantage
 
 
 def takes_negative(advantage: Callable[..., object]) -> bool:
-    """Whether an advantage takes negative rewards: it is not `non_negative`."""
+    """Return whether an advantage takes negative rewards: it is not `non_negative`."""
     return not any(getattr(layer, "non_negative", False) for layer in traits.layers(advantage))
 
 
 def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
-    """A = (R - mean) / (std + eps) in each group, as in GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071, eq. 6).
+    """Compute A = (R - mean) / (std + eps) by group, as in GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071, eq. 6).
 
     >>> standardize(jnp.array([[0.8, 0.4, 0.6], [1.0, 1.0, 1.0]])).round(3).tolist()
     [[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
@@ -90,7 +90,7 @@ def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1
     Args:
       reward_PG: [P, G].
       mask_PG: bool [P, G], the samples that there are; None for all.
-      ddof: what the sum of squares is divided by is G - ddof; 1 for the sample's standard deviation.
+      ddof: the sum of squares is divided by G - ddof; 1 for the sample's standard deviation.
       eps: added to the standard deviation. It bounds the advantages of a group whose rewards hardly differ.
 
     Raises:
@@ -102,7 +102,7 @@ def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1
 
 
 def center(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783, Section 3.2).
+    """Compute A = R - mean in each group (Dr. GRPO, arXiv 2503.20783, Section 3.2).
 
     >>> center(jnp.array([[1.0, 0.0, 0.0, 0.0]])).tolist()
     [[0.75, -0.25, -0.25, -0.25]]
@@ -111,7 +111,7 @@ def center(reward_PG: Array, mask_PG: Array | None = None) -> Array:
 
 
 def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """A_i = R_i - mean of the group's other rewards (RLOO, arXiv 2402.14740), which is (R_i - mean)·G/(G - 1).
+    """Compute A_i = R_i - mean of the group's others (RLOO, arXiv 2402.14740), which is (R_i - mean)·G/(G - 1).
 
     The baseline does not depend on the sample, so the policy gradient is unbiased. There is no leave-one-out standard
     deviation: it is 0 for the one sample that differs from all others.
@@ -126,7 +126,7 @@ def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
 
 @across_groups
 def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
-    """A = (R - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv 2501.03262).
+    """Compute A = (R - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv 2501.03262).
 
     There is no group: any [P, G] of the same rewards gives the same advantages, and G may be 1. Differs from the
     paper: a sequence has one advantage, so the statistics weigh sequences equally and not by their tokens, and there
@@ -144,7 +144,7 @@ def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof:
 def reinforce_plus_plus_baseline(
     reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6
 ) -> Array:
-    """A = (R - mean of the group) / (std of that over the batch + eps) (REINFORCE++ w/ baseline, arXiv 2501.03262).
+    """Compute A = (R - group mean) / (its std over the batch + eps) (REINFORCE++ w/ baseline, arXiv 2501.03262).
 
     The paper also subtracts the batch's mean of R - mean of the group, which is 0; here it is left out, so that a group
     of equal rewards has exact zeros. Such groups count in the batch's standard deviation, as in the paper.
@@ -165,7 +165,7 @@ def gdpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Array:
-    """Several rewards, each standardized in its group before they are added (GDPO, arXiv 2601.05242).
+    """Standardize each of several rewards in its group, then add them (GDPO, arXiv 2601.05242).
 
     A_r = (R_r - mean) / (std + eps) in each group;  S = Σ_r w_r A_r;  A = S / (std of S over the batch + eps).
     Adding before standardizing would let the reward with the widest range dominate, and make groups in which one reward
@@ -199,9 +199,9 @@ def gdpo(
 
 @non_negative
 def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """A = (R - mean) / mean in each group, 0 if no sample succeeds (MaxRL, arXiv 2602.02710).
+    """Compute A = (R - mean) / mean in each group, 0 if no sample succeeds (MaxRL, arXiv 2602.02710).
 
-    For rewards 0 and 1. The likelihood of success has log p = -Σ_k (1 - pass@k)/k; the usual policy gradient is that of
+    For rewards 0 and 1. The likelihood of success has log p = -Σ_k (1 - pass@k)/k; the usual policy gradient comes from
     the first term alone, and a prompt of success rate p has a weight of about 1/p here, so hard prompts count more.
     With the mean as baseline, the expectation of Σ_i A_i ∇log π(y_i) / G is the gradient of Σ_k pass@k / k for k from 1
     to G - 1, as a test verifies by enumeration. (Without the baseline the sum runs to G.) The loss supplies the 1/G.
@@ -221,11 +221,11 @@ def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
 
 
 def opo(reward_PG: Array, mask_PG: Array | None = None, *, length_PG: Array | None = None) -> Array:
-    """A = R - Σ l R / Σ l in each group, with the lengths l (OPO, arXiv 2505.23585, its practical form).
+    """Compute A = R - Σ l R / Σ l in each group, with the lengths l (OPO, arXiv 2505.23585, its practical form).
 
     The baseline that minimizes the variance of the on-policy gradient, if the squared norm of a response's score grows
     with its length and tokens are summed. A run passes the tokens that the policy sampled; there is no division by the
-    standard deviation. The baseline contains the sample itself, so unlike that of `leave_one_out` it biases the
+    standard deviation. The baseline contains the sample itself, so unlike in `leave_one_out` it biases the
     gradient: at G = 2 and 3 the expectation has a cosine of 0.98 to 0.997 with the policy gradient.
 
     >>> opo(jnp.array([[1.0, 0.0, 0.0]]), length_PG=jnp.array([[6, 2, 4]])).tolist()
@@ -255,7 +255,7 @@ def otb(
     length_PG: Array | None = None,
     score_norm_PGN: Array | None = None,
 ) -> Array:
-    """A_t = R - Σ W_t R / Σ W_t in each group, float32 [P, G, N] (optimal token baseline, OTB, arXiv 2602.07078).
+    """Compute A_t = R - Σ W_t R / Σ W_t by group, float32 [P, G, N] (optimal token baseline, OTB, arXiv 2602.07078).
 
     W_t sums ‖∇ log π‖² over the tokens up to t: a sample's weight in the baseline is the part of the squared gradient
     that it has realized by then, so the baseline of least variance is one for each token. The sums are over the
@@ -289,7 +289,7 @@ def otb(
 
 
 def best_of_group(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """A = max R - max of the others' R, which is 0 for all but the best sample (arXiv 2503.19595; verl's `grpo_passk`).
+    """Compute A = max R - max of the others' R, 0 for all but the best (arXiv 2503.19595; verl's `grpo_passk`).
 
     The objective is the best reward of the group, pass@G for rewards 0 and 1, instead of the mean: a sample gets what
     the group would lose without it. Where several are best, none would be missed. The expectation of Σ A ∇log π over
@@ -308,7 +308,7 @@ def best_of_group(reward_PG: Array, mask_PG: Array | None = None) -> Array:
 
 
 def constant_groups(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """bool [P]: all rewards of the group are equal. Its mean is the share of groups without a signal.
+    """Return bool [P]: all rewards of the group are equal. Its mean is the share of groups without a signal.
 
     >>> constant_groups(jnp.array([[1.0, 1.0], [1.0, 0.0]])).tolist()
     [True, False]
@@ -325,7 +325,7 @@ def _constant(reward_PG: Array, mask_PG: Array) -> Array:
 def by_group(
     advantage: Callable[[Array, Array], Array], reward: Array, group_B: Array, *, size: int | None = None
 ) -> Array:
-    """Advantages of rows that come in any order, in groups of any sizes: reward [B] -> advantage float32 [B].
+    """Compute advantages of rows in any order, in groups of any sizes: reward [B] -> advantage float32 [B].
 
     >>> by_group(center, jnp.array([1.0, 0.0, 0.0, 1.0, 0.5]), jnp.array([7, 3, 7, 3, 3])).tolist()
     [0.5, -0.5, -0.5, 0.5, 0.0]
@@ -370,11 +370,11 @@ def by_group(
 def by_turn(
     advantage: Callable[[Array, Array], Array], reward_PGK: Array, mask_PGK: Array, *, discount: float = 1.0
 ) -> Array:
-    """Advantages of the turns of conversations, float32 [P, G, K], 0 outside the mask: `gspo_token` takes such.
+    """Compute advantages of the turns of conversations, float32 [P, G, K], 0 outside the mask, for `gspo_token`.
 
     R_k = Σ_{j ≥ k} discount^(j - k) r_j;  A_k = `advantage` of R_k among the group's conversations that have a k-th
     turn. GSPO-token (arXiv 2507.18071, section 4.3) leaves open which advantages tokens have; a turn is credited here
-    with what comes after it, against a baseline that does not depend on the sample's own turn. With one turn, this is
+    with its rewards to go, against a baseline that does not depend on the sample's own turn. With one turn, this is
     `advantage` itself.
 
     >>> reward_PGK = jnp.array([[[0.5, 1.0], [0.0, 1.0]]])
@@ -400,7 +400,7 @@ def by_turn(
 
 @jax.jit
 def _center(reward_PG: Array, mask_PG: Array) -> Array:
-    """R - mean, from the differences to the lowest reward; 0 outside the mask."""
+    """Compute R - mean, from the differences to the lowest reward; 0 outside the mask."""
     lowest_P1 = masked.min(reward_PG, mask_PG, axis=-1)[:, None]
     above_PG = reward_PG - lowest_P1
     return jnp.where(mask_PG, above_PG - _mean(above_PG, mask_PG), 0)
@@ -408,25 +408,25 @@ def _center(reward_PG: Array, mask_PG: Array) -> Array:
 
 @partial(jax.jit, static_argnames=("ddof", "eps"))  # one program instead of one for each operation
 def _standardize(reward_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Array:
-    """(R - mean) / (std + eps), 0 where that is 0/0."""
+    """Compute (R - mean) / (std + eps), 0 where that is 0/0."""
     centered_PG = _center(reward_PG, mask_PG)
     scale_P1 = _root_mean_square(centered_PG, mask_PG, ddof) + eps
     return centered_PG / jnp.where(scale_P1 == 0, 1, scale_P1)
 
 
 def _over_batch_std(centered_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Array:
-    """Values with mean 0 over the batch, divided by their standard deviation over the batch + eps."""
+    """Divide values with mean 0 over the batch by their standard deviation over the batch + eps."""
     scale = _root_mean_square(_flat(centered_PG), _flat(mask_PG), ddof)[0, 0] + eps
     return centered_PG / jnp.where(scale == 0, 1, scale)
 
 
 def _root_mean_square(centered_PG: Array, mask_PG: Array, ddof: int) -> Array:
-    """sqrt(Σ x² / (G - ddof)) of numbers that are centered already: E[x²] - E[x]² would cancel. [P, 1]"""
+    """Compute sqrt(Σ x² / (G - ddof)) of centered numbers: E[x²] - E[x]² would cancel. [P, 1]"""
     return jnp.sqrt(jnp.sum(centered_PG**2, axis=-1, keepdims=True) / jnp.maximum(_count(mask_PG) - ddof, 1))
 
 
 def _flat(value_PG: Array) -> Array:
-    """The samples of all prompts in one row, [1, P·G]."""
+    """Put the samples of all prompts in one row, [1, P·G]."""
     return explicit.whole(value_PG).reshape(1, -1)
 
 
@@ -446,7 +446,7 @@ def _check_scale(ddof: int, eps: float, size: int, of_what: str) -> None:
 
 
 def _rewards(reward_PG: ArrayLike, mask_PG: ArrayLike | None) -> tuple[Array, Array]:
-    """The rewards as float32 [P, G], and the mask."""
+    """Return the rewards as float32 [P, G], and the mask."""
     reward_PG = _real("reward_PG", reward_PG, "PG")
     reward_PG, mask_PG = explicit.alike(reward_PG, _mask(mask_PG, "reward_PG", reward_PG.shape))
     return reward_PG, mask_PG
@@ -461,7 +461,7 @@ def _mask(mask_PG: ArrayLike | None, like: str, shape: tuple[int, ...]) -> Array
 
 
 def _real(name: str, value: object, axes: str) -> Array:
-    """A non-empty array of real numbers as float32."""
+    """Return a non-empty array of real numbers as float32."""
     array = checks.numbers(name, value, "real numbers", [jnp.floating, jnp.integer, jnp.bool_], axes)
     if 0 in array.shape[1:]:
         raise ValueError(f"{name} must have at least one sample of each prompt; got {checks.describe(value)}")

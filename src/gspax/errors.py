@@ -18,17 +18,17 @@ import urllib.parse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# Controls, and those that turn the direction of a text; U+2028 and U+2029 end a line for some programs
+# Controls, and characters that turn the direction of a text; U+2028 and U+2029 end a line for some programs
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text with control characters other than tabs and line breaks as escapes, so that none reaches a terminal."""
+    """Escape the control characters of a text except tabs and line breaks, so that none reaches a terminal."""
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def display(text: str | Path) -> None:
-    """Print what a command was asked for, on stdout, whoever wrote parts of it."""
+    """Print the output that a command was asked for, on stdout, whoever wrote parts of it."""
     print(printable(str(text)), flush=True)
 
 
@@ -49,20 +49,20 @@ def _tell(line: str) -> None:
 
 @functools.cache
 def warn_once(sentence: str) -> None:
-    """Warn the user of something that recurs, at its first time in this process."""
+    """Warn the user of something that recurs, the first time in this process."""
     warn(sentence)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`did you mean 'gspo'?`, about the known name that is most like a wrong one; empty if none is like it."""
+    """Return `did you mean 'gspo'?` with the known name that is most like a wrong one; empty if none is like it."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra into the environment that this runs in.
+    """Return the command that installs an extra into the environment that this runs in.
 
-    Where gspax is an editable clone it stays one, and pinned packages keep their versions. Without the constraint and
+    An editable clone remains editable, and pinned packages keep their versions. Without the constraint and
     `--editable`, pip would replace both without a word.
     """
     clone, editable = _origin()
@@ -77,7 +77,7 @@ def how_to_install(extra: str) -> str:
 
 
 def _origin() -> tuple[Path | None, bool]:
-    """The folder that gspax was installed from, if it is still there, and whether the environment runs its source."""
+    """Find the folder that gspax was installed from, if it is still there, and whether its source is what runs."""
     for installed in importlib.metadata.distributions(name="gspax"):
         origin = json.loads(installed.read_text("direct_url.json") or "{}")
         url = urllib.parse.urlsplit(origin.get("url", ""))
@@ -88,24 +88,24 @@ def _origin() -> tuple[Path | None, bool]:
 
 
 def shorten(text: str) -> str:
-    """The text on one line of at most 300 characters, which a terminal shows and does not obey."""
+    """Return the text on one line of at most 300 characters, which a terminal shows and does not obey."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= 300 else f"{line[:300]}…"
 
 
 def describe_error(error: BaseException) -> str:
-    """`KeyError: 'unit' (my_rewards.py:12)`: an exception of a user's code, and the line of it that raised it."""
+    """Return `KeyError: 'unit' (my_rewards.py:12)`: an exception of a user's code, and the line that raised it."""
     text = shorten(str(error))
     return f"{type(error).__name__}{text and f': {text}'}{place_of(error)}"
 
 
 def brief(error: BaseException) -> str:
-    """The message of an exception on one line, or its type if it has no message."""
+    """Return the message of an exception on one line, or its type if it has no message."""
     return shorten(str(error)) or type(error).__name__
 
 
 def place_of(error: BaseException) -> str:
-    """` (my_rewards.py:12)`: the last line of a user's own code that an exception passed; empty if it passed none.
+    """Return ` (my_rewards.py:12)`: the last line of a user's own code that an exception passed; empty if none.
 
     The path is relative to the working directory if it is below it.
     """
@@ -117,7 +117,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_library(path: str) -> bool:
-    """Whether a file belongs to gspax, to Python or to an installed package."""
+    """Return whether a file belongs to gspax, to Python or to an installed package."""
     folders = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
     installed = any(f"{os.sep}{name}{os.sep}" in path for name in ("site-packages", "dist-packages"))
     return installed or path.startswith(("<frozen ", *(os.path.join(folder, "") for folder in folders)))
@@ -135,19 +135,19 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class UserError(Exception):
-    """Invalid input: one sentence that names the field, what was wanted, and what it got."""
+    """Raised for invalid input: one sentence that names the field, what was wanted, and what it got."""
 
     exit_code = 2
 
 
 class FailureError(UserError):
-    """A run that failed although its input is valid, in one sentence. Trying again may help."""
+    """Raised if a run failed although its input is valid, in one sentence. Trying again may help."""
 
     exit_code = 1
 
 
 class DivergedError(FailureError):
-    """Several skipped updates in a row, parameters that are not finite, or a collapse. Trying again does not help."""
+    """Raised if updates are skipped in a row, parameters not finite, or a run collapses. Trying again does not help."""
 
     exit_code = 3
 
@@ -158,7 +158,7 @@ class DivergedError(FailureError):
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
-    """A signal ends the run, whose completed steps are saved."""
+    """Raised if a signal ends the run, whose completed steps are saved."""
 
     def __init__(self, signum: int) -> None:
         name = signal.Signals(signum).name

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 import jax
 
 Array = jax.Array
-PyTree = Any  # arrays, or what stands for them, in nested tuples, dicts and registered structs
+PyTree = Any  # arrays, or objects in their stead, in nested tuples, dicts and registered structs
 Params = PyTree  # arrays in nested dicts
 JsonObject = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their path, such as `runs/0/attention/query`, in the order of the tree."""
+    """Return the leaves of a tree by their path, such as `runs/0/attention/query`, in the order of the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 @enum.unique
 class Stream(enum.IntEnum):
-    """The streams of random numbers of a run: what is folded into its key first."""
+    """The streams of random numbers of a run: the number that is folded into its key first."""
 
     PARAMETERS = 0  # random ones, at the start
     SAMPLING = 1
@@ -99,7 +99,7 @@ MEANING = {
 
 
 def known(batch: Batch, name: str) -> Array:
-    """An optional array of a batch. ValueError if it is not known yet."""
+    """Return an optional array of a batch. ValueError if it is not known yet."""
     value = getattr(batch, name)
     if value is None:
         raise ValueError(f"batch.{name}: wanted {MEANING[name]}, got None")
@@ -107,7 +107,7 @@ def known(batch: Batch, name: str) -> Array:
 
 
 class Adapted(NamedTuple):
-    """The settings that a run's updates adapt, float32 scalars; 0, which nothing reads, for those that they do not."""
+    """The settings that a run's updates adapt, float32 scalars; 0, which nothing reads, for all other settings."""
 
     clip_low: Array
     clip_high: Array

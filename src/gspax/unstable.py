@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def create_device_mesh(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Devices laid along a TPU's torus, where one physical axis may be split over two mesh axes.
+    """Lay devices along a TPU's torus, where one physical axis may be split over two mesh axes.
 
     `jax.make_mesh` refuses such a split. When it goes: `jax.make_mesh`, once it takes allow_split_physical_axes.
     """
@@ -28,7 +28,7 @@ def create_device_mesh(shape: Sequence[int], devices: Sequence[jax.Device]) -> n
 
 
 def light_compilation(mesh: jax.sharding.Mesh) -> dict[str, bool | int]:
-    """`compiler_options` of `jax.jit` with LLVM's first level on CPU; programs are as fast, with the same bits.
+    """Return `compiler_options` of `jax.jit` for LLVM's first level on CPU; programs are as fast, with the same bits.
 
     Without it the first step of `gspax bench experiments/bench_small_moe.py` took 26 % more CPU time on two cores, and
     later steps as much as with it (median of five pairs, no compilation cache). Empty on other devices and where the
@@ -43,9 +43,9 @@ def light_compilation(mesh: jax.sharding.Mesh) -> dict[str, bool | int]:
 
 
 def get_topology_desc(name: str, slices: int) -> Any:
-    """A description of TPU slices that are not attached, for ahead-of-time compilation; only `gspax compile` needs it.
+    """Describe TPU slices that are not attached, for ahead-of-time compilation; only `gspax compile` needs it.
 
-    When it goes: what jax's documentation of ahead-of-time compilation names in its place.
+    When it goes: use what jax's documentation of ahead-of-time compilation names instead.
     """
     from jax.experimental import topologies
 
@@ -53,7 +53,7 @@ def get_topology_desc(name: str, slices: int) -> Any:
 
 
 def splash_attention() -> tuple[ModuleType, ModuleType]:
-    """The modules of the splash attention kernel, the attention over full rows on TPU, and of its masks.
+    """Import the splash attention kernel, the attention over full rows on TPU, and the module of its masks.
 
     With shared prompts its backward pass, `_splash_attention_bwd`, is called with a log-sum-exp of two calls.
     When it goes: its new home (the kernel is developed in the package tokamax), or plain attention on TPU.
@@ -64,7 +64,7 @@ def splash_attention() -> tuple[ModuleType, ModuleType]:
 
 
 def pallas() -> tuple[ModuleType, ModuleType]:
-    """Pallas, in which the decoding attention's TPU kernel is written, and its names for TPU.
+    """Import Pallas, in which the decoding attention's TPU kernel is written, and its module for TPU.
 
     When it goes: its new home; or `model.kernels.segments` on TPU too, which reads more of the cache.
     """
@@ -75,7 +75,7 @@ def pallas() -> tuple[ModuleType, ModuleType]:
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """The array in the layout whose last axis is contiguous, also where the compiler would choose another one.
+    """Lay out the array with its last axis contiguous, also where the compiler would choose another layout.
 
     When it goes: drop it; for each block of drafted tokens XLA:TPU then copies the cache into another layout and back.
     """
@@ -85,7 +85,7 @@ def row_major(x: jax.Array) -> jax.Array:
 
 
 def coordination_service(address: str, count: int) -> object:
-    """jax's coordination service for `count` processes, listening at `address` until the object is deleted.
+    """Start jax's coordination service for `count` processes at `address`, until the object is deleted.
 
     gspax runs it in a process of its own, so that it outlives process 0 and the other processes can end in order.
     When it goes: let `jax.distributed.initialize` run it in process 0, whose death then aborts the others.
@@ -96,7 +96,7 @@ def coordination_service(address: str, count: int) -> object:
 
 
 def cluster_types() -> list[Any]:
-    """The environments that `jax.distributed.initialize` detects (TPU VMs, GKE, SLURM, Open MPI), in its order.
+    """Return the environments that `jax.distributed.initialize` detects (TPU VMs, GKE, SLURM, Open MPI), in order.
 
     gspax queries them before it connects, so that it can name the processes that are missing. When it goes: require
     --coordinator, --processes and --process, or let `jax.distributed.initialize` detect and time out.
@@ -107,7 +107,7 @@ def cluster_types() -> list[Any]:
 
 
 def is_kubernetes(cluster: object) -> bool:
-    """Whether one of `cluster_types` stands for a Kubernetes job.
+    """Return whether one of `cluster_types` stands for a Kubernetes job.
 
     A pod outside an indexed job would otherwise query Kubernetes. When it goes: compare the class's name, K8sCluster.
     """
@@ -117,7 +117,7 @@ def is_kubernetes(cluster: object) -> bool:
 
 
 def key_impl_name(dtype: Any) -> str:
-    """The implementation behind a typed PRNG key's dtype, such as "threefry2x32".
+    """Return the implementation behind a typed PRNG key's dtype, such as "threefry2x32".
 
     `jax.random.key_impl` takes keys, not a `ShapeDtypeStruct` of one. When it goes: `jax.random.key_impl` of
     `jax.random.key(0)`, as every key of a run has the default implementation.
@@ -126,7 +126,7 @@ def key_impl_name(dtype: Any) -> str:
 
 
 def attached_tpu_chips() -> int:
-    """TPU chips on this machine's PCI bus, counted without loading libtpu.
+    """Count the TPU chips on this machine's PCI bus without loading libtpu.
 
     The command line loads libtpu only where there are any. When it goes: count the PCI devices of vendor 0x1ae0 under
     /sys/bus/pci/devices.
