@@ -1,4 +1,4 @@
-"""The parts that the subcommands' parsers are made of, and the experiment and the folders that options name.
+"""Parts of the subcommands' parsers, and the experiment and the folders that options name.
 
 Functions import what needs jax, so that `--help` answers at once.
 """
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a usage error as one sentence, without the usage text."""
+    """A parser that reports a usage error as one sentence, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
 def subcommand_parser(name: str, description: str, example: str, kind: type[Parser] = Parser) -> Parser:
-    """The parser of one subcommand, with an example at the end of its help."""
+    """Return the parser of one subcommand, with an example at the end of its help."""
     return kind(
         prog=f"gspax {name}",
         description=description,
@@ -42,7 +42,7 @@ def subcommand_parser(name: str, description: str, example: str, kind: type[Pars
 
 
 def add_experiment(parser: Parser) -> None:
-    """`FILE` and its overrides."""
+    """Add `FILE` and its overrides."""
     parser.add_argument("file", metavar="FILE", help="a Python file that defines `experiment = Experiment(...)`")
     parser.add_argument(
         "overrides", nargs="*", metavar="a.b=c", help="set a field of the experiment; the last one wins (null for None)"
@@ -50,7 +50,7 @@ def add_experiment(parser: Parser) -> None:
 
 
 def add_dry_run(parser: Parser) -> None:
-    """`--workdir`, and `--dry-run` with its `--devices` and `--device-memory`."""
+    """Add `--workdir`, and `--dry-run` with its `--devices` and `--device-memory`."""
     parser.add_argument("--workdir", type=to_path, metavar="DIR", help="the run directory (not needed for a dry run)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print settings and costs, and stop")
     parser.add_argument("--devices", type=at_least(1), metavar="N", help="devices that a dry run assumes (default: 1)")
@@ -63,7 +63,7 @@ def add_dry_run(parser: Parser) -> None:
 
 
 def add_target(parser: Parser, dtype: str) -> None:
-    """`--to` and `--dtype` of a command that writes a checkpoint; `dtype` is the default."""
+    """Add `--to` and `--dtype` of a command that writes a checkpoint; `dtype` is the default."""
     parser.add_argument(
         "--to",
         dest="target",
@@ -78,7 +78,7 @@ def add_target(parser: Parser, dtype: str) -> None:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """An argument type: integers of at least `least`."""
+    """Return an argument type: integers of at least `least`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -89,14 +89,14 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def require_address(text: str) -> None:
-    """UserError unless the coordinator is `HOST:PORT` with a port from 1 to 65535."""
+    """Check that the coordinator is `HOST:PORT` with a port from 1 to 65535; else UserError."""
     host, _, port = text.rpartition(":")
     if not host.strip() or not port.isdecimal() or not 1 <= int(port[:6]) <= 65535:
         raise UserError(f"--coordinator: wanted HOST:PORT with a port from 1 to 65535, got {text[:200]!r}")
 
 
 def size(text: str) -> int:
-    """`5GB`, `500MB` or `1000000` as a number of bytes."""
+    """Parse `5GB`, `500MB` or `1000000` as a number of bytes."""
     match = re.fullmatch(r"(\d+)(|KB|MB|GB)", text)
     if not match or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"wanted a size such as 5GB or 500MB, got {text!r}")
@@ -108,12 +108,12 @@ def load_experiment(
 ) -> Experiment:
     """Load FILE, apply the overrides and validate the result; warnings go to stderr.
 
-    Modules beside FILE can be imported from now on: by its functions while they run, and by name in an override. A dry
+    Modules next to FILE can be imported from now on: by its functions while they run, and by name in an override. A dry
     run also checks the device count, calls rewards, demonstration and environment once, and prints settings, sizes and
     costs; a run does these checks when its processes have joined.
 
     Args:
-      options: of the command line.
+      options: the options of the command line.
       recorded: the description of a run of this file, whose settings apply before the overrides.
       for_sft: whether the experiment needs a warm start.
 
@@ -166,7 +166,7 @@ def load_experiment(
 
 
 def _check_workdir(workdir: Path, description: Mapping[str, object], checkpoint: int) -> Iterator[str]:
-    """A warning if two checkpoints do not fit on the disk. UserError if the directory is of another experiment."""
+    """Yield a warning if two checkpoints do not fit on the disk. UserError if the directory has another experiment."""
     from gspax.run.directory import RunDir, require_same
 
     require_same(RunDir(workdir), description)
@@ -182,7 +182,7 @@ def _check_workdir(workdir: Path, description: Mapping[str, object], checkpoint:
 
 
 def load_file(file: str) -> Experiment:
-    """The experiment that a Python file defines, which may import the modules beside it. UserError without one."""
+    """Load the experiment that a Python file defines; it may import the modules next to it. UserError without one."""
     from gspax import experiment as experiments
 
     folder = os.path.dirname(os.path.realpath(file))  # `resolve` raises where links lead in a circle
@@ -192,25 +192,25 @@ def load_file(file: str) -> Experiment:
 
 
 def override_key(assignment: str) -> str:
-    """The `a.b` of `a.b=c`."""
+    """Return the `a.b` of `a.b=c`."""
     return assignment.partition("=")[0].strip()
 
 
 def require_directory(path: Path) -> None:
-    """UserError unless `path` is a directory."""
+    """Check that `path` is a directory; else UserError."""
     if not path.is_dir():
         raise UserError(f"{path}: wanted the directory of a run, there is none")
 
 
 def require_file(path: Path) -> None:
-    """UserError if no file can be written at `path`."""
+    """Check that a file can be written at `path`; else UserError."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise UserError(f"{path}: wanted a file to write, but {what}")
 
 
 def require_possible(path: Path) -> None:
-    """UserError if no directory can be at `path`, or nothing can be created there."""
+    """Check that a directory can be at `path` and files can be created there; else UserError."""
     if is_bucket(path):
         return require_usable(path)
     try:  # a name that is too long raises

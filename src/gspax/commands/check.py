@@ -28,7 +28,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def run(directory: Path) -> int:
-    """Print a line for each checkpoint; 1 if one is not known to be intact, or there is none but one was saved."""
+    """Print a line for each checkpoint. Return 1 if one is not known to be intact, or if a saved one is not there."""
     from gspax.run.directory import RunDir
     from gspax.run.manifest import finished_steps, lost_step
 
@@ -49,7 +49,7 @@ def run(directory: Path) -> int:
 
 
 def _check_all(directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """The name of each checkpoint, and what is wrong with it; the files of a converted one come first."""
+    """Yield the name of each checkpoint, and its damage; the files of a converted one come first."""
     from gspax.run.directory import RunDir
     from gspax.run.manifest import MANIFEST, find_damage, finished_steps, has_manifest, list_steps
 

@@ -38,7 +38,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     Args:
       source: the folder of a Hugging Face checkpoint, its name on the Hub, or a GGUF file.
       target: a new or empty folder.
-      dtype: of the parameters on disk, `float32` or `bfloat16`; a run casts them to its `model.param_dtype`.
+      dtype: the dtype of the parameters on disk, `float32` or `bfloat16`; a run casts them to its `model.param_dtype`.
 
     Raises:
       UserError: the checkpoint is corrupt or its architecture not implemented, or `target` is not empty.
@@ -72,7 +72,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
 
 @contextlib.contextmanager
 def _checkpoint(source: str, target: Path, dtype: str) -> Iterator[Path]:
-    """Yields the folder of a checkpoint. That of a GGUF file is a temporary one beside `target`, in the same dtype."""
+    """Yield the folder of a checkpoint; for a GGUF file, a temporary one next to `target`, in the same dtype."""
     from gspax.hf.gguf import is_gguf, unpack
     from gspax.hf.source import locate
     from gspax.storage.paths import is_bucket

@@ -79,7 +79,7 @@ def use_cpu() -> None:
 
 
 def has_tpu() -> bool:
-    """Whether the PCI bus, a device file or a variable indicates a TPU."""
+    """Return whether the PCI bus, a device file or a variable indicates a TPU."""
     from gspax import unstable
 
     chips = unstable.attached_tpu_chips() or glob.glob("/dev/accel[0-9]*")
@@ -89,7 +89,7 @@ def has_tpu() -> bool:
 def use_compilation_cache() -> None:
     """Let jax store compiled programs in `cache_folder()`, which any number of processes may share.
 
-    The folder must belong to the user alone: what it holds is executed. In a bucket its own rules decide. Nothing
+    The folder must belong to the user alone: its files are executed. In a bucket, the bucket's rules decide. Nothing
     changes if jax has a folder already (JAX_COMPILATION_CACHE_DIR).
     """
     import jax
@@ -111,7 +111,7 @@ def use_compilation_cache() -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled programs are stored, or None if GSPAX_COMPILATION_CACHE is 0.
+    """Return the folder of compiled programs, or None if GSPAX_COMPILATION_CACHE is 0.
 
     Machines that share a home directory have a folder each unless their CPUs are alike: XLA compiles for the CPU's
     instruction set.
@@ -124,7 +124,7 @@ def cache_folder() -> Path | None:
 
 
 def user_cache() -> Path:
-    """The user's folder for files that can be computed again, by the platform's convention."""
+    """Return the user's folder for files that can be computed again, by the platform's convention."""
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"])
     if sys.platform == "darwin":
@@ -133,7 +133,7 @@ def user_cache() -> Path:
 
 
 def cpu_features() -> str:
-    """The instruction sets of this machine's CPU as Linux lists them; elsewhere the processor's name."""
+    """Return the instruction sets of this machine's CPU as Linux lists them; elsewhere the processor's name."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith(("flags", "Features")):
@@ -150,7 +150,7 @@ def remove_old(folder: Path, days: float) -> None:
 
 
 def silence_failed_saves() -> None:
-    """Do not print what the threads of Orbax and tensorstore raise after a save that failed, as on a full disk.
+    """Silence what the threads of Orbax and tensorstore raise after a save that failed, as on a full disk.
 
     The run reports the failure in a sentence. Those threads find their event loop closed: hundreds of tracebacks.
     """
@@ -166,7 +166,7 @@ def silence_failed_saves() -> None:
 
 
 def has_accelerator() -> bool:
-    """Whether jax may compute on something else than the CPU."""
+    """Return whether jax may compute on a device other than the CPU."""
     import jax
 
     if platforms := jax.config.jax_platforms:  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def has_accelerator() -> bool:
 
 
 def keep_freed_pages() -> bool:
-    """Let glibc's malloc keep freed memory for the next allocation; whether this is glibc and it did.
+    """Let glibc's malloc keep freed memory for the next allocation; return whether this is glibc and it did.
 
     XLA on CPU allocates a program's temporaries anew in every call. By default the allocator returns that much memory
     to the kernel at once, and the next call's page faults take time: without this and the two settings that go with it

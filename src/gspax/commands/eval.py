@@ -109,7 +109,7 @@ def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _require_needs(environment: Environment | None, reward: Reward, data: DataSource, evaluation: Evaluation) -> None:
-    """UserError unless what the rewards need is there, before a checkpoint is read."""
+    """Check that all that the rewards need is there, before a checkpoint is read; else UserError."""
     from gspax.experiment.validation.first_calls import missing_needs
 
     if missing := list(missing_needs(environment, reward, data, evaluation)):
@@ -117,12 +117,12 @@ def _require_needs(environment: Environment | None, reward: Reward, data: DataSo
 
 
 def find_tasks(names: str, known: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
-    """The tasks of `--tasks`, see `find_task`."""
+    """Find the tasks of `--tasks` (`find_task`)."""
     return tuple(find_task(name, {task.name: task for task in known}, settings) for name in names.split(","))
 
 
 def find_task(text: str, known: dict[str, Task], settings: Settings) -> Task:
-    """The task that `NAME` or `NAME=PATH` stands for, with these fields.
+    """Find the task that `NAME` or `NAME=PATH` stands for, and replace fields of it.
 
     Args:
       text: a task of the experiment, else a function of `gspax.evaluation.tasks`, or the dotted name of a `Task` or of

@@ -90,7 +90,7 @@ def run(
     Args:
       source: a run directory (the newest checkpoint of the run, else of its warm start), or what `gspax convert` wrote.
       target: a new or empty folder.
-      dtype: of the tensors, `bfloat16` or `float32`.
+      dtype: the dtype of the tensors, `bfloat16` or `float32`.
       shard_size: the maximum bytes of tensors in a file.
       step: the checkpoint to export instead of the newest.
       adapter: write adapter_config.json and adapter_model.safetensors only; `shard_size` is not read.
@@ -143,7 +143,7 @@ def _read_factor(
 def _parameters(
     run: RunDir, config: ModelConfig, lora: Lora | None, stored: Callable[[str, tuple[int, ...]], StoredArray]
 ) -> Callable[[str], StoredArray | _Merged]:
-    """Parameters by their path. Of a run with adapters the frozen ones are in `start/`, the factors in `stored`."""
+    """Return path -> array, with adapters merged: the frozen parameters are in `start/`, the factors in `stored`."""
     from gspax.hf.parameters import parameter_shapes
     from gspax.learner.state import MODEL
     from gspax.run.checkpoints import Checkpoints, open_array
@@ -169,7 +169,7 @@ def _parameters(
 
 @dataclass(frozen=True)
 class _Merged:
-    """base + scale · a b; indexing the stacked axes reads and computes that part alone, in float32."""
+    """The matrix base + scale · a b; indexing the stacked axes reads and computes that part alone, in float32."""
 
     base: StoredArray
     a: StoredArray
@@ -184,7 +184,7 @@ class _Merged:
 
 
 def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]]:
-    """The shape of each factor of the adapters by its path."""
+    """Return the shape of each factor of the adapters by its path."""
     from gspax.hf.parameters import named_shapes
     from gspax.learner import adapters
 
@@ -192,7 +192,7 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
 
 
 def describe_generation(recorded: JsonObject) -> JsonObject:
-    """generation_config.json of a run: its temperature and filters, and its stop ids if its tokenizer is gspax's."""
+    """Return a run's generation_config.json: temperature, filters, and stop ids if its tokenizer is gspax's."""
     from gspax.run.recorded import read_tokenizer
 
     sampling = recorded["sampling"]
@@ -206,7 +206,7 @@ def describe_generation(recorded: JsonObject) -> JsonObject:
 
 
 def check_push(name: str, target: Path) -> None:
-    """UserError or FailureError if a new repository of this name cannot be pushed to: before anything is computed."""
+    """Check, before anything is computed, that a new repository can be pushed to; else UserError or FailureError."""
     from huggingface_hub import HfApi
 
     if is_bucket(target):
@@ -220,7 +220,7 @@ def check_push(name: str, target: Path) -> None:
 
 
 def push(name: str, folder: Path) -> str:
-    """Upload a folder to a new repository on the Hub. The address of the commit. UserError or FailureError."""
+    """Upload a folder to a new repository on the Hub; return the commit's address. UserError or FailureError."""
     from huggingface_hub import HfApi
 
     with _explained(f"{name} ({folder} is complete)"):
@@ -231,7 +231,7 @@ def push(name: str, folder: Path) -> str:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn what the Hub's client raises into one sentence."""
+    """Turn an exception of the Hub's client into a UserError or FailureError of one sentence."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     token = "wanted a token that may write there: `hf auth login`, or the variable HF_TOKEN"
@@ -253,7 +253,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | None, list[Path]]:
-    """The experiment of a run, the model, its adapters, and folders that may have the tokenizer's files, best first."""
+    """Return a run's experiment, the model, its adapters, and folders that may have the tokenizer, best first."""
     from gspax.learner.state import require_intact
     from gspax.run.directory import RunDir
     from gspax.run.recorded import read_recorded
@@ -269,9 +269,9 @@ def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | N
 
 
 def _read_origin(config: ModelConfig, special: dict[str, object]) -> tuple[dict[str, object], dict[str, Stored]]:
-    """Further keys of an export's config.json, and the tensors of the published checkpoint that a model descends from.
+    """Read further keys of an export's config.json, and the tensors of the published checkpoint of the model.
 
-    The keys are the special tokens, and those of what is copied (`names.is_carried`): a vision tower, and layers that
+    The keys are the special tokens, and the keys of copied parts (`names.is_carried`): a vision tower, and layers that
     predict several tokens ahead.
     """
     from gspax.hf import names, tensors
@@ -302,7 +302,7 @@ def _read_origin(config: ModelConfig, special: dict[str, object]) -> tuple[dict[
 
 
 def _find_origin(checkpoint: str) -> str:
-    """The published checkpoint that a model descends from, through runs and what `gspax convert` wrote; or nothing."""
+    """Find the published checkpoint that a model descends from, through runs and converted folders; or ""."""
     from gspax.learner.state import CHECKPOINTS
     from gspax.run.checkpoints import Checkpoints, read_extra
     from gspax.run.directory import RunDir
@@ -318,7 +318,7 @@ def _find_origin(checkpoint: str) -> str:
 
 
 def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
-    """The model that a run's adapters belong to, as PEFT finds it from any working directory, and its revision."""
+    """Find the model of a run's adapters, as PEFT finds it from any working directory, and its revision."""
     is_run = bool(checkpoint) and (to_path(checkpoint) / RUN).is_file()
     name = checkpoint if is_run else _find_origin(checkpoint)  # PEFT cannot load what `gspax convert` wrote
     folder = to_path(name)
@@ -336,7 +336,7 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
 
 
 def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
-    """The folders of a run's tokenizer, by its description, and of the checkpoint that the run started from.
+    """Find the folders of a run's tokenizer, by its description, and of the checkpoint that it started from.
 
     A checkpoint that is not on this machine is left out.
     """
@@ -351,7 +351,7 @@ def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
 
 
 def _read_special_tokens(folders: list[Path]) -> dict[str, object]:
-    """The special token ids of config.json, which transformers uses without a generation_config.json."""
+    """Read the special token ids of config.json, which transformers uses without a generation_config.json."""
     from gspax.run.directory import read_json
 
     files = [folder / "config.json" for folder in folders if (folder / "config.json").is_file()]

@@ -68,7 +68,7 @@ TRAIN_EXTRA = (  # top-level packages of the extra `train`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with these arguments (those of the process by default) and give its exit code."""
+    """Run the program with these arguments (the process's by default) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     processes.follow_launcher()
     code = _run_and_report(arguments)
@@ -82,7 +82,7 @@ def program() -> NoReturn:
 
 
 def _run_and_report(arguments: list[str]) -> int:
-    """The exit code of the subcommand, after any exception was reported on stderr."""
+    """Run the subcommand, report any exception on stderr, and return the exit code."""
     try:
         return _run(arguments)
     except SystemExit as done:  # argparse, after --help and --version
@@ -117,7 +117,7 @@ def _run_and_report(arguments: list[str]) -> int:
 
 
 def _is_lost_connection(problem: Exception) -> bool:
-    """Whether gloo, which exchanges arrays between processes on CPUs, waited in vain: 30 s when they first connect."""
+    """Return whether gloo, which exchanges arrays between CPU processes, waited in vain: 30 s when they connect."""
     return type(problem).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "Gloo" in str(problem)
 
 
@@ -150,7 +150,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _overview() -> Parser:
-    """The parser of `gspax --help` and `gspax --version`."""
+    """Return the parser of `gspax --help` and `gspax --version`."""
     lines = [f"  {f'{name} {usage}':27}{what}" for name, (_, usage, what) in SUBCOMMANDS.items()]
     parser = Parser(
         prog="gspax",

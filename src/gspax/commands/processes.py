@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 XLA_CPU_THREADS = "64"
 LAUNCHER = "GSPAX_LAUNCHER"  # the descriptor of a socket, from `gspax launch` to a process that it starts
 _launcher: socket.socket | None = None
-# Seconds that what is left in a process may take after its last line: threads that are no daemons, and exit handlers,
+# Seconds that a process may run on after its last line: threads that are no daemons, and exit handlers,
 # of a tracker's library, or of jax, which waits for the update in flight. After a signal nobody wants to wait for it
 PATIENCE, SIGNALLED = 10.0, 2.0
 STALL_TIMEOUT = 7200  # seconds: more than a checkpoint takes to load, or a sampler without chunks samples
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the processes of a run, and `--stall-timeout`."""
+    """Add the options of the processes of a run, and `--stall-timeout`."""
     parser.add_argument(
         "--stall-timeout",
         type=at_least(0),
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def join(subcommand: str, options: argparse.Namespace, experiment: Experiment | None) -> bool:
-    """Join the other processes of this command, if there are any; whether this is the primary process.
+    """Join the other processes of this command, if there are any; return whether this is the primary process.
 
     Raises:
       UserError: a process does not join in time, or has another subcommand, version, file or experiment.
@@ -107,7 +107,7 @@ def follow_launcher() -> None:
 
 
 def leave(code: int) -> None:
-    """`joining.leave`, if `join` was called; nothing is watched any more, and a launcher is told."""
+    """Stop watching, tell a launcher, and call `joining.leave` if `join` was called."""
     if _launcher is not None:
         with contextlib.suppress(OSError):
             _launcher.send(b"\0")

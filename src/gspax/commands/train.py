@@ -40,13 +40,13 @@ def make_parser() -> Parser:
 
 
 def _tracker_names(text: str) -> tuple[str, ...]:
-    """The trackers of `--report-to`, each once; () for `none`."""
+    """Return the trackers of `--report-to`, each once; () for `none`."""
     names = dict.fromkeys(name.strip() for name in text.split(","))
     return () if [*names] in (["none"], [""]) else tuple(names)
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Train; process 0 then prints a summary and what to run next, after a divergence `gspax replay`."""
+    """Train; process 0 then prints a summary and further commands, after a divergence `gspax replay`."""
     from gspax.run import trackers
 
     trackers.check(options.report_to)
@@ -74,7 +74,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def program() -> list[str]:
-    """The words that start this program in the user's shell, whose PATH need not have it."""
+    """Return the words that start this program in the user's shell, whose PATH need not have it."""
     called = Path(sys.argv[0])
     if called.parts[-2:] == ("gspax", "__main__.py"):
         return [sys.executable, "-m", "gspax"]
@@ -84,7 +84,7 @@ def program() -> list[str]:
 
 
 def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
-    """Commands to run next: more steps, an evaluation on more problems, and what shows and exports the run."""
+    """Return the commands to run next: more steps, a larger evaluation, and commands that show and export the run."""
 
     def command(name: str, key: str, value: int) -> str:
         kept = [assignment for assignment in options.overrides if override_key(assignment) != key]
