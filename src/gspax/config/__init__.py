@@ -1,6 +1,6 @@
 """The settings of an experiment: frozen dataclasses whose fields are numbers and functions.
 
-Ranges stand in the annotations (`gspax.config.ranges`), what functions take and return in `gspax.config.protocols`.
+Ranges are in the annotations (`gspax.config.ranges`), signatures of functions in `gspax.config.protocols`.
 Importing this package imports no jax, so that the program can report an error at once.
 """
 

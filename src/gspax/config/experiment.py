@@ -65,7 +65,7 @@ SamplerDtype = Literal["auto", "int8"]  # auto: the dtype of the model
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are sampled for training."""
+    """The sampling of completions for training."""
 
     prompts: Size = 64  # P, prompts per rollout
     group: GroupSize = 8  # G, completions per prompt; 1 with a teacher, or an advantage that is `across_groups`
@@ -116,7 +116,7 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """How the reward function is called, and what happens when it fails (`gspax.rewards.calls`)."""
+    """The calls of the reward function, and the handling of failures (`gspax.rewards.calls`)."""
 
     failed: Finite = 0.0  # the reward if the function raises, times out, or returns no finite number
     # The largest fraction of a rollout's completions whose reward may fail; more stop the run
@@ -173,7 +173,7 @@ class RowShape(NamedTuple):
 
 
 def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
-    """The shape of a minibatch that is sharded over `shards` devices.
+    """Return the shape of a minibatch that is sharded over `shards` devices.
 
     Without packing, a row is as long as the longest response. With packing, each device divides its part of
     `schedule.microbatch_tokens` into as many rows as hold the longest response, or into one row if prompts are shared.
@@ -189,24 +189,24 @@ def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
 
 
 def teacher_models(teacher: Teacher | None) -> tuple[ModelConfig, ...]:
-    """The models of a teacher's checkpoints; none if it is an earlier policy or a function."""
+    """Return the models of a teacher's checkpoints; none if it is an earlier policy or a function."""
     if teacher is None:
         return ()
     return tuple(teacher.models.values()) or ((teacher.model,) if teacher.model is not None else ())
 
 
 def earlier_policy(teacher: Teacher | None) -> Teacher | None:
-    """The teacher if it is an earlier version of the policy; None if it is another model, or if there is none."""
+    """Return the teacher if it is an earlier version of the policy; None if it is another model, or there is none."""
     return teacher if teacher is not None and teacher.score is None and not teacher_models(teacher) else None
 
 
 def teacher_row_shape(teacher: Teacher, sampling: Sampling, schedule: Schedule, shards: int) -> RowShape | None:
-    """The shape of the teachers' minibatch; None if one teacher reads the policy's own rows.
+    """Return the shape of the teachers' minibatch; None if one teacher reads the policy's own rows.
 
     Teachers with other prompts, and each of several teachers, read packed rows of their own.
 
     Args:
-      shards: into which the rows are divided.
+      shards: the number of parts that the rows are divided into.
     """
     if teacher.prompt is None and len(teacher.models) < 2:
         return None
@@ -218,12 +218,12 @@ def teacher_row_shape(teacher: Teacher, sampling: Sampling, schedule: Schedule, 
 
 
 def sampling_mask_size(sampling: Sampling, vocab_size: int) -> int:
-    """The size of the sampling masks that are kept for the learner (`Sampling.mask_replay`); 0 without them."""
+    """Return the size of the sampling masks that the learner gets (`Sampling.mask_replay`); 0 without them."""
     return min(sampling.mask_replay, sampling.top_k or vocab_size, vocab_size)
 
 
 def filters_in_use(sampling: Sampling) -> list[str]:
-    """The names of the filters of `sampling` that are on."""
+    """Return the names of the filters of `sampling` that are on."""
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return [name for name, value in off.items() if getattr(sampling, name) != value]
 
@@ -233,13 +233,13 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def updates_per_step(schedule: Schedule) -> int:
-    """Optimizer updates per rollout."""
+    """Return the number of optimizer updates per rollout."""
     return schedule.epochs * schedule.minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collapse:
-    """When a run counts as collapsed, namely after the same alarm for `steps` steps, and what it does then."""
+    """The criterion by which a run counts as collapsed, the same alarm for `steps` steps, and the reaction to it."""
 
     action: Action = "warn"
     steps: PositiveInt = 20  # consecutive steps with the same alarm
@@ -251,7 +251,7 @@ class Collapse:
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """How a run reacts to bad updates. Updates that are not finite are always skipped (`training.run_guard`)."""
+    """The reaction of a run to bad updates. Updates that are not finite are always skipped (`training.run_guard`)."""
 
     rollbacks: NonNegativeInt = 2  # returns to the same checkpoint, each of which goes on with other problems
     max_grad_norm: NonNegative = 0.0  # skip updates whose gradient norm, before clipping, is larger; 0: off
@@ -340,7 +340,7 @@ class Teacher:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Train low-rank adapters instead of the parameters (arXiv 2106.09685): weight + alpha / rank · a b."""
+    """Low-rank adapters, trained instead of the parameters (arXiv 2106.09685): weight + alpha / rank · a b."""
 
     rank: Size = 16
     alpha: Positive = 32.0
@@ -352,7 +352,7 @@ class Lora:
 
 
 def adapted_weights(lora: Lora) -> dict[str, tuple[str, ...]]:
-    """The names of the weights that have adapters, by the part of a layer."""
+    """Return the names of the weights that have adapters, by the part of a layer."""
     parts = {
         "attention": (lora.attention, ("query", "key", "value", "out")),
         "mixer": (lora.delta, ("query", "key", "value", "gate", "decay", "beta", "out")),
@@ -395,14 +395,14 @@ class Regularizers:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterShift:
-    """RSPO: ratios of tokens whose routing has changed are scaled down before clipping (`losses.router_shift`)."""
+    """The factor of RSPO on ratios of tokens whose routing has changed, before clipping (`losses.router_shift`)."""
 
     floor: Share = 0.8  # the smallest factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A clip range that adapts to the measured ratios and replaces that of the loss (`losses.calibration`)."""
+    """A clip range that adapts to the measured ratios and replaces the loss's (`losses.calibration`)."""
 
     share: Between0And1 = 0.15  # wanted fraction of clipped sequences, of those with a nonzero advantage; at most half
     tolerance: Below1 = 0.05  # keep the range while the measured fraction is within this distance of `share`
@@ -426,7 +426,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRollouts:
-    """A rollout ends once `Sampling.prompts` groups have finished; the rest go on with newer parameters.
+    """Rollouts that end once `Sampling.prompts` groups have finished; the rest go on with newer parameters.
 
     See `rollout.group_pool`.
     """
@@ -437,7 +437,7 @@ class PartialRollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A sampler on devices of its own; the learner's `Experiment.mesh` has the others (`gspax.sampler.placement`)."""
+    """A sampler on separate devices; the learner's `Experiment.mesh` has the others (`gspax.sampler.placement`)."""
 
     devices: PositiveInt  # the number of devices of the sampler, the last ones of `jax.devices()`
     staleness: NonNegativeInt = 0  # rollouts sampled ahead; 0: each is sampled with the newest parameters
@@ -510,5 +510,5 @@ class Experiment:
 
 
 def trained_dtype(model: ModelConfig, lora: Lora | None) -> str:
-    """The dtype of the trained arrays: that of the parameters, or float32 for adapters."""
+    """Return the dtype of the trained arrays: the parameters' dtype, or float32 for adapters."""
     return "float32" if lora is not None else model.param_dtype

@@ -1,4 +1,4 @@
-"""Functions and classes as values: the names, parameters, and annotations of what an experiment's fields hold."""
+"""Functions and classes as values: names, parameters, and annotations of the values of an experiment's fields."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Function: TypeAlias = Callable[..., object]
 
 
 def is_record(value: object) -> TypeGuard[DataclassInstance]:
-    """Whether `value` is an instance of a dataclass."""
+    """Return whether `value` is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def is_function(value: object) -> TypeGuard[Function]:
-    """Whether `value` can be called and has a name of its own (a class does not count)."""
+    """Return whether `value` can be called and has a name (a class does not count)."""
     return callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__")
 
 
 def has_parts(value: object) -> TypeGuard[tuple[object, ...] | list[object]]:
-    """Whether `value` is a tuple or a list of records or functions, which have fields of their own."""
+    """Return whether `value` is a tuple or a list of records or functions, which have fields themselves."""
     parts: Sequence[object] = value if isinstance(value, tuple | list) and not hasattr(value, "_fields") else ()
     return len(parts) > 0 and all(is_record(p) or isinstance(p, functools.partial | types.FunctionType) for p in parts)
 
 
 def part_names(names: Sequence[object]) -> list[str]:
-    """The keys of the parts of a tuple: their names if each has one of its own, otherwise their numbers.
+    """Return the keys of the parts of a tuple: their names if these exist and differ, otherwise their numbers.
 
     Args:
       names: the field `name` of each part; None where there is none.
@@ -52,18 +52,18 @@ def part_names(names: Sequence[object]) -> list[str]:
 
 
 def named_parts(parts: Sequence[T], prefix: str = "") -> dict[str, T]:
-    """The members of a tuple by their keys in an override: `evaluation.tasks.gsm8k`, `data.checks.0`."""
+    """Return the members of a tuple by their keys in an override: `evaluation.tasks.gsm8k`, `data.checks.0`."""
     names = part_names([getattr(part, "name", None) for part in parts])
     return {f"{prefix}{name}": part for name, part in zip(names, parts, strict=True)}
 
 
 def unwrap(function: Function) -> Function:
-    """The function inside a `functools.partial`."""
+    """Return the function inside a `functools.partial`."""
     return function.func if isinstance(function, functools.partial) else function
 
 
 def keywords(function: Function) -> dict[str, Any]:
-    """The keyword-only parameters of a function or a partial with what they are set to, and a partial's keywords.
+    """Return the keyword-only parameters of a function or a partial with their values, and a partial's keywords.
 
     A parameter that has no value yet maps to `inspect.Parameter.empty`.
     """
@@ -76,13 +76,13 @@ def keywords(function: Function) -> dict[str, Any]:
 
 
 def free_keywords(function: Function, available: Mapping[str, T | None]) -> dict[str, T]:
-    """Those of the available keywords, but None, that a function takes and that are not bound to it."""
+    """Select the available keywords, except None, that a function takes and that are not bound to it."""
     free = keywords(function).keys() - getattr(function, "keywords", {}).keys()
     return {name: value for name, value in available.items() if name in free and value is not None}
 
 
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; none if it has no signature, as some built-in functions."""
+    """Return the parameters of a function; none if it has no signature, as some built-in functions."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -90,7 +90,7 @@ def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
 
 
 def hints_of(source: Function, *, ranges: bool = False) -> dict[str, Hint]:
-    """The annotations of a dataclass or a function; those that cannot be evaluated are left out.
+    """Return the annotations of a dataclass or a function, except any that cannot be evaluated.
 
     Args:
       ranges: keep the `ranges.Range` of an annotation, as `Annotated[...]`.
@@ -104,7 +104,7 @@ def hints_of(source: Function, *, ranges: bool = False) -> dict[str, Hint]:
 
 @functools.lru_cache(maxsize=1024)  # validation asks for the same ones hundreds of times
 def _own_hints(owner: Function, ranges: bool) -> dict[str, Hint]:
-    """The annotations of a function, or of a class without its bases."""
+    """Return the annotations of a function, or of a class without its bases."""
     hints: dict[str, Hint] = {}
     module = sys.modules.get(getattr(owner, "__module__", None) or "builtins", builtins)
     for name, annotation in inspect.get_annotations(owner).items():
@@ -115,7 +115,7 @@ def _own_hints(owner: Function, ranges: bool) -> dict[str, Hint]:
 
 
 def name_of(value: Function) -> str:
-    """The name of a function or a class in the shortest package that exposes it: `gspax.losses.gspo`."""
+    """Return the name of a function or a class in the shortest package that exposes it: `gspax.losses.gspo`."""
     module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
     parts = module.split(".")
     packages = (".".join(parts[:end]) for end in range(1, len(parts)))
@@ -126,12 +126,12 @@ GIVEN_KEYWORDS = {"length_PG", "score_norm_PGN"}  # that a run gives to an advan
 
 
 def takes_lengths(advantage: Function) -> bool:
-    """Whether an advantage takes the lengths of the responses: it has a keyword `length_PG` that is not bound."""
+    """Return whether an advantage takes the responses' lengths: its keyword `length_PG` is not bound."""
     return _is_free(advantage, "length_PG")
 
 
 def takes_score_norms(advantage: Function) -> bool:
-    """Whether an advantage takes the norms of the scores, and so returns advantages of tokens (`score_norm_PGN`)."""
+    """Return whether an advantage takes the scores' norms (`score_norm_PGN`), and so returns advantages of tokens."""
     return _is_free(advantage, "score_norm_PGN")
 
 
@@ -140,18 +140,18 @@ def _is_free(function: Function, keyword: str) -> bool:
 
 
 def title_of(function: Function) -> str:
-    """The name of a function, a partial or a callable object in a message."""
+    """Return the name of a function, a partial or a callable object for a message."""
     inner = unwrap(function)
     return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
 
 
 def is_gspax(function: Function) -> bool:
-    """Whether a function or a class is defined in gspax."""
+    """Return whether a function or a class is defined in gspax."""
     return str(getattr(unwrap(function), "__module__", "")).partition(".")[0] == "gspax"
 
 
 def interface_problems(key: str, value: object, methods: Sequence[str]) -> Iterator[str]:
-    """The reason why a field's value is not an object with these methods, if it is not, as a sentence."""
+    """Yield a sentence that says why a field's value is not an object with these methods, if it is not."""
     missing = [name for name in methods if not callable(getattr(value, name, None))]
     if isinstance(value, type):
         yield f"{key}: wanted an instance, got the class {value.__name__} (write {value.__name__}(...))"
@@ -160,7 +160,7 @@ def interface_problems(key: str, value: object, methods: Sequence[str]) -> Itera
 
 
 def lookup(name: str) -> object:
-    """The object with a dotted name in the modules that are loaded; None if there is none."""
+    """Return the object with a dotted name in the modules that are loaded; None if there is none."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if module := sys.modules.get(".".join(parts[:end])):

@@ -1,4 +1,4 @@
-"""The kinds of layers: a mixer of a row's tokens, a feed-forward network, and where their norms stand.
+"""The kinds of layers: a mixer of a row's tokens, a feed-forward network, and the position of their norms.
 
 `config.layers_of` derives these values from the fields of a `ModelConfig`. The model builds its modules from them, and
 counts, memory, sharding and validation ask them, so that a new kind of layer answers here. Sizes are whole numbers of
@@ -57,7 +57,7 @@ class Rope:
 
 
 class Mixer:
-    """A kind of mixer: its settings, what it costs, and what it supports.
+    """A kind of mixer: its settings, its costs, and the features that it supports.
 
     A kind is a frozen dataclass. With these defaults it has a state instead of keys and values, no rotary embedding, no
     adapters, and no dimension that a mesh shards, and it supports none of the features.
@@ -70,15 +70,15 @@ class Mixer:
 
     @property
     def obstacles(self) -> Mapping[Feature, str]:
-        """The features that it does not support, and what of the layer is in the way."""
+        """The features that the kind does not support, each with the part of the layer that is in the way."""
         return dict.fromkeys(Feature, self.name)
 
     def supports(self, feature: Feature) -> bool:
-        """Say whether a run may use a feature with it."""
+        """Return whether a run may use a feature with this kind."""
         return feature not in self.obstacles
 
     def ropes(self) -> tuple[Rope, ...]:
-        """List the rotary embeddings whose angles it reads."""
+        """List the rotary embeddings whose angles the kind reads."""
         return ()
 
     def parameters(self, D: int) -> int:
@@ -86,7 +86,7 @@ class Mixer:
         raise NotImplementedError
 
     def flops(self, length: int | float) -> float:
-        """Count a token's FLOPs beside its products with weights, in half a row of `length` tokens."""
+        """Count a token's FLOPs besides its products with weights, in half a row of `length` tokens."""
         raise NotImplementedError
 
     def activations(self, tensor: int, context: int) -> int:
@@ -138,7 +138,7 @@ class SelfAttention(Mixer):
         return (self.rope,)
 
     def parameters(self, D: int) -> int:
-        """The number of parameters."""
+        """Count the parameters."""
         heads, keys = self.heads * self.head_dim, 2 * self.key_heads * self.head_dim
         biases = {"none": 0, "qkv": heads + keys, "all": heads + keys + D}
         norms = {"none": 0, "head": 2 * self.head_dim, "projection": heads + keys // 2}
@@ -146,25 +146,25 @@ class SelfAttention(Mixer):
         return projections + biases[self.bias] + norms[self.qk_norm] + self.heads * self.sinks
 
     def flops(self, length: int | float) -> float:
-        """FLOPs of a token beside its products with weights: attention to half a row of `length` tokens."""
+        """Count a token's FLOPs besides its products with weights: attention to half a row of `length` tokens."""
         return 2 * self.heads * self.head_dim * length
 
     def activations(self, tensor: int, context: int) -> int:
-        """Numbers of a token that the backward pass reads, without scores; `context` devices gather keys and values."""
+        """Count a token's numbers that the backward pass reads, no scores; `context` devices gather keys and values."""
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
         gathered = 2 * keys * context if context > 1 else 0
         return (3 * queries + 3 * keys + gathered) // tensor  # projected, normalized, rotated, and the context
 
     def cache(self, tensor: int) -> CacheSize:
-        """The keys and values of a device's heads, with heads sharded over `tensor` devices."""
+        """Size the keys and values of a device's heads, with heads sharded over `tensor` devices."""
         return CacheSize(vectors=2 * (self.key_heads // tensor), width=self.head_dim)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The sizes that a mesh must divide; the key heads divide the query heads."""
+        """List the sizes that a mesh must divide; the key heads divide the query heads."""
         return (Dimension("num_key_value_heads", self.key_heads, "heads"),)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
+        """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         queries, keys = D + self.heads * self.head_dim, D + self.key_heads * self.head_dim
         return {"query": queries, "key": keys, "value": keys, "out": queries}
 
@@ -192,34 +192,34 @@ class LatentAttention(Mixer):
         return (self.rope,)
 
     def parameters(self, D: int) -> int:
-        """The number of parameters."""
+        """Count the parameters."""
         queries = self.query_rank * (D + 1) + (self.query_rank or D) * self.heads * (self.nope_dim + self.rope.dim)
         latents = D * (self.rank + self.rope.dim) + self.rank
         return queries + latents + (self.rank * (self.nope_dim + self.value_dim) + self.value_dim * D) * self.heads
 
     def flops(self, length: int | float) -> float:
-        """FLOPs of a token beside its products with weights: attention to half a row of `length` tokens."""
+        """Count a token's FLOPs besides its products with weights: attention to half a row of `length` tokens."""
         return self.heads * (self.nope_dim + self.rope.dim + self.value_dim) * length
 
     def activations(self, tensor: int, context: int) -> int:
-        """Numbers of a token that the backward pass reads, without scores; `context` devices gather keys and values."""
+        """Count a token's numbers that the backward pass reads, no scores; `context` devices gather keys and values."""
         keys, values = self.heads * (self.nope_dim + self.rope.dim), self.heads * self.value_dim
         gathered = (keys + values) * context if context > 1 else 0
         latents = 2 * (self.query_rank + self.rank + self.rope.dim)  # projected, and normalized or rotated
         return latents + (4 * keys + 2 * values + gathered) // tensor
 
     def cache(self, tensor: int) -> CacheSize:
-        """The latent with the rotated key, on every device."""
+        """Size the latent with the rotated key, on every device."""
         return CacheSize(vectors=1, width=self.rank + self.rope.dim)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The sizes that a mesh must divide."""
+        """List the sizes that a mesh must divide."""
         ranks = (("latent.rank", self.rank), ("latent.query_rank", self.query_rank))
         sharded = (Dimension(field, size, "embed") for field, size in ranks)
         return (Dimension("num_attention_heads", self.heads, "heads"), *sharded)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
+        """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         return {
             "query": (self.query_rank or D) + self.heads * (self.nope_dim + self.rope.dim),
             "key": self.rank + self.heads * self.nope_dim,
@@ -257,31 +257,31 @@ class GatedDelta(Mixer):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def parameters(self, D: int) -> int:
-        """The number of parameters."""
+        """Count the parameters."""
         N, U = self.value_heads, self.value_dim
         return D * (self.channels + 2 * N * U + 2 * N) + self.channels * self.taps + 2 * N + U
 
     def flops(self, length: int | float) -> float:
-        """FLOPs of a token beside its products with weights: the state is read twice and written once."""
+        """Count a token's FLOPs besides its products with weights: the state is read twice and written once."""
         return 6 * self.value_heads * self.key_dim * self.value_dim
 
     def activations(self, tensor: int, context: int) -> int:
-        """Numbers of a token that the backward pass reads, with the states between chunks of 64, in float32."""
+        """Count a token's numbers that the backward pass reads, with the states between chunks of 64, in float32."""
         N, U = self.value_heads, self.value_dim
         states = 2 * N * self.key_dim * U // 64
         return (3 * self.channels + 3 * N * U + 4 * N + states) // tensor  # projected, convolved, normalized; outputs
 
     def cache(self, tensor: int) -> CacheSize:
-        """The state of a device's heads."""
+        """Size the state of a device's heads."""
         state = self.value_heads * self.key_dim * self.value_dim
         return CacheSize(state=state // tensor, inputs=(self.taps - 1) * self.channels // tensor)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The sizes that a mesh must divide; the key heads divide the value heads."""
+        """List the sizes that a mesh must divide; the key heads divide the value heads."""
         return (Dimension("delta.key_heads", self.key_heads, "heads"),)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
+        """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         keys, values, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
         widths = {"query": keys, "key": keys, "value": values, "gate": values, "decay": heads, "beta": heads}
         return {name: D + width for name, width in widths.items()} | {"out": D + values}
@@ -295,19 +295,19 @@ class DenseMlp:
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
 
     def parameters(self, D: int, experts: int | None = None) -> int:
-        """The number of parameters."""
+        """Count the parameters."""
         return 3 * D * self.width
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
-        """Bytes of a token that the backward pass reads, with `number` bytes for each."""
+        """Count a token's bytes that the backward pass reads, with `number` bytes for each."""
         return number * (2 * D + 3 * self.width // tensor)
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The sizes that a mesh must divide."""
+        """List the sizes that a mesh must divide."""
         return (Dimension("intermediate_size", self.width, "mlp"),)
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
+        """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         return dict.fromkeys(("gate", "up", "down"), D + self.width)
 
 
@@ -325,20 +325,20 @@ class Experts:
     shared_gate: bool = False  # its output is scaled by a sigmoid of the token
 
     def parameters(self, D: int, experts: int | None = None) -> int:
-        """The number of parameters; `experts` replaces the number of experts."""
+        """Count the parameters; `experts` replaces the number of experts."""
         chosen = self.count if experts is None else experts
         router = self.count * (D + self.router.correction_bias + self.bias)
         biases = chosen * (2 * self.width + D) * self.bias
         return router + biases + 3 * chosen * D * self.width + 3 * D * self.shared + D * self.shared_gate
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
-        """Bytes of a token that the backward pass reads: `number` for each, float32 for the router's logits."""
+        """Count a token's bytes that the backward pass reads: `number` for each, float32 for the router's logits."""
         rows = self.active * (2 * D + 3 * self.width // tensor)
         shared = 2 * D + 3 * self.shared // tensor if self.shared else 0
         return number * (2 * D + rows + shared) + 2 * 4 * self.count
 
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The sizes that a mesh must divide."""
+        """List the sizes that a mesh must divide."""
         return (
             Dimension("num_experts", self.count, "expert"),
             Dimension("moe_intermediate_size", self.width, "mlp"),
@@ -346,7 +346,7 @@ class Experts:
         )
 
     def adapted(self, D: int) -> dict[str, int]:
-        """The numbers in adapters of rank 1 of all experts, for each of their matrices."""
+        """Count the numbers in adapters of rank 1 of all experts, for each of their matrices."""
         return dict.fromkeys(("gate", "up", "down"), self.count * (D + self.width))
 
 
@@ -360,14 +360,14 @@ class Layer:
 
     @property
     def sparse(self) -> bool:
-        """Whether it has experts."""
+        """True if the layer has experts."""
         return isinstance(self.mlp, Experts)
 
     def parameters(self, D: int, experts: int | None = None) -> int:
-        """The number of parameters; `experts` replaces the number of experts."""
+        """Count the parameters; `experts` replaces the number of experts."""
         norms = (4 if self.norms == "around" else 2) * D
         return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms
 
     def adapted(self, D: int) -> dict[str, dict[str, int]]:
-        """The numbers in an adapter of rank 1 of each weight that can have one, by part and name."""
+        """Count the numbers in an adapter of rank 1 of each weight that can have one, by part and name."""
         return {self.mixer.part: self.mixer.adapted(D), "mlp": self.mlp.adapted(D)}

@@ -1,4 +1,4 @@
-"""The shape of a model: what `config.json` of a checkpoint says, and how it is computed."""
+"""The shape of a model, as in `config.json` of a checkpoint, and how it is computed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ RopeScaling = Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How a layer's router scores and chooses experts; `norm_topk_prob` says whether their gates sum to one.
+    """The scoring and the choice of experts by a layer's router; `norm_topk_prob`: their gates sum to one.
 
     Experts are chosen by score plus bias, and weighed by score (auxiliary-loss-free balancing, arXiv 2408.15664).
     """
@@ -194,23 +194,23 @@ class ModelConfig:
 
 
 def rotary_dim(config: ModelConfig) -> int:
-    """The dimensions of a head that are rotated."""
+    """Return the number of dimensions of a head that are rotated."""
     return int(config.head_dim * config.rope_fraction)
 
 
 @lru_cache
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """The layers, in order."""
+    """Return the layers, in order."""
     return tuple(_layer(config, number) for number in range(config.num_hidden_layers))
 
 
 def obstacle(config: ModelConfig, feature: Feature) -> str | None:
-    """What is in the way of a feature in the first layer that does not support it; None if all layers do."""
+    """Return what prevents a feature in the first layer that does not support it; None if all layers do."""
     return next((found for layer in layers_of(config) if (found := layer.mixer.obstacles.get(feature))), None)
 
 
 def _mixer(config: ModelConfig, number: int) -> Mixer:
-    """The mixer of the layer with this number."""
+    """Make the mixer of the layer with this number, from 0."""
     if config.mixer is not None and number in config.mixer_layers:
         return config.mixer
     if config.delta is not None and number in config.delta_layers:
@@ -241,7 +241,7 @@ def _mixer(config: ModelConfig, number: int) -> Mixer:
 
 
 def _layer(config: ModelConfig, number: int) -> Layer:
-    """The layer with this number, from 0."""
+    """Make the layer with this number, from 0."""
     mlp: DenseMlp | Experts = DenseMlp(width=config.intermediate_size, activation=config.activation)
     if config.num_experts and number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0:
         mlp = Experts(
@@ -258,32 +258,32 @@ def _layer(config: ModelConfig, number: int) -> Layer:
 
 
 def sparse_numbers(config: ModelConfig) -> tuple[int, ...]:
-    """The numbers, from 0, of the layers with experts."""
+    """Return the numbers, from 0, of the layers with experts."""
     return tuple(number for number, layer in enumerate(layers_of(config)) if layer.sparse)
 
 
 def sparse_layers(config: ModelConfig) -> int:
-    """The number of layers with experts."""
+    """Count the layers with experts."""
     return len(sparse_numbers(config))
 
 
 def has_experts(config: ModelConfig) -> bool:
-    """Whether any layer has experts."""
+    """Return whether any layer has experts."""
     return sparse_layers(config) > 0
 
 
 def expert_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16"]:
-    """The smallest dtype of the expert ids that scoring returns; `num_experts` itself stands on padding."""
+    """Return the smallest dtype of the expert ids that scoring returns; `num_experts` itself stands on padding."""
     return "uint8" if config.num_experts < 2**8 else "uint16"
 
 
 def token_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16", "int32"]:
-    """The smallest dtype of token ids that holds `vocab_size` too, which stands where there is no token."""
+    """Return the smallest dtype of token ids that also holds `vocab_size`, which stands where there is no token."""
     return "uint8" if config.vocab_size < 2**8 else "uint16" if config.vocab_size < 2**16 else "int32"
 
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
-    """How many tokens are visible to a token in each layer, itself included; empty if no layer has a window."""
+    """Return how many tokens a token sees in each layer, itself included; empty if no layer has a window."""
     windows = [layer.mixer.window for layer in layers_of(config)]
     return tuple(window or NO_WINDOW for window in windows) if any(windows) else ()
 
@@ -304,7 +304,7 @@ class LayerPlace(NamedTuple):
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """The groups of a model's layers.
+    """Return the groups of a model's layers.
 
     Leading dense layers and experts after them are two groups of one kind each, layers that alternate are one group.
     """
@@ -316,7 +316,7 @@ def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
 
 
 def repeated_patterns(items: Sequence[T]) -> list[tuple[tuple[T, ...], int]]:
-    """The items as patterns and how often each follows itself.
+    """Split the items into patterns and how often each follows itself.
 
     Each pattern covers as many of the remaining items as a repeated one can.
     """
@@ -330,7 +330,7 @@ def repeated_patterns(items: Sequence[T]) -> list[tuple[tuple[T, ...], int]]:
 
 
 def _count_repeats(items: Sequence[T], size: int) -> int:
-    """How often the first `size` items follow one another."""
+    """Count how often the first `size` items follow one another."""
     count = 1
     while items[count * size : (count + 1) * size] == items[:size]:
         count += 1
@@ -338,7 +338,7 @@ def _count_repeats(items: Sequence[T], size: int) -> int:
 
 
 def layer_places(config: ModelConfig) -> tuple[LayerPlace, ...]:
-    """The place of every layer, in order."""
+    """Return the place of every layer, in order."""
     return tuple(
         LayerPlace((number,) if len(group.pattern) == 1 else (number, place), index)
         for number, group in enumerate(layer_groups(config))
@@ -348,7 +348,7 @@ def layer_places(config: ModelConfig) -> tuple[LayerPlace, ...]:
 
 
 def architecture_problems(m: ModelConfig) -> Iterator[str]:
-    """Why no model can be built from a configuration whose fields are in range, one sentence each."""
+    """Yield why no model can be built from a configuration whose fields are in range, one sentence each."""
     if m.sliding_window and m.sliding_layers and set(m.sliding_layers).isdisjoint(range(m.num_hidden_layers)):
         yield f"model.sliding_layers: wanted layers from 0 to {m.num_hidden_layers - 1}, got {m.sliding_layers}"
     if m.num_attention_heads % m.num_key_value_heads:
@@ -393,7 +393,7 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
 
 
 def _delta_problems(m: ModelConfig) -> Iterator[str]:
-    """Whether the value heads of gated delta nets have key heads, and the layers of further mixers exist."""
+    """Check that value heads of gated delta nets have key heads, and that the layers of all mixers exist."""
     if m.delta is not None and m.delta.value_heads % m.delta.key_heads:
         yield (
             f"model.delta.value_heads: wanted a multiple of model.delta.key_heads ({m.delta.key_heads}), "
@@ -408,7 +408,7 @@ def _delta_problems(m: ModelConfig) -> Iterator[str]:
 
 
 def _latent_problems(m: ModelConfig) -> Iterator[str]:
-    """Settings that latent attention does not have."""
+    """Check the settings that latent attention does not have."""
     absent = {
         "num_key_value_heads": m.num_attention_heads,
         **{"qk_norm": False, "qkv_bias": False, "attention_bias": False, "sliding_window": 0},
@@ -420,7 +420,7 @@ def _latent_problems(m: ModelConfig) -> Iterator[str]:
 
 
 def _group_problems(m: ModelConfig) -> Iterator[str]:
-    """Whether the groups of experts are equal, and enough of them are chosen from."""
+    """Check that the groups of experts are equal, and that enough experts are chosen from."""
     groups, chosen, best = m.router.groups, m.router.top_groups, m.router.group_best
     if groups > 1 and (m.num_experts % groups or m.num_experts < best * groups):
         yield (

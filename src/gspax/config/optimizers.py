@@ -4,7 +4,7 @@ Any function of a learning-rate schedule that gives an `optax.GradientTransforma
 optax's own (`optax.adafactor`, `optax.lion`, ...). A schedule is a function of (peak, warm-up updates).
 
 Weight decay applies to matrices alone by default (`matrices`). optax is imported when an optimizer is made, so that an
-experiment can be loaded and priced without it.
+experiment can be loaded, and its cost estimated, without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def matrices(params: PyTree) -> PyTree:
-    """A tree of booleans: True for matrices, stacked ones too; False for scales of norms, biases and the embedding.
+    """Return a tree of booleans: True for matrices, stacked ones too; False for norm scales, biases and the embedding.
 
     The embedding is a table, not a product: decay would shrink the rows of tokens that the data lacks. An untied
     head is a matrix.
@@ -30,7 +30,7 @@ def matrices(params: PyTree) -> PyTree:
 
 
 def everything(params: PyTree) -> PyTree:
-    """A tree of True: weight decay on every parameter, as in runs before `matrices` became the default."""
+    """Return a tree of True: weight decay on every parameter, as in runs before `matrices` became the default."""
     return _map_names(lambda name, leaf: True, params)
 
 
@@ -43,11 +43,11 @@ def adamw(
     weight_decay: NonNegative = 0.0,
     decayed: Callable[..., object] = matrices,
 ) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101). The decay is multiplied by the learning rate.
+    """Make AdamW (arXiv 1711.05101). The decay is multiplied by the learning rate.
 
     Args:
       learning_rate: a number or an `optax.Schedule`.
-      decayed: parameters -> a tree of booleans, which of them decay.
+      decayed: parameters -> a tree of booleans, True for parameters that decay.
     """
     import optax
 
@@ -64,16 +64,16 @@ def muon(
     weight_decay: NonNegative = 0.0,
     rms: Positive = 0.2,
 ) -> optax.GradientTransformation:
-    """Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the layers, AdamW for everything else.
+    """Make Muon (https://kellerjordan.github.io/posts/muon) for the layers' matrices, AdamW for everything else.
 
     Stacked matrices (layers, experts) are orthogonalized one by one. Their updates are scaled to the root mean square
-    that AdamW's have (arXiv 2502.16982), so that one learning rate serves both.
+    of AdamW's updates (arXiv 2502.16982), so that one learning rate serves both.
 
     Args:
-      learning_rate: a number or an `optax.Schedule`, of both.
-      beta: of Muon's momentum.
-      b1, b2: of AdamW, for embedding, head, norms and biases.
-      weight_decay: of the matrices of the layers.
+      learning_rate: a number or an `optax.Schedule`, for both.
+      beta: the decay rate of Muon's momentum.
+      b1, b2: the decay rates of AdamW, for embedding, head, norms and biases.
+      weight_decay: the decay of the matrices of the layers.
       rms: root mean square of an update of a matrix at learning rate 1.
     """
     import optax
@@ -91,14 +91,14 @@ def muon(
 
 
 def constant(peak: float, warmup_updates: int) -> optax.Schedule:
-    """Linear from 0 over `warmup_updates`, then `peak`."""
+    """Make a schedule: linear from 0 over `warmup_updates`, then `peak`."""
     import optax
 
     return _after_warmup(optax.constant_schedule(peak), peak, warmup_updates)
 
 
 def linear(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> optax.Schedule:
-    """Linear from 0 to `peak` over `warmup_updates`, then linear to `final` times the peak.
+    """Make a schedule: linear from 0 to `peak` over `warmup_updates`, then linear to `final` times the peak.
 
     Args:
       peak: the largest learning rate.
@@ -116,9 +116,9 @@ def linear(peak: float, warmup_updates: int, *, updates: PositiveInt, final: Non
 
 
 def cosine(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> optax.Schedule:
-    """Linear from 0 to `peak` over `warmup_updates`, then half a cosine to `final` times the peak (arXiv 1608.03983).
+    """Make a schedule: linear from 0 to `peak`, then half a cosine to `final` times the peak (arXiv 1608.03983).
 
-    Arguments and errors are those of `linear`.
+    Arguments and errors: see `linear`.
     """
     import optax
 
@@ -133,7 +133,7 @@ def _decay_updates(warmup_updates: int, updates: int) -> int:
 
 
 def _after_warmup(schedule: optax.Schedule, peak: float, warmup_updates: int) -> optax.Schedule:
-    """The schedule after a linear warm-up from 0 to the peak."""
+    """Put a linear warm-up from 0 to the peak before a schedule."""
     import optax
 
     if warmup_updates == 0:
@@ -151,7 +151,7 @@ OUTPUT_AXES = {  # axes that it makes; 1 for all others
 
 
 def _map_names(function: Callable[[tuple[str, ...], Array], object], params: PyTree) -> PyTree:
-    """A tree of `function(names on the path, leaf)`."""
+    """Return a tree of `function(names on the path, leaf)`."""
     import jax
 
     def visit(path: tuple[object, ...], leaf: Array) -> object:
@@ -165,7 +165,7 @@ def _is_matrix(names: tuple[str, ...], leaf: Array) -> bool:
 
 
 def _dimensions(params: PyTree) -> PyTree:
-    """Muon's view of each parameter: which trailing axes a matrix reduces and makes; None leaves it to AdamW.
+    """Return Muon's view of each parameter: the trailing axes that a matrix reduces and makes; None leaves it to AdamW.
 
     A low-rank pair `a` [..., in, rank], `b` [..., rank, out] has the axes of its matrix on one side.
     """

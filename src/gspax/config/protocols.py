@@ -29,15 +29,15 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and what the reward needs to judge a completion.
+    """A prompt, and the data that the reward needs to grade a completion.
 
     Attributes:
       prompt: the text to respond to; in a chat the user's last message.
-      answer: what the reward compares a completion with; not needed by a reward that judges the completion alone.
+      answer: the text that the reward compares a completion with; not needed by one that grades the completion alone.
       context: the chat's messages before the prompt: a system message, worked examples, earlier turns.
       task: the name of the task, in a mixture of several.
       teacher: the name of its teacher, where there are several (`Teacher.models`).
-      metadata: whatever else a reward may need.
+      metadata: further values that a reward may need.
     """
 
     prompt: str
@@ -62,20 +62,20 @@ class DataSource(Protocol):
     """Problems by index. Both methods are pure functions of the source and the index, so that a run can resume."""
 
     def train(self, index: int, /) -> Problem:
-        """Training problem number `index`, from 0."""
+        """Return training problem number `index`, from 0."""
 
     def heldout(self, index: int, /) -> Problem:
-        """Held-out problem number `index`, from 0; none of them is ever a training problem."""
+        """Return held-out problem number `index`, from 0; none of them is ever a training problem."""
 
 
 class HeldoutProblems(Protocol):
-    """The problems of a benchmark. A property `heldout_count` says how many there are, if they are finitely many.
+    """The problems of a benchmark. A property `heldout_count` is their number, if they are finitely many.
 
     A source that would have to count them has a method `count_heldout(most)` instead (`data.problem.count_distinct`).
     """
 
     def heldout(self, index: int, /) -> Problem:
-        """Problem number `index`, from 0."""
+        """Return problem number `index`, from 0."""
 
 
 class Tokenizer(Protocol):
@@ -90,17 +90,17 @@ class Tokenizer(Protocol):
         """One more than the largest id; a model may have more rows than this, never fewer."""
 
     def encode(self, text: str, /) -> Sequence[int]:
-        """The ids of a problem's prompt, as the policy reads it before its completion starts."""
+        """Return the ids of a problem's prompt, as the policy reads it before its completion starts."""
 
     def decode(self, ids: Iterable[int], /) -> str:
-        """The text before the first stop id."""
+        """Return the text before the first stop id."""
 
 
 class CompletionTokenizer(Tokenizer, Protocol):
     """A tokenizer that also encodes completions, as a warm start needs."""
 
     def encode_completion(self, text: str, /) -> Sequence[int]:
-        """The ids of a text that the policy could have written, with no stop id appended."""
+        """Return the ids of a text that the policy could have written, with no stop id appended."""
 
 
 class ConversationTokenizer(CompletionTokenizer, Protocol):
@@ -114,30 +114,30 @@ class ConversationTokenizer(CompletionTokenizer, Protocol):
         """
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], /) -> Sequence[int]:
-        """The ids of a conversation's first messages, up to the start of the assistant's turn.
+        """Return the ids of a conversation's first messages, up to the start of the assistant's turn.
 
         `tools` are JSON schemas of functions, as OpenAI's `tools`.
         """
 
     def encode_reply(self, messages: Sequence[Message], /) -> Sequence[int]:
-        """The ids from after `turn_end` to the start of the assistant's next turn."""
+        """Return the ids from after `turn_end` to the start of the assistant's next turn."""
 
 
 class Environment(Protocol):
     """An environment answers the policy's messages. Both methods are pure and may be called in any thread.
 
-    A state is picklable, and what is returned replaces it: a method must not change the one that it is given.
+    A state is picklable, and the returned state replaces it: a method must not change its argument.
     """
 
     def reset(self, problem: Problem, /) -> tuple[State, Sequence[Message]]:
-        """The state before the first turn, and the messages that the conversation begins with."""
+        """Return the state before the first turn, and the messages that the conversation begins with."""
 
     def step(self, state: State, message: str, /) -> Step:
-        """The state after the policy's message, the reply to it, and the message's own reward; may be async."""
+        """Return the state after the policy's message, the reply, and the message's own reward; may be async."""
 
 
 class Reward(Protocol):
-    """The reward, or R rewards, of one completion; a mapping names them. `problem` is what the data source gave."""
+    """The reward, or R rewards, of one completion; a mapping names them. `problem` comes from the data source."""
 
     def __call__(self, problem: Problem, completion: str, /) -> object: ...
 
@@ -158,7 +158,7 @@ class Advantage(Protocol):
     """Rewards [P, G], or [P, G, R], to advantages [P, G]. With `filter_overlong` a mask, bool [P, G], comes second.
 
     A function with a keyword `length_PG` gets the response tokens of each sample, int32 [P, G] (`advantages.opo`), and
-    one with a keyword `score_norm_PGN` what `losses.score_norm` is for each of them, float32 [P, G, N]; it returns
+    one with a keyword `score_norm_PGN` gets `losses.score_norm` of each of them, float32 [P, G, N]; it returns
     advantages of tokens, [P, G, N] (`advantages.otb`).
     """
 
@@ -206,7 +206,7 @@ class TeacherPrompt(Protocol):
 
 
 class TeacherScore(Protocol):
-    """A teacher's log-probs of given tokens: float32 [n - 1] for a sequence of n token ids, of those after the first.
+    """A teacher's log-probs of given tokens: float32 [n - 1] for a sequence of n token ids, the first excluded.
 
     It is called once for each rollout, with sequences of at least two tokens.
     """
@@ -251,11 +251,11 @@ class Transform(Protocol):
 
 
 def is_function_protocol(hint: object) -> bool:
-    """Whether an annotation is one of the functions above."""
+    """Return whether an annotation is one of the functions above."""
     return getattr(hint, "_is_protocol", False) and "__call__" in vars(hint)
 
 
 def argument_names(protocol: type) -> tuple[str, ...]:
-    """The positional arguments that a function must take to fit: `("problem", "completion")` for `Reward`."""
+    """Return the positional arguments that a function must take: `("problem", "completion")` for `Reward`."""
     code = vars(protocol)["__call__"].__code__
     return code.co_varnames[1 : code.co_argcount]

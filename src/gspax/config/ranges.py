@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Range:
-    """Which values are accepted, and how an error message describes them ("wanted at least 1, got 0")."""
+    """The accepted values, and their description in an error message ("wanted at least 1, got 0")."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -46,6 +46,6 @@ Share = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
 Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 Between0And1 = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
 AtLeast2 = Annotated[int, at_least(2), at_most(2**20)]
-# Larger than any model: a size beyond is a typing error, which would run out of memory or take hours to be priced.
+# Larger than any model: a size beyond is a typo, which would run out of memory or take hours to estimate.
 Size = Annotated[int, at_least(1), at_most(2**24)]
 OptionalSize = Annotated[int, at_least(0), at_most(2**24)]
