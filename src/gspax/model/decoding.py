@@ -90,7 +90,7 @@ def prefill(
 
     Args:
       params: inference weights.
-      config: of the model.
+      config: the model's config.
       tokens_PS: int32.
       length_P: int32, tokens of each prompt.
       chunk: the number of prompts that each device runs at a time, to limit activations; 0: all.
@@ -142,7 +142,7 @@ def _prefill(
     kv_cache_dtype: SamplerDtype,
     mesh: jax.sharding.Mesh,
 ) -> tuple[Array, PromptCache, Array]:
-    """`prefill` in one chunk."""
+    """Run `prefill` in one chunk."""
     P, S = tokens_PS.shape
     index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
@@ -173,7 +173,7 @@ def new_cache(
     kv_cache_dtype: SamplerDtype = "auto",
     mesh: jax.sharding.Mesh,
 ) -> Cache:
-    """The cache of these prompts, with `max_tokens` empty positions, or an empty state, for each slot."""
+    """Make the cache of these prompts, with `max_tokens` empty positions, or an empty state, for each slot."""
     rows, kernel = sample_axis(mesh, slots), on_tpu(mesh)
     sizes = segments.segment_sizes(max_tokens, kernel=kernel)
 
@@ -196,17 +196,17 @@ def new_cache(
 
 
 def place_cache(x_XK: Array, mesh: jax.sharding.Mesh, rows: str) -> Array:
-    """An array of a cache on its devices; a latent is on all of those that the heads are sharded over."""
+    """Put an array of a cache on its devices; a latent is on all devices that the heads are sharded over."""
     return constrain(x_XK, mesh, rows, heads_axis(x_XK.shape[1]))
 
 
 def heads_axis(K: int) -> str:
-    """The logical axis of a cache's K heads: one that all query heads share is not sharded."""
+    """Return the logical axis of a cache's K heads: a head that all query heads share is not sharded."""
     return "heads" if K > 1 else "layer"
 
 
 def on_tpu(mesh: jax.sharding.Mesh) -> bool:
-    """Whether the cache is in the layout of the TPU kernel `decode_attention`."""
+    """Return whether the cache is in the layout of the TPU kernel `decode_attention`."""
     return sharding.platform(mesh) == "tpu"
 
 
@@ -253,7 +253,7 @@ def extend(
       params: inference weights.
       tokens_WX: int32; X is at most `BLOCK` or a multiple of it. Only the first `count_W` of a row are read.
       cache: with room for them.
-      slots: where they go. The cache of a slot without new tokens keeps what it holds, and its hidden state is
+      slots: their places. The cache of a slot without new tokens does not change, and its hidden state is
         undefined; so are the experts of all positions that are not read.
     """
     W, X = tokens_WX.shape
@@ -286,9 +286,9 @@ def decode_block(
     mesh: jax.sharding.Mesh,
     decoding: bool = True,
 ) -> tuple[Array, Cache, Array]:
-    """`extend` by at most `BLOCK` tokens, with the final hidden states of all of them `[W, M, D]`.
+    """Run and cache at most `BLOCK` tokens as `extend` does; return all their final hidden states `[W, M, D]`.
 
-    A slot that keeps only its first tokens can go on after them: later keys and values are replaced before they are
+    A slot that accepts only its first tokens can go on after them: later keys and values are replaced before they are
     read. The state of a recurrence cannot.
     """
     index_1M = jnp.arange(tokens_WM.shape[1])[None]
@@ -300,7 +300,7 @@ def decode_block(
 
 
 def logits(params: Params, hidden_BD: Array) -> Array:
-    """Float32 logits `[B, V]` of final hidden states."""
+    """Compute the float32 logits `[B, V]` of final hidden states."""
     weight = params.get("head", params["embedding"])
     if not is_quantized(weight):
         return transformer.logits(params, hidden_BD)
@@ -311,7 +311,7 @@ def logits(params: Params, hidden_BD: Array) -> Array:
 def _run_layers(
     params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInputs, cache: tuple[PyTree, ...]
 ) -> tuple[Array, tuple[PyTree, ...], Array]:
-    """Final hidden states `[B, T, D]`, the layers' new caches, and the experts `[B, T, L, A]`."""
+    """Return final hidden states `[B, T, D]`, the layers' new caches, and the experts `[B, T, L, A]`."""
     x_BTD = transformer.scale_embeddings(look_up(params["embedding"], tokens_BT, config.dtype), config)
     x_BTD = constrain_tokens(x_BTD, shared.mesh)
     experts, updated = [jnp.zeros((*tokens_BT.shape, 0, config.num_experts_per_tok), jnp.int32)], []
@@ -331,7 +331,7 @@ def _run_layers(
 def _attend_over_cache(
     local: Callable[..., tuple[Array, LayerCache]], slots: Slots, config: ModelConfig, mesh: jax.sharding.Mesh
 ) -> Attend:
-    """Attention of the slots' M new tokens to their prompts, their completions so far, and one another.
+    """Make the attention of the slots' M new tokens to their prompts, completions so far, and one another.
 
     `local` is `_attend_to_token` or `_attend_to_block`, for the slots and heads of one device.
     """
@@ -358,9 +358,9 @@ def _attend_over_cache(
 
 
 def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -> Advance:
-    """Recurrences over the slots' new tokens, from their own states; at position 0 from their prompts'.
+    """Make the recurrences over the slots' new tokens, from the slots' states; at position 0 the prompts'.
 
-    A state whose slot has no new token is kept bit for bit: unlike a key, a wrong one would never be replaced.
+    The state of a slot without a new token is unchanged bit for bit: unlike a key, a wrong state is never replaced.
     """
     rows = sample_axis(mesh, len(slots.count_W))
 
@@ -378,7 +378,7 @@ def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -
 
 
 def _states_before(cache: LayerCache, slots: Slots) -> PyTree:
-    """The states that the slots' new tokens continue; a slot that begins gets its prompt's, in place."""
+    """Return the states that the slots' new tokens continue; a slot that begins gets its prompt's, in place."""
     prompts = len(jax.tree.leaves(cache.prompt)[0])
     prompt_W, begins_W = _prompt_numbers(slots, prompts), (slots.first == 0) & (slots.count_W > 0)
     order_W = jnp.argsort(~begins_W)
@@ -401,7 +401,7 @@ def _attend_to_token(
     window: int,
     kernel: bool,
 ) -> tuple[Array, LayerCache]:
-    """The context of each slot's new token, and the cache with that token's key and value."""
+    """Return the context of each slot's new token, and the cache with that token's key and value."""
     q_WNH, k_WKH, v_WKH = jax.tree.map(lambda x: x[:, :, 0], (q_WN1H, k_WK1H, v_WK1H))
     q_WNH, k_WKH = jax.lax.optimization_barrier((q_WNH, k_WKH))  # rotated once, not by every reader's fusion
     completion = segments.write(cache.completion, k_WKH, v_WKH, slots.first, kernel=kernel)
@@ -420,7 +420,7 @@ def _attend_to_token(
 
 
 def _beside_sinks(attended: tuple[Array, Array], sinks_N: Array | None) -> Array:
-    """The context of a result of `decode_attention`, with the heads' sinks in its softmax if there are any."""
+    """Return the context of a `decode_attention` result, with the heads' sinks, if any, in its softmax."""
     context_WNH, logsumexp_WN = attended
     if sinks_N is None:
         return context_WNH
@@ -428,7 +428,7 @@ def _beside_sinks(attended: tuple[Array, Array], sinks_N: Array | None) -> Array
 
 
 def _prompt_numbers(slots: Slots, prompts: int) -> Array:
-    """The prompt of each slot; without `slots.prompt_W` a prompt's slots are adjacent."""
+    """Return the prompt of each slot; without `slots.prompt_W` a prompt's slots are adjacent."""
     W = len(slots.count_W)
     return jnp.arange(W) // (W // prompts) if slots.prompt_W is None else slots.prompt_W
 
@@ -436,7 +436,7 @@ def _prompt_numbers(slots: Slots, prompts: int) -> Array:
 def _attend_to_prompts(
     q_WNH: Array, prompt: Segments, oldest_W: Array, slots: Slots, prompt_W: Array | None, *, kernel: bool
 ) -> tuple[Array, Array]:
-    """Attention of the active slots to their prompts.
+    """Attend from the active slots to their prompts.
 
     Without `prompt_W` each prompt is read once for all its slots, which are adjacent and see the same positions of it,
     or for as many of them as the kernel can hold the queries of.
@@ -467,10 +467,10 @@ def _attend_to_block(
     window: int,
     kernel: bool,
 ) -> tuple[Array, LayerCache]:
-    """The context of each slot's new tokens, and the cache with their keys and values.
+    """Return the context of each slot's new tokens, and the cache with their keys and values.
 
     A token attends to its prompt, to the slot's cached completion, and to the block up to itself; the three parts make
-    one softmax. With a window the tokens attend one after the other: each of them sees other positions. So they do to
+    one softmax. With a window the tokens attend one after the other: each of them sees other positions. They also do to
     latents in the kernel, which would not hold all their heads at once.
     """
     W, N, M, H = q_WNMH.shape
@@ -491,7 +491,7 @@ def _attend_to_block(
 
 
 def _attend_within_block(q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, count_W: Array) -> tuple[Array, Array]:
-    """Causal attention within the block, as the result of `decode_attention` for N·M query heads."""
+    """Attend causally within the block; return the result of `decode_attention` for N·M query heads."""
     (W, N, M, H), K = q_WNMH.shape, k_WKMH.shape[1]
     q_WKRMH = q_WNMH.reshape(W, K, N // K, M, H)
     score = jnp.einsum("wkrmh,wksh->wkrms", q_WKRMH, k_WKMH, preferred_element_type=jnp.float32) * H**-0.5
@@ -515,7 +515,7 @@ def _attend_one_by_one(
     window: int,
     kernel: bool,
 ) -> tuple[Array, LayerCache]:
-    """`_attend_to_block` in a layer with a window: each token as in a decoding pass of its own."""
+    """Run `_attend_to_block` in a layer with a window: each token as in a decoding pass of its own."""
 
     def step(m: Array, carry: tuple[Array, LayerCache]) -> tuple[Array, LayerCache]:
         context_WNMH, cache = carry

@@ -34,7 +34,7 @@ RATES = 0.01, 16.0  # of decay, at the start: uniform between these, as in trans
 
 
 class DeltaState(NamedTuple):
-    """The state of a row, where attention keeps keys and values: of the same size whatever the number of its tokens.
+    """The state of a row, in place of keys and values: its size does not depend on the number of tokens.
 
     The axis of heads is the second one, as in a cache of keys and values.
     """
@@ -49,8 +49,8 @@ class GatedDeltaNet(nnx.Module):
     """The mixer of Qwen3-Next and Qwen3.5 (`Qwen3_5GatedDeltaNet` in transformers).
 
     Args:
-      kind: its sizes.
-      config: of the model.
+      kind: the sizes of the mixer.
+      config: the model's config.
     """
 
     def __init__(self, kind: GatedDelta, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -77,13 +77,13 @@ class GatedDeltaNet(nnx.Module):
         return shared.advance(partial(self.run, x_BTD), cache)
 
     def run(self, x_BTD: Array, segment_BT: Array, state: DeltaState | None = None) -> tuple[Array, DeltaState]:
-        """The outputs, and the state after the last token of each row.
+        """Compute the outputs, and the state after the last token of each row.
 
         Args:
           x_BTD: inputs.
           segment_BT: int32; segments do not see one another, 0 is padding, after a row's tokens.
-          state: before the row, which its first segment continues; None: empty. The states of rows without tokens are
-            returned bit for bit.
+          state: the state before the row, which its first segment continues; None: empty. A row without tokens has its
+            state returned bit for bit.
         """
         q_BTKH, query = self._convolve(x_BTD, self.query, self.query_taps, segment_BT, state and state.query_XKJH)
         k_BTKH, key = self._convolve(x_BTD, self.key, self.key_taps, segment_BT, state and state.key_XKJH)
@@ -111,7 +111,7 @@ class GatedDeltaNet(nnx.Module):
         segment_BT: Array,
         before_BKJ: Array | None,
     ) -> tuple[Array, Array]:
-        """The convolution of a projection [B, T, K, ...], and its last inputs [B, K, J, ...]."""
+        """Convolve a projection [B, T, K, ...]; return the result and the last inputs [B, K, J, ...]."""
         equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
         projected = contract(equation, x_BTD, weight.get_value())
         before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)

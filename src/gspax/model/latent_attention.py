@@ -2,11 +2,11 @@
 
 Keys and values of all heads are projections of a normalized latent; each key has some rotated dimensions besides, one
 vector for all heads. Whole rows (the learner's, and prompts) project them and attend as other layers do. The cache has
-the latent and the rotated key alone. There the projections of keys and values are absorbed: that of keys into the
-queries, that of values into the output, so that all query heads attend to one head, whose values are its keys.
+the latent and the rotated key alone. There the projections of keys and values are absorbed: of keys into the
+queries, of values into the output, so that all query heads attend to one head, whose values are its keys.
 
-Axes: B rows, T tokens, D model, N heads, C latent (its rank), R rotated dimensions, H those of a query or key that are
-not rotated, U value, Z = C + R what is cached of a token.
+Axes: B rows, T tokens, D model, N heads, C latent (its rank), R rotated dimensions, H dimensions of a query or key
+that are not rotated, U value, Z = C + R numbers in the cache of a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gspax.model.kernels.quantization import Weight, contract, unpack
 from gspax.model.layers import Heads, LayerInputs, RMSNorm, init_weight, mscale, rotate
 from gspax.types import Array, PyTree
 
-EPS = 1e-6  # of the norms of latents, whatever that of the other norms is (`DeepseekV3Attention` in transformers)
+EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` is (`DeepseekV3Attention` in transformers)
 
 
 class LatentMixer(nnx.Module):
@@ -40,7 +40,7 @@ class LatentMixer(nnx.Module):
         self.kind = kind
 
     def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
-        """The layer's output and its cache. With a cache of slots the attention is absorbed."""
+        """Return the layer's output and its cache. With a cache of slots the attention is absorbed."""
         rope, angles = self.kind.rope, shared.angles[self.kind.rope]
         q_BTNH, q_BTNR = self._queries(x_BTD)
         q_BTNR = rotate(q_BTNR, angles, interleaved=rope.interleaved)
@@ -63,16 +63,16 @@ class LatentMixer(nnx.Module):
         return contract("btnu,nud->btd", context_BTNU, self.out.get_value()), cache
 
     def _queries(self, x_BTD: Array) -> tuple[Array, Array]:
-        """The dimensions of the queries that are not rotated, and those that will be."""
+        """Return the dimensions of the queries that are not rotated, and the dimensions that will be."""
         if self.query_latent is not None and self.query_norm is not None:
             x_BTD = self.query_norm(contract("btd,dc->btc", x_BTD, self.query_latent.get_value()))
         q_BTN = contract("btd,dnh->btnh", x_BTD, self.query.get_value())
         return q_BTN[..., : self.kind.nope_dim], q_BTN[..., self.kind.nope_dim :]
 
     def _scaled(self, first: Array, rotated: Array) -> Array:
-        """Queries for `attend`, which divides scores by the root of their width, with the scale of the model's scores.
+        """Scale queries for `attend`, which divides scores by the root of their width, to the model's scale of scores.
 
-        That is the root of the width of the keys, absorbed or not, and with YaRN the square of its scale.
+        The model divides by the root of the keys' width, absorbed or not, and with YaRN multiplies by scale squared.
         """
         kind, scaling = self.kind, self.kind.rope.scaling
         queries = jnp.concatenate([first, rotated], axis=-1)
@@ -83,7 +83,7 @@ class LatentMixer(nnx.Module):
 
 
 def absorb(q_BTNH: Array, key_CNH: Weight) -> Array:
-    """The queries of latents [B, T, N, C] whose products with these are those of queries and keys."""
+    """Compute queries of latents [B, T, N, C], whose products with latents equal those of queries and keys."""
     values_CNH, scale_NH = unpack(key_CNH, q_BTNH.dtype)
     if scale_NH is not None:
         q_BTNH = (q_BTNH * scale_NH[None, None]).astype(q_BTNH.dtype)

@@ -69,28 +69,28 @@ class LayerInputs(NamedTuple):
 
 
 def advance_rows(segment_BT: Array) -> Advance:
-    """Whole rows from an empty state; the cache is the state after each row."""
+    """Return an `Advance` for whole rows from an empty state; the cache is the state after each row."""
     return lambda run, _: run(segment_BT, None)
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:
-    """A normal float32 parameter; the keywords are its logical axes (`parallel.sharding.RULES`) and their sizes."""
+    """Make a normal float32 parameter; the keywords are its logical axes (`parallel.sharding.RULES`) and sizes."""
     value = scale * jax.random.normal(rngs.params(), tuple(axes.values()))
     return nnx.Param(value, axes=tuple(axes))
 
 
 def init_bias(enabled: bool, **axes: int) -> nnx.Param[Array] | None:
-    """A zero float32 parameter with named axes, or None if the model has no such bias."""
+    """Make a zero float32 parameter with named axes, or None if the model has no such bias."""
     return nnx.Param(jnp.zeros(tuple(axes.values())), axes=tuple(axes)) if enabled else None
 
 
 def add_bias(x_BT: Array, bias: nnx.Param[Array] | None) -> Array:
-    """`x [B, T, ...]` plus a bias `[...]`, in x's dtype."""
+    """Add a bias `[...]` to `x [B, T, ...]`, in x's dtype."""
     return x_BT if bias is None else x_BT + bias[None, None].astype(x_BT.dtype)
 
 
 def expand_dims_like(vector: Array, like: Array) -> Array:
-    """`vector` with leading axes of size one up to the rank of `like`, since rank promotion is an error here."""
+    """Add leading axes of size one to `vector`, up to the rank of `like`: rank promotion is an error here."""
     return vector.reshape((1,) * (like.ndim - 1) + (-1,))
 
 
@@ -110,7 +110,7 @@ class RMSNorm(nnx.Module):
 
 @partial(jax.checkpoint, static_argnums=(2, 3), prevent_cse=False)
 def rms_norm(x: Array, scale: Array, eps: float, plus_one: bool) -> Array:
-    """The function of `RMSNorm`."""
+    """Compute x / rms(x) * scale over the last axis in float32 (`RMSNorm`); return it in x's dtype."""
     x32 = x.astype(jnp.float32)
     scale = 1 + scale.astype(jnp.float32) if plus_one else scale
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -141,10 +141,10 @@ def _gated(gate: Array, up: Array, activation: str) -> Array:
 
 
 def rotary_frequencies(rope: Rope, longest: int = 0) -> tuple[np.ndarray, float]:
-    """Radians per position for each pair of rotated dimensions, float32 `[R/2]`, and the factor on cos and sin.
+    """Return radians per position for each pair of rotated dimensions, float32 `[R/2]`, and the factor on cos and sin.
 
     RoPE (arXiv 2104.09864), with YaRN (arXiv 2309.00071, section 3.4) or another scaling. `longest` is the length of
-    the run's longest sequences, by which a `LongRope` chooses.
+    the run's longest sequences, from which a `LongRope` chooses its factors.
     """
     R, base, scaling = rope.dim, rope.theta, rope.scaling
     if isinstance(scaling, AlphaRope):
@@ -164,7 +164,7 @@ def rotary_frequencies(rope: Rope, longest: int = 0) -> tuple[np.ndarray, float]
 
 
 def _long_attention_factor(scaling: LongRope) -> float:
-    """LongRoPE's factor on queries and keys, whichever factors the frequencies have."""
+    """Return LongRoPE's factor on queries and keys, whichever factors the frequencies have."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     original = scaling.original_max_position_embeddings
@@ -173,17 +173,17 @@ def _long_attention_factor(scaling: LongRope) -> float:
 
 
 def _llama3_share(frequency: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
-    """The share of its frequency that each pair keeps."""
+    """Compute the factor on the frequency of each pair."""
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
     kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
     return kept + (1 - kept) / scaling.factor
 
 
 def _yarn_share(R: int, base: float, yarn: Yarn) -> np.ndarray:
-    """The share of its frequency that each pair of R dimensions keeps."""
+    """Compute the factor on the frequency of each pair of R dimensions."""
 
     def pair(turns: float) -> float:
-        """The (fractional) index of the pair that makes this number of turns over the original context."""
+        """Return the (fractional) index of the pair that makes this number of turns over the original context."""
         return R * math.log(yarn.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(base))
 
     first, last = pair(yarn.beta_fast), pair(yarn.beta_slow)
@@ -195,7 +195,7 @@ def _yarn_share(R: int, base: float, yarn: Yarn) -> np.ndarray:
 
 
 def attention_factor(yarn: Yarn) -> float:
-    """YaRN's factor on queries and keys (0.1 ln factor + 1 in the paper)."""
+    """Return YaRN's factor on queries and keys (0.1 ln factor + 1 in the paper)."""
     if yarn.attention_factor is not None:
         return yarn.attention_factor
     if yarn.mscale and yarn.mscale_all_dim:
@@ -204,12 +204,12 @@ def attention_factor(yarn: Yarn) -> float:
 
 
 def mscale(yarn: Yarn, strength: float) -> float:
-    """YaRN's scale of queries and of keys, with a strength (`mscale`, `mscale_all_dim`) that is 1 in the paper."""
+    """Compute YaRN's scale of queries and of keys, with a strength (`mscale`, `mscale_all_dim`), 1 in the paper."""
     return 0.1 * strength * math.log(yarn.factor) + 1
 
 
 def rotary_angles(position_BT: Array, config: ModelConfig) -> Angles:
-    """The angles of rotary positions in each of the model's embeddings."""
+    """Compute the angles of rotary positions in each of the model's embeddings."""
     mixers = (layer.mixer for layer in layers_of(config))
     ropes = dict.fromkeys(rope for mixer in mixers for rope in mixer.ropes())
     return {rope: _angles(position_BT, rope, config.max_position_embeddings) for rope in ropes}
@@ -279,7 +279,7 @@ class Attention(nnx.Module):
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
 
     def _place(self, x_BTNH: Array, norm: RMSNorm | None, angles: tuple[Array, Array]) -> Array:
-        """Queries or keys, normalized and rotated to their positions."""
+        """Normalize queries or keys and rotate them to their positions."""
         if norm is not None and not self.kind.norm_after_rope:
             x_BTNH = self._normalize(norm, x_BTNH)
         x_BTNH = rotate(x_BTNH, angles, interleaved=self.kind.rope.interleaved)
@@ -297,7 +297,7 @@ def attend_within_segments(
     windows: tuple[int, ...] = (),
     prefix_BT: Array | None = None,
 ) -> Attend:
-    """Causal attention of each token to its own segment (padding is segment 0), and to all of segment `prefix_BT`.
+    """Make the causal attention of tokens to their own segments (0 is padding), and to all of segment `prefix_BT`.
 
     The cache is returned unchanged.
     """

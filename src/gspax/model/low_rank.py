@@ -24,7 +24,7 @@ class LowRank:
     scale: float = field(metadata={"static": True})
 
     def dense(self) -> Array:
-        """The weight that this stands for."""
+        """Compute the weight that this object replaces."""
         stacked = self.a.ndim + self.b.ndim - 2 - self.base.ndim
         rank, shape = self.a.shape[-1], self.base.shape[:stacked]
         product = self.a.reshape(*shape, -1, rank) @ self.b.reshape(*shape, rank, -1)
@@ -32,12 +32,12 @@ class LowRank:
 
 
 def dense(params: Params) -> Params:
-    """The tree with every `LowRank` replaced by the weight that it stands for."""
+    """Replace every `LowRank` in the tree by its weight."""
     return jax.tree.map(lambda leaf: leaf.dense() if is_low_rank(leaf) else leaf, params, is_leaf=is_low_rank)
 
 
 def partition(params: Params) -> tuple[Params, Params]:
-    """(trained, frozen): two trees like `params`, each with None where the other has an array.
+    """Split into (trained, frozen): two trees like `params`, each with None where the other has an array.
 
     If the tree has a `LowRank`, only the factors a and b are trained; otherwise every leaf is.
     """
@@ -54,10 +54,10 @@ def partition(params: Params) -> tuple[Params, Params]:
 
 
 def combine(trained: Params, frozen: Params) -> Params:
-    """The inverse of `partition`."""
+    """Join the two trees of `partition`."""
     return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=lambda leaf: leaf is None)
 
 
 def is_low_rank(leaf: object) -> bool:
-    """Whether a node of the tree is a `LowRank`."""
+    """Return whether a node of the tree is a `LowRank`."""
     return isinstance(leaf, LowRank)

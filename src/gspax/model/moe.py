@@ -41,23 +41,23 @@ class Routing(NamedTuple):
 
 
 def log_scores(logits: Array, router: Router) -> Array:
-    """The logarithm of each expert's score: a softmax over all experts `[..., E]`, or a sigmoid of each logit."""
+    """Compute the log of each expert's score: a softmax over all experts `[..., E]`, or a sigmoid of each logit."""
     return jax.nn.log_sigmoid(logits) if router.scoring == "sigmoid" else jax.nn.log_softmax(logits, axis=-1)
 
 
 def softmax_logits(logits: Array, router: Router) -> Array:
-    """Logits whose softmax over the experts `[..., E]` is the router's scores over their sum."""
+    """Return logits whose softmax over the experts `[..., E]` is the router's scores over their sum."""
     return jax.nn.log_sigmoid(logits) if router.scoring == "sigmoid" else logits
 
 
 def choose_experts(log_score: Array, bias_E: Array | None, router: Router, active: int) -> Array:
-    """The ids of the best experts of each token, best first, int32 `[..., A]`; without a gradient.
+    """Choose the best experts of each token: ids, best first, int32 `[..., A]`; without a gradient.
 
     Args:
-      log_score: float32 `[..., E]`, of `log_scores`.
+      log_score: float32 `[..., E]`, from `log_scores`.
       bias_E: the correction bias, float32, or None.
-      router: of the model.
-      active: A, how many to choose.
+      router: the model's router.
+      active: A, the number of experts to choose.
     """
     choice = jax.lax.stop_gradient(log_score)
     if bias_E is not None or router.groups > 1:
@@ -74,7 +74,7 @@ def choose_experts(log_score: Array, bias_E: Array | None, router: Router, activ
 
 
 def scores_of(log_score: Array, expert: Array) -> Array:
-    """The log-scores of these experts, float32 `[..., A]`; 0 where the id is that of no expert (`num_experts`)."""
+    """Return the log-scores of these experts, float32 `[..., A]`; 0 for the id `num_experts`, which is no expert's."""
     return jnp.take_along_axis(log_score, expert.astype(jnp.int32), axis=-1, mode="fill", fill_value=0.0)
 
 
@@ -98,10 +98,10 @@ class SparseMlp(nnx.Module):
         self.kind = kind
 
     def __call__(self, x_BTD: Array, shared: LayerInputs, forced_BTA: Array | None) -> tuple[Array, Routing]:
-        """The layer's output and its routing.
+        """Return the layer's output and its routing.
 
         `forced_BTA` replaces the choice (Routing Replay): the gates are then the router's current scores of those
-        experts, in the given order. Where it names none, with the id `num_experts`, the router chooses itself: the
+        experts, in the same order. Where it names none, with the id `num_experts`, the router chooses itself: the
         sampler does not know the experts of a response's last token.
         """
         with jax.named_scope("router"):
@@ -122,7 +122,7 @@ class SparseMlp(nnx.Module):
             return y_BTD + scale_BT1 * self.shared(x_BTD, shared.mesh), routing
 
     def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Routing]:
-        """Gates of the chosen experts, float32 `[B, T, A]`, and the routing."""
+        """Return the gates of the chosen experts, float32 `[B, T, A]`, and the routing."""
         E, A, router = self.kind.count, self.kind.active, self.kind.router
         logits_BTE = jnp.einsum(
             "btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
@@ -141,13 +141,13 @@ class SparseMlp(nnx.Module):
 
 
 def _weigh_biases(expert_BTA: Array, gate_BTA: Array, bias_ED: Array) -> Array:
-    """The sum of the chosen experts' biases, times their gates, `[B, T, D]`; of padding, zero."""
+    """Sum the chosen experts' biases, times their gates, `[B, T, D]`; zero for padding."""
     gate_BTE = (jax.nn.one_hot(expert_BTA, len(bias_ED)) * gate_BTA[..., None]).sum(axis=-2)
     return contract("bte,ed->btd", gate_BTE.astype(bias_ED.dtype), bias_ED)
 
 
 def exchanges_rows(mesh: jax.sharding.Mesh) -> bool:
-    """Whether experts are sharded over devices, so that these exchange rows."""
+    """Return whether experts are sharded over devices, so that devices exchange rows."""
     return mesh.shape[mesh_axes("expert")[0]] > 1
 
 
@@ -159,9 +159,9 @@ def _run_experts(
     experts: Experts,
     decoding: bool = False,
 ) -> tuple[Array, Array]:
-    """Each device's tokens through their experts, whose matrices are gathered over `fsdp` for this layer only.
+    """Run each device's tokens through their experts, whose matrices are gathered over `fsdp` for this layer only.
 
-    The result, and whether the exchange of rows fell back to the ring.
+    Return the result, and whether the exchange of rows fell back to the ring.
     """
     if mesh.size == 1:
         return _run_rows(expert_ffn, x_BTD, expert_BTA, gate_BTA, experts)
@@ -190,19 +190,19 @@ def _run_experts(
 
 
 def _leaf_axes(weight: Weight, axes: tuple[str, ...]) -> PyTree:
-    """The logical axes of the arrays of a weight [E, I, O]: a scale has no axis I."""
+    """Return the logical axes of the arrays of a weight [E, I, O]: a scale has no axis I."""
     return Quantized._make((axes, (axes[0], axes[2]))) if is_quantized(weight) else axes
 
 
 def _gather_embed(x: Array, axes: tuple[str, ...]) -> Array:
-    """The whole model dimension of an array with these logical axes, if it has one."""
+    """Gather the whole model dimension of an array with these logical axes, if it has one."""
     if "expert_embed" not in axes:
         return x
     return jax.lax.all_gather(x, mesh_axes("expert_embed"), axis=axes.index("expert_embed"), tiled=True)
 
 
 def _run_rows(ffn: Ffn, x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts) -> tuple[Array, Array]:
-    """`ffn` of the tokens as rows [N, ...], N = B·T, and whether it fell back to the ring."""
+    """Run `ffn` on the tokens as rows [N, ...], N = B·T; return the result, and whether it fell back to the ring."""
     x_ND, expert_NA, gate_NA = (x.reshape(-1, x.shape[-1]) for x in (x_BTD, expert_BTA, gate_BTA))
     result = ffn(x_ND, expert_NA, gate_NA, experts)
     y_ND, fell_back = result if isinstance(result, tuple) else (result, jnp.int32(0))

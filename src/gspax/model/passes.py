@@ -24,7 +24,7 @@ class Passes:
 
     @property
     def old_logp(self) -> Literal["pass", "update", "sampler"]:
-        """Where `old_logp_BT` comes from: a pass, each update from the tokens' ages, or the rollout."""
+        """The source of `old_logp_BT`: a pass, each update (from the tokens' ages), or the rollout's sampler."""
         if "sampler" in (self.experiment.old_logp, traits_of(self.experiment.loss).old_logp):
             return "sampler"
         return "update" if self.experiment.old_logp == "interpolated" else "pass"
@@ -33,7 +33,7 @@ class Passes:
     def scored(self) -> range:
         """The minibatches that the policy's pass reads.
 
-        The first one's update computes its own old log-probs, unless something reads them, or what comes with them,
+        The first one's update computes its own old log-probs, unless something reads them, or an output of that pass,
         before it: a KL in the reward, the experts, a selection of tokens, an advantage, or a calibrated clip range,
         which needs to know how differently the two passes round.
         """
@@ -51,31 +51,31 @@ class Passes:
 
     @property
     def samples_experts(self) -> bool:
-        """Whether the sampler records `expert_BLTA`."""
+        """True if the sampler records `expert_BLTA`."""
         return self.experiment.routing_replay == "sampler"
 
     @property
     def reads_experts(self) -> bool:
-        """Whether updates read `expert_BLTA`, the sampler's or those that the policy's pass finds."""
+        """True if updates read `expert_BLTA`, from the sampler or from the policy's pass."""
         e = self.experiment
         return e.routing_replay != "off" or bool(e.regularizers.load_balance) or e.router_shift is not None
 
     @property
     def keeps_experts(self) -> bool:
-        """Whether the policy's pass fills `expert_BLTA`."""
+        """True if the policy's pass fills `expert_BLTA`."""
         return self.reads_experts and not self.samples_experts
 
     @property
     def keeps_router_logp(self) -> bool:
-        """Whether the policy's pass fills `router_logp_BLTA`."""
+        """True if the policy's pass fills `router_logp_BLTA`."""
         return self.experiment.router_shift is not None
 
     @property
     def keeps_score_norms(self) -> bool:
-        """Whether the policy's pass computes the norms of the scores, which the advantage takes."""
+        """True if the policy's pass computes the norms of the scores, which the advantage takes."""
         return takes_score_norms(self.experiment.advantage)
 
     @property
     def reference(self) -> bool:
-        """Whether the reference reads all minibatches, for `ref_logp_BT`."""
+        """True if the reference reads all minibatches, for `ref_logp_BT`."""
         return self.experiment.reference is not None

@@ -1,4 +1,4 @@
-"""Sizes that follow from an experiment's numbers: parameters, FLOPs, bytes on a device, and what these decide.
+"""Sizes that follow from an experiment's numbers: parameters, FLOPs, bytes on a device, and decisions by them.
 
 They decide the sampler's layout, its slots, and the chunks of a prefill and of logits. Parameters, gradients, optimizer
 state, the cache and the rollout are exact up to norms and biases, which are replicated. Activations are estimated only
@@ -60,30 +60,30 @@ AxisSizes = dict[str, int]
 
 
 def parameter_count(config: ModelConfig, experts: int | None = None) -> int:
-    """Numbers in the model's parameters, embedding and head included. `experts` replaces the number of experts."""
+    """Count the numbers in the model's parameters, embedding and head included. `experts` replaces their number."""
     D = config.hidden_size
     head = 0 if config.tie_word_embeddings else config.vocab_size * D
     return config.vocab_size * D + head + D + sum(layer.parameters(D, experts) for layer in layers_of(config))
 
 
 def active_parameter_count(config: ModelConfig) -> int:
-    """Parameters used by one token: only its experts; embedding and head in full, as in the published "A3B"."""
+    """Count the parameters used by one token: only its experts; embedding and head in full, as in "A3B"."""
     return parameter_count(config, config.num_experts_per_tok)
 
 
 def lookup_count(config: ModelConfig) -> int:
-    """Numbers in an embedding that is not the head too: a token reads one row of it."""
+    """Count the numbers in an embedding that is not the head too: a token reads one row of it."""
     return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
 
 
 def forward_flops(config: ModelConfig, length: float) -> float:
-    """FLOPs of one token's forward pass in a row of `length` tokens: matrix products, and attention to half the row."""
+    """Count one token's FLOPs in a forward pass of `length` tokens: products, and attention to half the row."""
     mixing = sum(layer.mixer.flops(length) for layer in layers_of(config))
     return 2 * (active_parameter_count(config) - lookup_count(config)) + mixing
 
 
 def trained_count(config: ModelConfig, lora: Lora | None) -> int:
-    """Numbers that have a gradient: the adapters, if there are any, else all parameters."""
+    """Count the numbers that have a gradient: the adapters, if there are any, else all parameters."""
     if lora is None:
         return parameter_count(config)
     chosen = adapted_weights(lora)
@@ -100,7 +100,7 @@ def trained_count(config: ModelConfig, lora: Lora | None) -> int:
 
 
 def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
-    """The arrays of an update by name, without activations."""
+    """Return a device's bytes of the arrays of an update by name, without activations."""
     config, lora, sampling = experiment.model, experiment.lora, experiment.sampling
     trained = _sharded(trained_count(config, lora), mesh)
     shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
@@ -117,7 +117,7 @@ def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
 
 
 def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -> dict[str, int]:
-    """The arrays of a rollout by name. The layout of the sampler is chosen by their sum, so a prefill is estimated.
+    """Return a device's bytes of a rollout's arrays by name. Their sum chooses the layout, so a prefill is estimated.
 
     Args:
       learner: axis sizes of the learner's mesh, whose devices hold its state; unused if the sampler is disaggregated.
@@ -159,7 +159,7 @@ def resident_bytes(
     reference: bool,
     teacher: Teacher | None,
 ) -> dict[str, int]:
-    """The arrays that the learner's devices hold throughout a run, by name."""
+    """Return a device's bytes of the arrays that the learner's devices hold throughout a run, by name."""
     parts = {f"parameters, {config.param_dtype}": size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)}
     if not optimizer.offload:
         parts["optimizer state"] = optimizer_bytes(optimizer, config, lora, mesh)
@@ -178,7 +178,7 @@ def resident_bytes(
 
 
 def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora | None) -> int:
-    """The trained parameters of a teacher that is an earlier policy, in all; a moving average is in float32."""
+    """Count the bytes of the trained parameters of a teacher that is an earlier policy; averages are in float32."""
     if (own := earlier_policy(teacher)) is None:
         return 0
     dtype = trained_dtype(config, lora) if own.refresh_share == 1 else "float32"
@@ -186,7 +186,7 @@ def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora 
 
 
 def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> dict[str, int]:
-    """The arrays of a teacher that updates read: logps of the sampled tokens, or last hidden states and the head."""
+    """Return the bytes of the teacher's arrays that updates read: log-probs, or last hidden states and the head."""
     if teacher is None:
         return {}
     rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
@@ -202,7 +202,7 @@ def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampl
 
 
 def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: AxisSizes) -> int:
-    """A device's share of the optimizer state and of a float32 master copy.
+    """Compute a device's share of the optimizer state and of a float32 master copy, in bytes.
 
     AdamW has two moments; the state of any other transform is traced for the whole model.
     """
@@ -219,7 +219,7 @@ def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None
 
 
 def inference_weights_bytes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> int:
-    """A device's share of the inference weights: only experts are sharded over the axis expert."""
+    """Compute a device's share of the inference weights, in bytes: only experts are sharded over the axis expert."""
     experts = parameter_count(config) - parameter_count(config, experts=0)
     table = lookup_count(config)  # never in 8 bits
     others = parameter_count(config, experts=0) - table
@@ -228,10 +228,10 @@ def inference_weights_bytes(config: ModelConfig, sampling: Sampling, mesh: AxisS
 
 
 def _rollout_bytes(config: ModelConfig, sampling: Sampling, passes: Passes, mesh: AxisSizes) -> dict[str, int]:
-    """Tokens, segments, three kinds of log-probs (4 bytes each), a mask, and what updates read of a token's routing.
+    """Return the bytes of tokens, segments, three kinds of log-probs (4 bytes each), a mask, and the routing.
 
-    That is its experts' ids in all layers, and their log-probs for a shift. For mask replay there are the ids that a
-    token was chosen from, and whether they are all.
+    The routing is what updates read: experts' ids in all layers, and log-probs for a shift. Mask replay has the ids
+    that a token was chosen from, and whether they are all.
     """
     rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
     positions = rows * (sampling.max_prompt_tokens + sampling.max_tokens)
@@ -245,7 +245,7 @@ def _rollout_bytes(config: ModelConfig, sampling: Sampling, passes: Passes, mesh
 
 
 def size_of(dtype: str) -> int:
-    """Bytes of one number."""
+    """Return the bytes of one number."""
     return jnp.dtype(dtype).itemsize
 
 
@@ -254,7 +254,7 @@ def _dtype(dtype: SamplerDtype, config: ModelConfig) -> str:
 
 
 def _sharded(count: int, mesh: AxisSizes) -> int:
-    """One device's share of numbers in matrices."""
+    """Compute one device's share of numbers in matrices."""
     return math.ceil(count / (mesh["fsdp"] * mesh["expert"] * mesh["tensor"]))
 
 
@@ -262,10 +262,10 @@ def _sharded(count: int, mesh: AxisSizes) -> int:
 
 
 def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: int | None = None) -> AxisSizes:
-    """The sampler's axes on devices whose axes have these sizes: those of the experiment, or the fastest that fit.
+    """Choose the sampler's axes on devices with these axes: the experiment's, or the fastest that fit.
 
     Args:
-      sizes: of the learner's mesh, or of a disaggregated sampler's.
+      sizes: the axis sizes of the learner's mesh, or of a disaggregated sampler's.
       memory: bytes of a device; None: unknown, and not compared.
 
     Raises:
@@ -286,7 +286,7 @@ def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: int 
 
 
 def with_carried(sampling: Sampling, sampler: Placement | Engine | None) -> Sampling:
-    """The settings with as many prompts as the sampler holds at once: with partial rollouts, more than a batch's."""
+    """Return the settings with as many prompts as the sampler holds at once, carried ones of partial rollouts too."""
     carried = sampler.partial.carried if sampler is not None and sampler.partial is not None else 0
     return replace(sampling, prompts=sampling.prompts + carried)
 
@@ -307,7 +307,7 @@ class SamplerSizes(NamedTuple):
 
 
 def sampler_sizes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> SamplerSizes:
-    """The sizes of a rollout of `sampling.prompts` on a mesh whose axes have these sizes.
+    """Compute the sizes of a rollout of `sampling.prompts` on a mesh whose axes have these sizes.
 
     A prefill's activations fit in the memory of the completions' cache, which does not exist yet, or in
     `PREFILL_BUDGET`, unless `sampling.prefill_prompts` says how many prompts all devices prefill at once.
@@ -350,7 +350,7 @@ def sampler_sizes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> S
 
 
 def slot_problems(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> Iterator[str]:
-    """One sentence if the slots' caches do not fit their budget."""
+    """Yield one sentence if the slots' caches do not fit their budget."""
     if not sampling.cache_gib:
         return
     sizes = sampler_sizes(config, sampling, mesh)
@@ -368,7 +368,7 @@ def slot_problems(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> I
 
 
 def logit_chunk(config: ModelConfig, mesh: AxisSizes, tokens: int) -> int:
-    """Tokens whose logits one device holds at once, of all the tokens of a pass on it.
+    """Return the number of tokens whose logits one device holds at once, of all tokens of a pass on it.
 
     The logits take as much memory as one layer's backward pass, which is not alive at the same time, or `LOGIT_BUDGET`
     logits if those are more. Each chunk reads the whole head, so more of them are slower.
@@ -380,7 +380,7 @@ def logit_chunk(config: ModelConfig, mesh: AxisSizes, tokens: int) -> int:
 
 
 def _layer_bytes(config: ModelConfig, mesh: AxisSizes) -> int:
-    """An estimate of the bytes per token that the backward pass of the largest layer reads, without attention scores.
+    """Estimate the bytes per token that the backward pass of the largest layer reads, without attention scores.
 
     Heads and widths are sharded over the axis tensor; keys and values are gathered over the axis context.
     """

@@ -40,7 +40,7 @@ from gspax.parallel.sharding import constrain, constrain_tokens
 from gspax.types import Array, Params, PyTree
 
 LayerOutput = tuple[Array, Routing | None]  # the residual stream, and a sparse layer's routing
-FLOAT32 = "correction_bias", "decay_rate", "decay_bias"  # parameters that stay so whatever the dtype of the others
+FLOAT32 = "correction_bias", "decay_rate", "decay_bias"  # float32 parameters, whatever the dtype of the others
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
 
 
@@ -68,7 +68,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
     ) -> tuple[Array, PyTree, Routing | None]:
-        """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
+        """Return the residual stream, the cache, and a sparse layer's `Routing` (else None)."""
         with jax.named_scope(self.part):
             normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
             mixed_BTD, cache = getattr(self, self.part)(normed_BTD, shared, cache, layer)
@@ -83,20 +83,20 @@ class DecoderLayer(nnx.Module):
             return x_BTD + self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm), cache, None
 
     def _normalize_output(self, y_BTD: Array, norm: RMSNorm, out_norm: RMSNorm | None) -> Array:
-        """The term that attention or the MLP adds to the residual stream; `out_norm` is its second norm, if any."""
+        """Return the term that attention or MLP adds to the residual stream; `out_norm` is a second norm, if any."""
         if out_norm is not None:
             return out_norm(y_BTD)
         return norm(y_BTD) if self.norm_after else y_BTD
 
 
 def _mixer_class(name: str) -> Callable[..., nnx.Module]:
-    """The Flax module of a kind of mixer, by its name (`config.Mixer.module`)."""
+    """Import the Flax module of a kind of mixer, by its name (`config.Mixer.module`)."""
     module, _, name = name.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def _norm(config: ModelConfig) -> RMSNorm:
-    """A norm of the residual stream."""
+    """Make a norm of the residual stream."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_plus_one)
 
 
@@ -120,7 +120,7 @@ class Transformer(nnx.Module):
         prefix_BT: Array | None,
         forced_LBTA: Array | None,
     ) -> tuple[Array, Routing]:
-        """As `apply`."""
+        """Return the hidden states after the final norm and the routing; see `apply`."""
         config, table_VD = self.config, _table(self.embedding.get_value(), mesh)
         shared = layer_inputs(config, segment_BT, mesh, prefix_BT)
         x_BTD = constrain_tokens(scale_embeddings(table_VD[tokens_BT].astype(config.dtype), config), mesh)
@@ -136,21 +136,21 @@ class Transformer(nnx.Module):
 
 
 def scale_embeddings(x_BTD: Array, config: ModelConfig) -> Array:
-    """The tokens' embeddings as the first layer gets them."""
+    """Scale the tokens' embeddings for the first layer, if the model does."""
     return x_BTD * jnp.asarray(config.hidden_size**0.5, x_BTD.dtype) if config.scale_embedding else x_BTD
 
 
 def layer_inputs(
     config: ModelConfig, segment_BT: Array, mesh: jax.sharding.Mesh, prefix_BT: Array | None = None
 ) -> LayerInputs:
-    """The layers' inputs for whole rows of segments."""
+    """Return the layers' inputs for whole rows of segments."""
     attend = attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT)
     angles = rotary_angles(positions(segment_BT, prefix_BT), config)
     return LayerInputs(angles, segment_BT > 0, attend, advance_rows(segment_BT), mesh)
 
 
 def _stacks(run: DecoderLayer | nnx.List[DecoderLayer]) -> list[DecoderLayer]:
-    """The stacks of a group, one for each layer of its pattern."""
+    """Return the stacks of a group, one for each layer of its pattern."""
     return [run] if isinstance(run, DecoderLayer) else list(run)
 
 
@@ -164,9 +164,9 @@ def _run_group(
     first: int,
     forced_LBTA: Array | None,
 ) -> LayerOutput:
-    """The residual stream after a group, whose first layer is number `first`, and the routing of its sparse layers.
+    """Run a group, whose first layer is number `first`; return the residual stream and its sparse layers' routing.
 
-    `forced_LBTA` is of these alone.
+    `forced_LBTA` has these sparse layers alone.
     """
     graphs, layers = zip(*map(nnx.split, _stacks(run)), strict=True)
     steps = [_rematerialize(_layer_step(graph, shared), config) for graph in graphs]
@@ -178,7 +178,7 @@ def _run_group(
     forced = None if forced_LBTA is None else forced_LBTA.reshape(group.repeats, sparse, *forced_LBTA.shape[1:])
 
     def repeat(x_BTD: Array, inputs: PyTree) -> LayerOutput:
-        """The layers of the pattern one after the other."""
+        """Run the layers of the pattern one after the other."""
         layers, number, forced_SBTA = inputs
         routings: list[Routing] = []
         for place, (step, layer) in enumerate(zip(steps, layers, strict=True)):
@@ -192,7 +192,7 @@ def _run_group(
 
 
 def _layer_step(graph: nnx.GraphDef[DecoderLayer], shared: LayerInputs) -> Callable[[Array, PyTree], LayerOutput]:
-    """The body of a scan over the layers of one stack."""
+    """Return the body of a scan over the layers of one stack."""
 
     def step(x_BTD: Array, inputs: PyTree) -> LayerOutput:
         layer_params, layer, forced_BTA = inputs
@@ -205,7 +205,7 @@ def _layer_step(graph: nnx.GraphDef[DecoderLayer], shared: LayerInputs) -> Calla
 
 
 def _table(table_VD: Array, mesh: jax.sharding.Mesh) -> Array:
-    """The embeddings to look up tokens in.
+    """Return the embeddings to look up tokens in.
 
     Within a `shard_map` over replicas XLA's partitioner aborts at a look-up in a table that is sharded over the
     vocabulary and over the model dimension (jaxlib 0.10.2), so the model dimension is gathered first.
@@ -216,7 +216,7 @@ def _table(table_VD: Array, mesh: jax.sharding.Mesh) -> Array:
 
 
 def _rematerialize(body: Callable[..., LayerOutput], config: ModelConfig) -> Callable[..., LayerOutput]:
-    """The body of the layer scan, saving for its backward pass what `config.remat` selects."""
+    """Wrap the body of the layer scan so that it saves for its backward pass what `config.remat` selects."""
     if config.remat == "none":
         return body
     saveable = jax.checkpoint_policies
@@ -234,7 +234,7 @@ def _rematerialize(body: Callable[..., LayerOutput], config: ModelConfig) -> Cal
 
 
 def _concatenate_routings(routings: list[Routing], shape: tuple[int, ...], config: ModelConfig) -> Routing:
-    """The routing of all runs of sparse layers, in order; without any, arrays of zero layers."""
+    """Join the routing of all runs of sparse layers, in order; without any, return arrays of zero layers."""
     none = Routing(
         jnp.zeros((0, *shape, config.num_experts_per_tok), jnp.int32),
         jnp.zeros((0, *shape, config.num_experts)),
@@ -244,13 +244,13 @@ def _concatenate_routings(routings: list[Routing], shape: tuple[int, ...], confi
 
 
 def _init_group(config: ModelConfig, group: LayerGroup, rngs: nnx.Rngs) -> DecoderLayer | nnx.List[DecoderLayer]:
-    """The stacks of a group: one, or a list of them for a pattern of several layers."""
+    """Make the stacks of a group: one, or a list of them for a pattern of several layers."""
     stacks = [_init_stacked(config, kind, group.repeats, rngs) for kind in group.pattern]
     return stacks[0] if len(stacks) == 1 else nnx.List(stacks)
 
 
 def _init_stacked(config: ModelConfig, kind: Layer, count: int, rngs: nnx.Rngs) -> DecoderLayer:
-    """`count` layers whose parameters have a leading layer axis."""
+    """Make `count` layers whose parameters have a leading layer axis."""
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap
@@ -262,13 +262,13 @@ def _init_stacked(config: ModelConfig, kind: Layer, count: int, rngs: nnx.Rngs) 
 
 @lru_cache
 def layer_graph(config: ModelConfig, kind: Layer) -> nnx.GraphDef[DecoderLayer]:
-    """The graph definition of one `DecoderLayer`, to merge with its parameters."""
+    """Return the graph definition of one `DecoderLayer`, to merge with its parameters."""
     return nnx.split(nnx.eval_shape(lambda: DecoderLayer(kind, config, rngs=nnx.Rngs(0))))[0]
 
 
 @lru_cache
 def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], PyTree]:
-    """(graph definition, abstract parameters); nothing is computed."""
+    """Return (graph definition, abstract parameters); nothing is computed."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 
@@ -277,13 +277,13 @@ def _module(params: Params, config: ModelConfig) -> Transformer:
 
 
 def init(config: ModelConfig, key: Array) -> Params:
-    """Random parameters in `config.param_dtype`: normal with `initializer_range`, norms one, biases zero."""
+    """Make random parameters in `config.param_dtype`: normal with `initializer_range`, norms one, biases zero."""
     params = nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(key)), nnx.Param))
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.astype(_dtype(path, config.param_dtype)), params)
 
 
 def abstract_params(config: ModelConfig, dtype: str | None = None) -> Params:
-    """`ShapeDtypeStruct`s of what `init` returns, with `dtype` in place of `config.param_dtype`."""
+    """Return the `ShapeDtypeStruct`s of the result of `init`, with `dtype` in place of `config.param_dtype`."""
     params = nnx.to_pure_dict(_abstract(config)[1])
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(path, dtype or config.param_dtype)), params
@@ -291,12 +291,12 @@ def abstract_params(config: ModelConfig, dtype: str | None = None) -> Params:
 
 
 def _dtype(path: tuple[jax.tree_util.DictKey, ...], dtype: str) -> str:
-    """The dtype of a parameter: float32 for those of `FLOAT32`, `dtype` for all others."""
+    """Return the dtype of a parameter: float32 for the names in `FLOAT32`, `dtype` for all others."""
     return "float32" if path[-1].key in FLOAT32 else dtype
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """The logical axes of each parameter (`gspax.parallel.sharding.RULES`)."""
+    """Return the logical axes of each parameter (`gspax.parallel.sharding.RULES`)."""
 
     def axes(variable: nnx.Variable[Array]) -> tuple[str, ...]:
         names = variable.get_metadata()["axes"]
@@ -307,7 +307,7 @@ def logical_axes(config: ModelConfig) -> Params:
 
 
 def positions(segment_BT: Array, prefix_BT: Array | None = None) -> Array:
-    """Position of each token within its segment, from 0, or after the segment that its own continues, int32."""
+    """Compute tokens' positions in their segments, from 0, or after the segment that their own continues, int32."""
     index_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
     before_BT = jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     start_BT = jnp.where(segment_BT != before_BT, index_T[None], 0)
@@ -330,7 +330,7 @@ def apply(
     prefix_BT: Array | None = None,
     forced_LBTA: Array | None = None,
 ) -> tuple[Array, Routing]:
-    """Hidden states after the final norm, and the routing.
+    """Compute the hidden states after the final norm, and the routing.
 
     Args:
       tokens_BT: int32.
@@ -361,7 +361,7 @@ def apply_layer(
     number: Array,
     mesh: jax.sharding.Mesh,
 ) -> Array:
-    """The residual stream after one layer, given the one before it: one step of `apply`, to compare layers one by one.
+    """Compute the residual stream after one layer from the one before: a step of `apply`, to compare single layers.
 
     The layer is number `number` of the model, from 0; its `config.LayerPlace` is (`stack`, `index`).
     """
@@ -371,17 +371,17 @@ def apply_layer(
 
 
 def logits(params: Params, hidden: Array) -> Array:
-    """Float32 logits `[..., V]` of hidden states `[..., D]`."""
+    """Compute the float32 logits `[..., V]` of hidden states `[..., D]`."""
     with jax.named_scope("head"):
         return jnp.matmul(hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def head(params: Params) -> Array:
-    """head_DV, the output projection; with tied embeddings, the transposed embedding."""
+    """Return head_DV, the output projection; with tied embeddings, the transposed embedding."""
     return params["head"] if "head" in params else params["embedding"].T
 
 
 def head_params(params: Params) -> Params:
-    """The parameters that `head` reads, in a tree of their own."""
+    """Return the parameters that `head` reads, in a tree of their own."""
     name = "head" if "head" in params else "embedding"
     return {name: params[name]}

@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     prefix_BT: Array | None = None  # int32, a segment earlier in the row that a token attends to too; 0: none
 
     def shards(self, axes: Axes) -> int:
-        """The number of shards over these mesh axes."""
+        """Count the shards over these mesh axes."""
         names = (axes,) if isinstance(axes, str) else axes or ()
         return math.prod(self.mesh.shape[name] for name in names)
 
@@ -90,7 +90,7 @@ class Shard(NamedTuple):
 def row_attention(
     q_BTNH: Array, k_BTKH: Array, v_BTKU: Array, layer: Array | int, rows: Rows, sinks_N: Array | None = None
 ) -> Array:
-    """softmax(q k / √H) v over what each token attends to: `[B, T, N, U]` in q's dtype. Differentiable in q, k and v.
+    """Compute softmax(q k / √H) v over the keys of each token: `[B, T, N, U]` in q's dtype. Differentiable in q, k, v.
 
     Scores and their softmax are float32 for every dtype. `layer`, int32, may be traced; it selects the window. Each
     head's sink, if there are any, is a score in the softmax of its queries that has no value.
@@ -122,7 +122,7 @@ def masked_attention(
     *,
     attend: Callable[[Array, Shard], Array],
 ) -> Array:
-    """`row_attention` by `attend`, which gets the layer's window (the length of the row if it has none) and a shard."""
+    """Run `row_attention` by `attend`, which gets the layer's window (without one, the row's length) and a shard."""
     window = jnp.asarray(rows.windows, jnp.int32)[layer] if rows.windows else jnp.int32(q_BTNH.shape[1])
     return _on_mesh(attend, rows, window, PartitionSpec(), (q_BTNH, k_BTKH, v_BTKU, sinks_N))
 
@@ -137,7 +137,7 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> Array:
-    """`row_attention` by the kernel for TPU; with `interpret`, on any platform."""
+    """Run `row_attention` by the kernel for TPU; with `interpret`, on any platform."""
     T, shards, heads = q_BTNH.shape[1], rows.shards(rows.time), q_BTNH.shape[2] // rows.shards(rows.heads)
     clipped = [min(window, T) for window in rows.windows] or [T]
     choices = sorted(set(clipped))  # masks are constants of the kernel and the layer is traced: a branch for each
@@ -161,7 +161,7 @@ def _on_mesh(
     constants_spec: PyTree,
     arrays: tuple[Array, Array, Array, Array | None],
 ) -> Array:
-    """`attend(constants, shard)` on each device for its shard of (queries, keys, values, sinks)."""
+    """Run `attend(constants, shard)` on each device for its shard of (queries, keys, values, sinks)."""
     *qkv, sinks_N = arrays
 
     def on_device(
@@ -189,7 +189,7 @@ def _on_mesh(
 
 
 def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
-    """The kernel's result for all queries, in chunks of at most SCORE_BUDGET scores."""
+    """Run the kernel for all queries, in chunks of at most SCORE_BUDGET scores."""
     q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first, sinks_N = shard
     sinks = () if sinks_N is None else (sinks_N,)
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
@@ -226,7 +226,7 @@ def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
 
 @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
 def xla_kernel(q_BCNH: Array, k_BSKH: Array, v_BSKU: Array, visible_BCS: Array, sinks_N: Array | None = None) -> Array:
-    """The kernel for any platform. The backward pass recomputes the softmax from the saved scores."""
+    """Attend on any platform. The backward pass recomputes the softmax from the saved scores."""
     B, C, N, H = q_BCNH.shape
     K = k_BSKH.shape[2]
     q_BCKRH = q_BCNH.reshape(B, C, K, N // K, H)
@@ -248,7 +248,7 @@ def cudnn_kernel(
     *,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Array:
-    """The kernel for NVIDIA GPUs. Another `implementation` of `jax.nn.dot_product_attention` runs elsewhere."""
+    """Attend on NVIDIA GPUs. Another `implementation` of `jax.nn.dot_product_attention` runs elsewhere."""
     even = ((0, 0), (0, q_BCNH.shape[1] % 2), (0, k_BSKH.shape[1] % 2))  # cuDNN wants even lengths with a mask
     visible_B1CS = jnp.pad(visible_BCS, even)[:, None]
     q, k, v = (
@@ -259,7 +259,7 @@ def cudnn_kernel(
 
 
 def cudnn_supports(q_BTNH: Array, v_BTKU: Array) -> bool:
-    """Whether cuDNN has a kernel for queries of this dtype and head size, and for values of theirs."""
+    """Return whether cuDNN has a kernel for queries of this dtype and head size, and for their values."""
     H = q_BTNH.shape[3]
     return v_BTKU.shape[3] == H and q_BTNH.dtype in (jnp.bfloat16, jnp.float16) and H <= 128 and H % 8 == 0
 
@@ -284,7 +284,7 @@ class Blocks(NamedTuple):
     count_X: Array  # how many those are
 
     def visit(self, x: Array, n: Array, heads: int) -> tuple[Array, Array]:
-        """The n-th block of keys that a block of queries needs, and which keys its queries attend to, [1, Q, C]."""
+        """Return the n-th block of keys for a block of queries, and which keys its queries attend to, [1, Q, C]."""
         y, size, J = self.key_XJ[x, n], self.segment_XC.shape[1], self.key_XJ.shape[1]
         queries = self.count_X.shape[0] * J // self.segment_YC.shape[0]  # blocks in a row
         segment_C1, prefix_C1, segment_1C = self.segment_XC[x][:, None], self.prefix_XC[x][:, None], self.segment_YC[y]
@@ -295,13 +295,13 @@ class Blocks(NamedTuple):
 
 
 def attend_by_blocks(window: Array, shard: Shard) -> Array:
-    """softmax(q k / √H) v, without the blocks of scores that are masked; the results of blocks of padding are 0."""
+    """Compute softmax(q k / √H) v without the masked blocks of scores; the results of blocks of padding are 0."""
     q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first, sinks_N = shard
     (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     size = -(-T // -(-T // BLOCK) // 8) * 8  # of equal blocks, in multiples of 8 positions
 
     def split(x_BT: Array) -> Array:
-        """[B, T, ...] to [X, C, ...]."""
+        """Split [B, T, ...] into [X, C, ...]."""
         padded = jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % size), *[(0, 0)] * (x_BT.ndim - 2)))
         return padded.reshape(-1, size, *x_BT.shape[2:])
 
@@ -325,12 +325,12 @@ def attend_by_blocks(window: Array, shard: Shard) -> Array:
 
 
 def _range(number_BIC: Array) -> tuple[Array, Array]:
-    """The least and the greatest number of each block other than 0; without one, the least is the greater."""
+    """Return the least and the greatest number of each block other than 0; without one, the least is the greater."""
     return jnp.where(number_BIC > 0, number_BIC, LAST).min(axis=2), number_BIC.max(axis=2)
 
 
 def _overlap(queries: tuple[Array, Array], keys: tuple[Array, Array]) -> Array:
-    """Whether two ranges have a number in common, [B, I, J]. Blocks of keys outside the range are not read."""
+    """Return whether two ranges overlap, [B, I, J]. Blocks of keys outside the range are not read."""
     (low_BI, high_BI), (low_BJ, high_BJ) = queries, keys
     return (low_BI[:, :, None] <= high_BJ[:, None]) & (low_BJ[:, None] <= high_BI[:, :, None])
 
@@ -414,7 +414,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 class _Window(LocalMask):
-    """Recognizes empty and full blocks by their bounds: rows are long, and every block of the mask is read."""
+    """A mask that finds empty and full blocks by their bounds: rows are long, and every block of the mask is read."""
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         position_T, keys = self.q_sequence[index[0]], index[1]
@@ -428,7 +428,7 @@ class _Window(LocalMask):
 
 
 def window_mask(T: int, shards: int, window: int) -> _Window:
-    """Which keys a query attends to, by position; each chunk of T queries is padded by repeating its last position."""
+    """Return which keys a query attends to, by position; chunks of T queries are padded with their last position."""
     padded = _padded(T)
     position = np.arange(padded * shards, dtype=np.int32)
     mask = _Window((padded * shards, _padded(T * shards)), window_size=(window - 1, 0), offset=0)
@@ -438,7 +438,7 @@ def window_mask(T: int, shards: int, window: int) -> _Window:
 
 @lru_cache
 def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool = False) -> Masks:
-    """The tables for T·shards queries, T on each device, that attend to `window` positions, their own included.
+    """Make the tables for T·shards queries, T on each device, that attend to `window` positions, their own included.
 
     Args:
       heads: query heads on one device.
@@ -459,7 +459,7 @@ def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool =
 
 
 def attend_by_splash(tables: Masks, shard: Shard) -> Array:
-    """softmax(q k / √H) v over what the tables, the segments and the prefixes let a query attend to."""
+    """Compute softmax(q k / √H) v over what the tables, the segments and the prefixes let a query attend to."""
     q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, _, sinks_N = shard
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     pad_T, pad_S = _padded(T) - T, _padded(S) - S
@@ -493,10 +493,10 @@ def attend_by_splash(tables: Masks, shard: Shard) -> Array:
 
 @jax.custom_vjp
 def _attend_to_both(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSU: Array, segments: PyTree) -> Array:
-    """The kernel's result over the keys that either of two pairs of segments allows, none of them by both.
+    """Attend to the union of two disjoint sets of keys, each allowed by a pair of segments.
 
     The kernel compares segments for equality only. So it runs twice, and the two softmaxes are merged. Its backward
-    pass takes the log-sum-exp of all keys; with that of both, each half gives its part of the gradient.
+    pass takes the log-sum-exp of all keys; with the total of both, each half gives its part of the gradient.
     """
     return _both_forward(tables, q_NTH, k_KSH, v_KSU, segments)[0]
 

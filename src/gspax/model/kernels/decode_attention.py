@@ -40,7 +40,7 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """softmax(q k / √H) v over the positions start ≤ t < stop: context_BNH and logsumexp_BN, both float32.
+    """Compute softmax(q k / √H) v over positions start ≤ t < stop: context_BNH and logsumexp_BN, both float32.
 
     Not differentiable. On a mesh, call it inside `jax.shard_map`: the partitioner does not partition the kernel.
 
@@ -69,14 +69,14 @@ def decode_attention(
 
 
 def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The result of `decode_attention` over the positions of two results for the same queries."""
+    """Merge two results of `decode_attention` for the same queries into the result over both sets of positions."""
     (first_BNH, first_BN), (second_BNH, second_BN) = first, second
     share_BN1 = jax.nn.sigmoid(first_BN - second_BN)[..., None]
     return share_BN1 * first_BNH + (1 - share_BN1) * second_BNH, jnp.logaddexp(first_BN, second_BN)
 
 
 def write_positions(cache_BKTH: Array, new_BKH: Array, position: Array) -> Array:
-    """The cache, or a `Quantized` one's scales [B, K, T], with a new key or value at each row's position.
+    """Write a new key or value at each row's position into the cache, or into a `Quantized` one's scales [B, K, T].
 
     The positions are int32 `[B]`, or `[]` if it is one for all rows. A mapped `dynamic_update_slice` runs in place on
     TPU, in the kernel's layout. For a scatter by index XLA picks another layout, and copies the cache there and back
@@ -92,7 +92,7 @@ def write_positions(cache_BKTH: Array, new_BKH: Array, position: Array) -> Array
 
 
 def fetched_positions(T: int, stop: int, start: int = 0) -> int:
-    """Positions that the kernel fetches of a row whose active ones are start ≤ t < stop: whole blocks, at least one."""
+    """Count the positions that the kernel fetches of a row active in start ≤ t < stop: whole blocks, at least one."""
     block = min(KERNEL_BLOCK, T)
     last = max(stop - 1, 0) // block
     return (last - min(start // block, last) + 1) * block
@@ -101,7 +101,7 @@ def fetched_positions(T: int, stop: int, start: int = 0) -> int:
 def _call_kernel(
     q_BKRH: Array, k_XKTH: Weight | None, v_XKTH: Weight, bounds: tuple[Array, ...], interpret: bool
 ) -> tuple[Array, Array]:
-    """`decode_attention` with grouped heads: context_BKRH and logsumexp_BKR1. `bounds` are row, start and stop.
+    """Run `decode_attention` with grouped heads: context_BKRH, logsumexp_BKR1. `bounds` are row, start and stop.
 
     The grid is rows x blocks, up to the last block of the longest row. Blocks outside a row's active positions are
     mapped to its nearest active one, which is on chip already, so they are not fetched.
@@ -148,7 +148,7 @@ def _call_kernel(
 
 
 def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: int, scales: int, caches: int) -> None:
-    """One block of one row. `refs`, in VMEM: scales of keys and values, if any; queries; keys, unless they are the
+    """Process a block of a row. `refs`, in VMEM: scales of keys and values, if any; queries; keys, unless they are the
     values; values; context, log-sum-exp; the running softmax."""
     pl = unstable.pallas()[0]
     scale_refs, q_ref, cache_refs = refs[:scales], refs[scales], refs[scales + 1 : scales + 1 + caches]
@@ -161,7 +161,7 @@ def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: in
             ref[...] = value
 
     def read(ref: Ref, axis: int) -> Array:
-        """The block with zeros past the end of the cache, where it is undefined and may not be finite."""
+        """Return the block with zeros past the end of the cache, where it is undefined and may not be finite."""
         x = ref[...]
         return jnp.where(i * block + lax.broadcasted_iota(jnp.int32, x.shape, axis) < T, x, 0) if T % block else x
 

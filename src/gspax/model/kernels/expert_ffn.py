@@ -80,7 +80,7 @@ class Backend(NamedTuple):
 def expert_ffn(
     x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *, backend: Backend | None = None
 ) -> Array:
-    """The gate-weighted sum of each row's experts: y_ND in x's dtype.
+    """Compute the gate-weighted sum of each row's experts: y_ND in x's dtype.
 
     Differentiable in x, gate and the weights. A row's result does not depend on the other rows.
 
@@ -106,7 +106,7 @@ def expert_ffn(
 
 
 def vary_alike(*trees: PyTree) -> tuple[PyTree, ...]:
-    """The trees of arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
+    """Type trees of arrays under `shard_map` as varying over every mesh axis that any of them varies over.
 
     A loop's carry must keep its type. Selecting with a constant False changes the type at no cost; outside the custom
     derivative it also makes JAX sum the gradient of a replicated array over the axes.
@@ -143,7 +143,7 @@ _ffn.defvjp(_ffn_forward, _ffn_backward)
 def forward(
     permutation: Permutation, x_ND: Array, gate_NA: Array, experts: Experts, *, backend: Backend | None = None
 ) -> Array:
-    """`expert_ffn` of choices that are already sorted: y_ND. Not differentiable; `backward` is its derivative."""
+    """Run `expert_ffn` on choices that are already sorted: y_ND. Not differentiable; `backward` is its derivative."""
     x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
     return combine(permutation, (backend or BY_PLATFORM).forward(x_SD, gate_S, experts, permutation.count_E))
 
@@ -157,7 +157,7 @@ def backward(
     *,
     backend: Backend | None = None,
 ) -> tuple[Array, Array, Experts]:
-    """The gradients of Σ `forward` · dy with respect to x_ND, gate_NA and the experts, in their dtypes."""
+    """Compute the gradients of Σ `forward` · dy with respect to x_ND, gate_NA and the experts, in their dtypes."""
     x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
     dx_SD, dgate_S, dexperts = (backend or BY_PLATFORM).backward(
         x_SD, gate_S, experts, permutation.count_E, dispatch(permutation, dy_ND)
@@ -166,7 +166,7 @@ def backward(
 
 
 def sort_by_expert(expert_NA: Array, num_experts: int) -> Permutation:
-    """The permutation that sorts the choices by expert, stable within an expert. ValueError as for `sort_keys`."""
+    """Return the permutation that sorts the choices by expert, stable within an expert. ValueError: see `sort_keys`."""
     expert_M = expert_NA.reshape(-1)
     M = expert_M.size
     position_M, order_M = jnp.arange(M, dtype=jnp.int32), sort_keys(expert_M, num_experts + 1)
@@ -180,7 +180,7 @@ def sort_by_expert(expert_NA: Array, num_experts: int) -> Permutation:
 
 
 def sort_keys(key_M: Array, keys: int) -> Array:
-    """The indices that sort int32 keys below `keys`, stable.
+    """Return the indices that sort int32 keys below `keys`, stable.
 
     One int32 operand holds key and position, which is far cheaper to sort and to compile than two.
 
@@ -194,27 +194,27 @@ def sort_keys(key_M: Array, keys: int) -> Array:
 
 
 def count_keys(key_M: Array, keys: int) -> Array:
-    """How often each key below `keys` occurs, int32 [keys]."""
+    """Count how often each key below `keys` occurs, int32 [keys]."""
     return (key_M[None] == jnp.arange(keys, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
 
 
 def dispatch(permutation: Permutation, x_ND: Array) -> Array:
-    """Each row once per choice, sorted by expert: x_SD; empty rows are zero."""
+    """Copy each row once per choice, sorted by expert: x_SD; empty rows are zero."""
     return take_rows(x_ND, permutation.order_S // permutation.place_NA.shape[1])
 
 
 def combine(permutation: Permutation, y_SD: Array) -> Array:
-    """The sum of each row's choices, accumulated in float32 and returned in y's dtype: y_ND."""
+    """Sum each row's choices, accumulated in float32 and returned in y's dtype: y_ND."""
     return take_rows(y_SD, permutation.place_NA).sum(1, dtype=jnp.float32).astype(y_SD.dtype)
 
 
 def take_rows(x: Array, index: Array) -> Array:
-    """Rows of x; zeros where the index is past its end."""
+    """Take rows of x; zeros where the index is past its end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def gated_product(a_F: Array, u_F: Array, w: Experts, for_rows: Callable[[Array], Array]) -> Array:
-    """The input of the down projections, from the products of rows with the matrices of gate and up.
+    """Compute the input of the down projections from the products of rows with the matrices of gate and up.
 
     Without biases it is silu(a) u; with them, as in gpt-oss (arXiv 2508.10925), (u + 1) a σ(1.702 a), where the biases
     are added first and a is then at most 7 and u from -7 to 7. `for_rows` gives the biases [E, F] the rows' axes.
@@ -230,12 +230,12 @@ def gated_product(a_F: Array, u_F: Array, w: Experts, for_rows: Callable[[Array]
 
 
 def _of_one(bias_F: Array) -> Array:
-    """The bias of one expert, for its rows."""
+    """Return the bias of one expert, for its rows."""
     return bias_F[None]
 
 
 def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array) -> Array:
-    """Overwrites x_SD with y_SD. A block may overlap the next expert's rows, which it writes back unchanged."""
+    """Overwrite x_SD with y_SD. A block may overlap the next expert's rows, which it writes back unchanged."""
 
     def one_expert(x_SD: Array, xs: PyTree) -> tuple[Array, None]:
         experts, start, count = xs
@@ -255,7 +255,7 @@ def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Arra
 def _blocked_backward(
     x_SD: Array, gate_S: Array, experts: Experts, count_E: Array, dy_SD: Array
 ) -> tuple[Array, Array, Experts]:
-    """Overwrites x_SD with dx_SD and gate_S with dgate_S, expert by expert, and sums each expert's gradient."""
+    """Overwrite x_SD with dx_SD and gate_S with dgate_S, expert by expert, and sum each expert's gradient."""
 
     def one_expert(rows: tuple[Array, Array], xs: PyTree) -> tuple[tuple[Array, Array], Experts]:
         experts, start, count = xs
@@ -277,14 +277,14 @@ def _blocked_backward(
 
 
 def _has_large_blocks(x_SD: Array, count_E: Array) -> bool:
-    """Whether experts have a large block of rows on average. Shapes tell, so smaller programs have no second loop."""
+    """Return whether experts have a large block of rows on average, by shapes: smaller programs have no second loop."""
     return x_SD.shape[0] >= LARGE_BLOCK * count_E.size
 
 
 def _over_blocks(
     one_block: Callable[[Carry, Array, Array], Carry], carry: Carry, start: Array, count: Array, large: bool
 ) -> Carry:
-    """`one_block(carry, first row, which rows of the block are the expert's)` for `count` rows from `start` on."""
+    """Run `one_block(carry, first row, which rows of the block are the expert's)` for `count` rows from `start`."""
 
     def blocks(carry: Carry, start: Array, count: Array, number: Array, size: int) -> Carry:
         def body(i: Array, carry: Carry) -> Carry:
@@ -300,7 +300,7 @@ def _over_blocks(
 
 
 def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tuple[Array, Array, Experts]:
-    """dx, dgate and the gradient of an expert's matrices from one block; rows with gate 0 add nothing to the last."""
+    """Compute dx, dgate and the gradient of an expert's matrices from one block; rows of gate 0 add nothing to it."""
     dtype = x_BD.dtype
     a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
     dh_BF = dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
@@ -323,7 +323,7 @@ def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tu
 def _biased_gradients(
     x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array, products: tuple[Array, Array, Array]
 ) -> tuple[Array, Array, Experts]:
-    """`_block_gradients` of an expert with biases, given the products with its matrices."""
+    """Compute `_block_gradients` of an expert with biases, given the products with its matrices."""
     a_BF, u_BF, dh_BF = products
     h_BF, pullback = jax.vjp(lambda a_BF, u_BF: gated_product(a_BF, u_BF, w, _of_one), a_BF, u_BF)
     dgate_B = (dh_BF * h_BF).sum(1)
@@ -339,7 +339,7 @@ def _slice(x_S: Array, at: Array, mine_B: Array) -> Array:
 
 
 def _update(x_S: Array, at: Array, mine_B: Array, new_B: Array) -> Array:
-    """Writes only the block's own rows."""
+    """Write only the block's own rows."""
     mine = mine_B.reshape(-1, *[1] * (new_B.ndim - 1))
     return lax.dynamic_update_slice_in_dim(
         x_S, jnp.where(mine, new_B.astype(x_S.dtype), _slice(x_S, at, mine_B)), at, 0
@@ -347,7 +347,7 @@ def _update(x_S: Array, at: Array, mine_B: Array, new_B: Array) -> Array:
 
 
 def dot(subscripts: str, a: Array, b: Weight) -> Array:
-    """The float32 product of rows with matrices, one for each of their leading axes."""
+    """Compute the float32 product of rows with matrices, one for each of their leading axes."""
     if isinstance(b, Quantized):
         return dot(subscripts, a, b.values.astype(a.dtype)) * b.scale[..., None, :]
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
@@ -357,7 +357,7 @@ def dot(subscripts: str, a: Array, b: Weight) -> Array:
 
 
 def _ragged_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array, *, mixed: bool = False) -> Array:
-    """With `mixed`, the backend multiplies rows with matrices of 8 bits, which would be copied to be converted.
+    """Compute y_SD; with `mixed`, the backend multiplies rows with 8-bit matrices, which a conversion would copy.
 
     Many rows, as in prefill, are multiplied with the converted weights: float32 results and the scales of their rows
     would be larger than the copies.

@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
 def expert_parallel(
     x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *, exchange: Exchange
 ) -> tuple[Array, Array]:
-    """`expert_ffn` where device i of a mesh axis holds the experts i K to (i + 1) K - 1.
+    """Run `expert_ffn` where device i of a mesh axis holds the experts i K to (i + 1) K - 1.
 
     Args:
         x_ND: this device's rows, float32 or bfloat16.
@@ -87,7 +87,7 @@ def expert_parallel(
 
 
 def by_platform(axis: str) -> Exchange:
-    """The all-to-all on TPU, the ring elsewhere."""
+    """Return the all-to-all on TPU, the ring elsewhere."""
     around, direct = ring(axis), all_to_all(axis)
     return Exchange(
         partial(lax.platform_dependent, tpu=direct.forward, default=around.forward),
@@ -96,7 +96,7 @@ def by_platform(axis: str) -> Exchange:
 
 
 def has_ragged_all_to_all(device_kind: str, devices: int) -> bool:
-    """Whether the TPU compiler supports a ragged all-to-all on a slice of this many devices of a kind.
+    """Return whether the TPU compiler supports a ragged all-to-all on a slice of this many devices of a kind.
 
     It rejects v5e slices of more than 16 chips ("limited ICI routing", libtpu 0.0.51).
     """
@@ -127,9 +127,9 @@ _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 def buffer_rows(
     choices: tuple[int, ...], devices: int, experts: int, *, capacity_factor: float, extra_rows: int, tile: int = 8
 ) -> int:
-    """R: rows of a receive buffer, for [N, A] choices and `experts` experts on each device.
+    """Compute R: rows of a receive buffer, for [N, A] choices and `experts` experts on each device.
 
-    `capacity_factor` even shares and `extra_rows`, rounded up to a multiple of `tile`, but never more than could
+    R is `capacity_factor` even shares plus `extra_rows`, rounded up to a multiple of `tile`, but never more than could
     arrive.
     """
     N, A = choices
@@ -137,12 +137,12 @@ def buffer_rows(
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *like: PyTree) -> Array:
-    """Zeros that vary over the mesh axes that these arrays vary over."""
+    """Return zeros that vary over the mesh axes that these arrays vary over."""
     return vary_alike(jnp.zeros(shape, dtype), like)[0]
 
 
 def _empty(shape: tuple[int, ...], x: Array, *like: PyTree) -> Array:
-    """Memory of x's dtype with any values."""
+    """Return memory of x's dtype with any values."""
     return vary_alike(lax.empty(shape, x.dtype), x, *like)[0]
 
 
@@ -150,7 +150,7 @@ def _empty(shape: tuple[int, ...], x: Array, *like: PyTree) -> Array:
 
 
 def ring(axis: str) -> Exchange:
-    """The exchange that passes rows from device to device."""
+    """Return the exchange that passes rows from device to device."""
 
     def forward(*args: PyTree) -> tuple[Array, Array]:
         return _ring_forward(axis, *args), jnp.int32(0)
@@ -189,12 +189,12 @@ def _ring_backward(
 
 
 def _sort_local(axis: str, expert_NA: Array, experts: Experts) -> Permutation:
-    """The permutation of the choices of this device's experts; all others are dropped."""
+    """Return the permutation of the choices of this device's experts; all others are dropped."""
     return local.sort_by_expert(_own_experts(axis, expert_NA, experts), experts.gate_EDF.shape[0])
 
 
 def _own_experts(axis: str, expert: Array, experts: Experts) -> Array:
-    """The numbers of the experts among this device's K; K for all others."""
+    """Return the numbers of the experts among this device's K; K for all others."""
     K = experts.gate_EDF.shape[0]
     own = expert - lax.axis_index(axis) * K
     return jnp.where((own >= 0) & (own < K), own, K)
@@ -215,7 +215,7 @@ def all_to_all(
     extra_rows: int = EXTRA_ROWS,
     ragged_all_to_all: Callable[..., Array] = lax.ragged_all_to_all,
 ) -> Exchange:
-    """The exchange that sends rows, with receive buffers of `buffer_rows` rows."""
+    """Return the exchange that sends rows, with receive buffers of `buffer_rows` rows."""
 
     def direct_or_ring(direct: Callable[..., PyTree], around: Callable[..., PyTree]) -> Callable[..., PyTree]:
         def run(x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *dy_ND: Array) -> PyTree:
@@ -251,25 +251,25 @@ class Plan(NamedTuple):
     buffer: int  # R
 
     def received(self) -> Array:
-        """count_K: the rows that this device receives for each of its experts."""
+        """Return count_K: the rows that this device receives for each of its experts."""
         return self.rows_XXK[:, lax.axis_index(self.axis)].sum(0)
 
     def send(self, x_SD: Array) -> Array:
-        """Sorted rows to the devices of their experts, ordered there by expert: x_RD; zeros after the last row."""
+        """Send sorted rows to their experts' devices, ordered there by expert: x_RD; zeros after the last row."""
         starts_XXK, places_XXK = self._starts_and_places()
         here = lax.axis_index(self.axis)
         slices = starts_XXK[here], self.rows_XXK[here], places_XXK[here], self.rows_XXK[:, here]
         return self._move(x_SD, self.buffer, slices)
 
     def send_back(self, y_RD: Array) -> Array:
-        """Received rows to the places that `send` took them from: y_SD."""
+        """Return received rows to the places that `send` took them from: y_SD."""
         starts_XXK, places_XXK = self._starts_and_places()
         here = lax.axis_index(self.axis)
         slices = places_XXK[:, here], self.rows_XXK[:, here], starts_XXK[:, here], self.rows_XXK[here]
         return self._move(y_RD, self.outgoing.order_S.shape[0], slices)
 
     def _starts_and_places(self) -> tuple[Array, Array]:
-        """Where the rows from a device, to a device, for an expert begin on the first and on the second."""
+        """Compute the offsets of rows at the sender and at the receiver per (from device, to device, expert)."""
         rows_XM = self.rows_XXK.reshape(self.rows_XXK.shape[0], -1)
         starts_XXK = (jnp.cumsum(rows_XM, 1) - rows_XM).reshape(self.rows_XXK.shape)
         count_XK = self.rows_XXK.sum(0)
@@ -298,7 +298,7 @@ def _direct_backward(
 
 
 def _dispatch(plan: Plan, x_ND: Array) -> Array:
-    """`local.dispatch` without its fill, a pass of its own: empty rows are not sent."""
+    """Run `local.dispatch` without its fill, which takes a pass: empty rows are not sent."""
     return x_ND.at[plan.outgoing.order_S // plan.outgoing.place_NA.shape[1]].get(mode="clip")
 
 
@@ -312,7 +312,7 @@ def _send_gates(plan: Plan, gate_NA: Array) -> Array:
 def expert_decoding(
     x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *, axis: str, ragged: bool
 ) -> Array:
-    """`expert_parallel` of a few rows: y_ND in x's dtype. Not differentiable.
+    """Run `expert_parallel` on a few rows: y_ND in x's dtype. Not differentiable.
 
     With `ragged` the devices support a ragged all-to-all if they are TPUs.
     """
@@ -324,7 +324,7 @@ def expert_decoding(
 
 
 def _decoding_rows(expert_NA: Array, axis: str, experts: Experts) -> int:
-    """R in decoding."""
+    """Compute R in decoding."""
     return buffer_rows(
         expert_NA.shape,
         lax.axis_size(axis),
@@ -336,7 +336,7 @@ def _decoding_rows(expert_NA: Array, axis: str, experts: Experts) -> int:
 
 
 def gathered(x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *, axis: str) -> Array:
-    """The experts of rows that all devices gather."""
+    """Run the experts on rows that all devices gather."""
     (N, A), X, K = expert_NA.shape, lax.axis_size(axis), experts.gate_EDF.shape[0]
     R = _decoding_rows(expert_NA, axis, experts)
     x_GD, expert_GA, gate_GA = (lax.all_gather(x, axis, tiled=True) for x in (x_ND, expert_NA, gate_NA))
@@ -365,7 +365,7 @@ def to_experts(
     axis: str,
     exchange: Callable[..., Array] = lax.ragged_all_to_all,
 ) -> Array:
-    """The experts of choices that are sent to them. `exchange` has the signature of `lax.ragged_all_to_all`."""
+    """Run the experts on choices that are sent to them. `exchange` has the signature of `lax.ragged_all_to_all`."""
     (N, A), X, K = expert_NA.shape, lax.axis_size(axis), experts.gate_EDF.shape[0]
     R, here = _decoding_rows(expert_NA, axis, experts), lax.axis_index(axis)
     device_M = expert_NA.reshape(-1) // K  # X for a dropped choice
@@ -399,7 +399,7 @@ def to_experts(
 
 
 def _whole_words(x_RD: Array) -> Array:
-    """Rows [R, W, D / W] of W numbers to 32 bits, the shape in which TPUs exchange them.
+    """Reshape rows to [R, W, D / W] of W numbers to 32 bits, the shape in which TPUs exchange them.
 
     XLA would otherwise rearrange all choices before the exchange, and not only the few rows that they are copies of.
     """
@@ -407,7 +407,7 @@ def _whole_words(x_RD: Array) -> Array:
 
 
 def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) -> Array:
-    """Each row through its expert out of K, times its gate, in x's dtype; zeros for expert K."""
+    """Run each row through its expert out of K, times its gate, in x's dtype; zeros for expert K."""
     K = experts.gate_EDF.shape[0]
     if K > FEW_EXPERTS:
         return local.forward(local.sort_by_expert(expert_R[:, None], K), *vary_alike(x_RD, gate_R[:, None], experts))
@@ -424,6 +424,6 @@ def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) ->
 
 
 def _sum_rows(row_R: Array, y_RD: Array, rows: int) -> Array:
-    """The sum of the choices of each row, float32: a product with zeros and ones, which accelerators do fast."""
+    """Sum the choices of each row, float32: a product with zeros and ones, which accelerators do fast."""
     own_NR = (row_R[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]).astype(y_RD.dtype)
     return jnp.matmul(own_NR, y_RD, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -43,14 +43,14 @@ class Tokens(NamedTuple):
 
 
 def decay_and_beta(a_BTKR: Array, b_BTKR: Array, rate_KR: Array, bias_KR: Array) -> tuple[Array, Array]:
-    """The gates of `Tokens` in float32: -exp(rate) softplus(a + bias), and sigmoid(b)."""
+    """Compute the gates of `Tokens` in float32: -exp(rate) softplus(a + bias), and sigmoid(b)."""
     a_BTKR, b_BTKR = a_BTKR.astype(jnp.float32), b_BTKR.astype(jnp.float32)
     rate, bias = (x.astype(jnp.float32).reshape((1,) * (a_BTKR.ndim - x.ndim) + x.shape) for x in (rate_KR, bias_KR))
     return -jnp.exp(rate) * jax.nn.softplus(a_BTKR + bias), jax.nn.sigmoid(b_BTKR)
 
 
 def gated_rms_norm(x_BTKRU: Array, z_BTKRU: Array, scale_U: Array, eps: float) -> Array:
-    """x / rms(x) * scale * silu(z) over the last axis, computed in float32 and returned in the dtype of z."""
+    """Compute x / rms(x) * scale * silu(z) over the last axis in float32, returned in the dtype of z."""
     x32, z32 = x_BTKRU.astype(jnp.float32), z_BTKRU.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     scale = scale_U.astype(jnp.float32).reshape((1,) * (x32.ndim - 1) + (-1,))
@@ -58,17 +58,17 @@ def gated_rms_norm(x_BTKRU: Array, z_BTKRU: Array, scale_U: Array, eps: float) -
 
 
 def convolve(x_BT: Array, weight: Array, segment_BT: Array, before_BJ: Array | None = None) -> tuple[Array, Array]:
-    """A causal convolution of each channel, within segments, then silu.
+    """Convolve each channel causally, within segments, then apply silu.
 
     Args:
-      x_BT: the inputs [B, T, ...]; the axes after T are those of the channels.
-      weight: [..., J + 1], of the J inputs before a token and of its own, the oldest first.
+      x_BT: the inputs [B, T, ...]; the axes after T are the channels.
+      weight: [..., J + 1], for the J inputs before a token and its own input, the oldest first.
       segment_BT: int32; 0 is padding, and only after a row's tokens.
       before_BJ: the inputs before the row [B, J, ...], which its first segment continues; None: zeros.
 
     Returns:
-      The outputs in x's dtype, and of rows with one segment the last J inputs, `before` of what follows: those of a row
-      without tokens are its own `before`, bit for bit.
+      The outputs in x's dtype, and for rows with one segment the last J inputs, `before` of the next call: for a row
+      without tokens its own `before`, bit for bit.
     """
     (B, T), J = x_BT.shape[:2], weight.shape[-1] - 1
     channels = (1,) * (x_BT.ndim - 2)
@@ -86,12 +86,12 @@ def convolve(x_BT: Array, weight: Array, segment_BT: Array, before_BJ: Array | N
 
 
 def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array | None = None) -> tuple[Array, Array]:
-    """The rule for one token of each row.
+    """Apply the rule to one token of each row.
 
     Args:
       tokens: without the axis T.
       state_BKRHU: float32.
-      live_B: bool, the rows that have a token; the states of the others stay as they are, bit for bit. None: all.
+      live_B: bool, the rows that have a token; the states of other rows do not change, bit for bit. None: all.
 
     Returns:
       The outputs float32 `[B, K, R, U]`, and the states after the token.
@@ -110,7 +110,7 @@ def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array | None = No
 def chunked_rule(
     tokens: Tokens, segment_BT: Array, state_BKRHU: Array | None = None, *, chunk: int = CHUNK
 ) -> tuple[Array, Array]:
-    """The rule for whole rows.
+    """Apply the rule to whole rows.
 
     Args:
       tokens: of the rows.
@@ -138,7 +138,7 @@ def chunked_rule(
     count = -(-T // chunk)
 
     def split(x_BT: Array) -> Array:
-        """By chunk first: [count, B, chunk, ...]; what is added at the end is padding."""
+        """Split by chunk: [count, B, chunk, ...]; the positions added at the end are padding."""
         x_BT = jnp.pad(x_BT, ((0, 0), (0, count * chunk - T)) + ((0, 0),) * (x_BT.ndim - 2))
         return x_BT.reshape(B, count, chunk, *x_BT.shape[2:]).swapaxes(0, 1)
 
@@ -159,7 +159,7 @@ class _Chunk(NamedTuple):
 
 
 def _run_chunk(carry: tuple[Array, Array], chunk: _Chunk) -> tuple[tuple[Array, Array], Array]:
-    """The state and the segment that it is of, before a chunk -> those after it, and the outputs [B, t, K, R, U]."""
+    """Advance (state, its segment) over a chunk; return the new pair and the outputs [B, t, K, R, U]."""
     state_BKRHU, last_B = carry
     segment_Bt = chunk.segment_Bt
     live_Bt = segment_Bt > 0
@@ -196,7 +196,7 @@ def _run_chunk(carry: tuple[Array, Array], chunk: _Chunk) -> tuple[tuple[Array, 
 
 
 def _cumulative_decays(decay_BtKR: Array) -> tuple[Array, Array]:
-    """The decays up to each token, in two parts [B, K, R, t] to add after differences of each are taken.
+    """Sum the decays up to each token, in two parts [B, K, R, t] to add after differences of each are taken.
 
     A large decay, which forgets, would take the digits of the small ones after it: differences of its multiples of
     1/64 are exact, and the rests stay small.
@@ -207,20 +207,20 @@ def _cumulative_decays(decay_BtKR: Array) -> tuple[Array, Array]:
 
 
 def _exp(parts: tuple[Array, ...], where: Array) -> Array:
-    """The exponential of the sum of two parts, 0 elsewhere."""
+    """Compute the exponential of the sum of two parts, 0 outside `where`."""
     coarse, rest = parts  # a masked sum may be above 0, and its exponential infinite
     return jnp.where(where, jnp.exp(jnp.where(where, coarse + rest, 0.0)), 0.0)
 
 
 def _normalize(x: Array) -> Array:
-    """x in float32, divided by its length over the last axis."""
+    """Divide x, in float32, by its length over the last axis."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + EPSILON)
 
 
 @jax.custom_vjp
 def unit_lower_inverse(a: Array) -> Array:
-    """(1 + a)^-1 of strictly lower triangular matrices `[..., t, t]`, from the inverses of its diagonal blocks.
+    """Invert 1 + a for strictly lower triangular matrices a `[..., t, t]`, from the inverses of diagonal blocks.
 
     Two neighboring blocks with the inverses X and Y and the block b below them make a block with -Y b X below its own:
     log2(t) times two products. Unlike the series 1 - a + a² - ..., whose terms cancel where keys repeat, no
@@ -253,5 +253,5 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _product(x: Array, y: Array) -> Array:
-    """A product of matrices of small numbers in full float32, on TPU too."""
+    """Multiply matrices of small numbers in full float32, on TPU too."""
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)

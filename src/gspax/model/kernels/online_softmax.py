@@ -29,14 +29,14 @@ class OnlineSoftmax(NamedTuple):
 
     @staticmethod
     def begin(q_KQH: Array, width: int, sink_KQ1: Array | None = None) -> OnlineSoftmax:
-        """Before the first block, of values of this width; with the scores of sinks, which have no values."""
+        """Return the state before the first block, for values of this width; sinks have scores, but no values."""
         zero_KQU = jnp.zeros((*q_KQH.shape[:-1], width))
         if sink_KQ1 is not None:
             return OnlineSoftmax(sink_KQ1, jnp.ones_like(sink_KQ1), zero_KQU)
         return OnlineSoftmax(zero_KQU[..., :1] + MASKED, zero_KQU[..., :1], zero_KQU)
 
     def add(self, q_KQH: Array, k_KSH: Weight, v_KSU: Weight, visible_KQS: Array) -> OnlineSoftmax:
-        """After one more block. `visible_KQS` may have axes of size one."""
+        """Return the state after one more block. `visible_KQS` may have axes of size one."""
         (k_KSH, k_KS), (v_KSU, v_KS) = (unpack(x, q_KQH.dtype) for x in (k_KSH, v_KSU))
         score_KQS = jnp.einsum("...qh,...sh->...qs", q_KQH, k_KSH, preferred_element_type=jnp.float32)
         score_KQS = score_KQS if k_KS is None else score_KQS * k_KS[..., None, :]
@@ -52,6 +52,6 @@ class OnlineSoftmax(NamedTuple):
         return OnlineSoftmax(top_KQ1, sum_KQ1, self.context_KQU * shrink_KQ1 + part_KQU)
 
     def result(self) -> tuple[Array, Array]:
-        """The context, and the log-sum-exp with a last axis of 1."""
+        """Return the context, and the log-sum-exp with a last axis of 1."""
         sum_KQ1 = jnp.maximum(self.sum_KQ1, TINY)
         return self.context_KQU / sum_KQ1, self.top_KQ1 + jnp.log(sum_KQ1)

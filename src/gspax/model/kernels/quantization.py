@@ -34,7 +34,7 @@ Weight: TypeAlias = Array | Quantized
 
 
 def quantize(x: Array, axes: tuple[int, ...]) -> Quantized:
-    """x in 8 bits, with one scale for all numbers along `axes`; they are off by at most half of it."""
+    """Round x to 8 bits, with one scale for all numbers along `axes`; the error is at most half a scale."""
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=axes, keepdims=True)
     scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
@@ -42,13 +42,13 @@ def quantize(x: Array, axes: tuple[int, ...]) -> Quantized:
 
 
 def contract(subscripts: str, x: Array, weight: Weight, dtype: DTypeLike | None = None) -> Array:
-    """einsum(subscripts, x, weight), computed in x's dtype and accumulated in float32 if the weight has 8 bits.
+    """Compute einsum(subscripts, x, weight) in x's dtype, accumulated in float32 if the weight has 8 bits.
 
     Args:
-      subscripts: of x, the weight and the result, whose last axes are the weight's axes that are not summed over.
+      subscripts: axes of x, weight and result; the result's last axes are the weight's axes that are not summed over.
       x: float32 or bfloat16.
       weight: an array of any float dtype or a `Quantized`.
-      dtype: of the result; default: x's.
+      dtype: the dtype of the result; default: x's.
     """
     if not isinstance(weight, Quantized):
         return jnp.einsum(subscripts, x, weight.astype(x.dtype), preferred_element_type=dtype)
@@ -58,27 +58,27 @@ def contract(subscripts: str, x: Array, weight: Weight, dtype: DTypeLike | None 
 
 
 def unpack(x: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
-    """The numbers to multiply: x itself, or its values in a dtype; and their scale, or None."""
+    """Return the numbers to multiply, x itself or its values in a dtype, and their scale, or None."""
     return (x.values.astype(dtype), x.scale) if isinstance(x, Quantized) else (x, None)
 
 
 def dequantize(weight: Weight, dtype: DTypeLike, axis: int) -> Array:
-    """The array that a weight with one scale along `axis` is about, in a dtype; or the array that it is."""
+    """Return a weight as an array in a dtype; a `Quantized` has one scale along `axis`."""
     if not isinstance(weight, Quantized):
         return weight.astype(dtype)
     return (weight.values.astype(jnp.float32) * jnp.expand_dims(weight.scale, axis)).astype(dtype)
 
 
 def look_up(table: Weight, index: Array, dtype: DTypeLike) -> Array:
-    """Rows of a table of vectors, in a dtype."""
+    """Return rows of a table of vectors, in a dtype."""
     return dequantize(jax.tree.map(lambda x: x[index], table), dtype, axis=-1)
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """The tree with its arrays in this dtype; what has 8 bits stays."""
+    """Cast the arrays of a tree to this dtype, except `Quantized` ones."""
     return jax.tree.map(lambda leaf: leaf if is_quantized(leaf) else leaf.astype(dtype), tree, is_leaf=is_quantized)
 
 
 def is_quantized(leaf: object) -> bool:
-    """Whether a node of the tree is a `Quantized`."""
+    """Return whether a node of the tree is a `Quantized`."""
     return isinstance(leaf, Quantized)

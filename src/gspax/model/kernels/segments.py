@@ -1,9 +1,9 @@
-"""The sampler's cache of keys and values: how it is laid out, written, and attended to.
+"""The sampler's cache of keys and values: its layout, the writes, and the attention to it.
 
 On TPU a layer's cache is one array, of which the kernel `decode_attention` reads the blocks that are active. Elsewhere
 plain XLA reads it: XLA:CPU copies a slice of an array before a product reads it, but reads a whole array in place. So
-the positions of a cache are a few arrays, segments, and those that no row can see are skipped. Keys are then stored
-transposed, since a product reads them twice as fast so. With latent attention the values are the keys, stored once.
+the positions of a cache are a few arrays, segments, and segments that no row can see are skipped. Keys are then stored
+transposed, since a product reads them twice as fast. With latent attention the values are the keys, stored once.
 
 Axes: B rows with one query each, X rows of the cache, N query heads, K key heads, R = N/K, H head, S positions of a
 segment.
@@ -39,7 +39,7 @@ Segments = tuple[Segment, ...]  # that follow one another
 
 
 def make_segment(k_XKSH: Array | None, v_XKSH: Array, *, int8: bool, kernel: bool) -> Segment:
-    """Keys and values as they are cached, in 8 bits on request; `kernel` is whether `decode_attention` reads them."""
+    """Lay out keys and values for the cache, in 8 bits on request; `kernel`: `decode_attention` reads them."""
     if kernel and k_XKSH is None:
         v_XKSH = _pad(v_XKSH)
     segment = _round(k_XKSH, v_XKSH) if int8 else Segment(k_XKSH, v_XKSH)
@@ -49,23 +49,23 @@ def make_segment(k_XKSH: Array | None, v_XKSH: Array, *, int8: bool, kernel: boo
 
 
 def _round(k: Array | None, v: Array) -> Segment:
-    """Keys and values in 8 bits, with one scale for each token and head."""
+    """Round keys and values to 8 bits, with one scale for each token and head."""
     return Segment(None if k is None else quantize(k, axes=(-1,)), quantize(v, axes=(-1,)))
 
 
 def _pad(x: Array) -> Array:
-    """Zeros after the last axis of a latent, up to whole lanes: for another width XLA:TPU copies the cache to write."""
+    """Pad a latent's last axis with zeros to whole lanes: for another width XLA:TPU copies the cache to write."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)])
 
 
 def segment_sizes(length: int, *, kernel: bool) -> list[int]:
-    """The lengths of the segments of a cache with `length` positions."""
+    """Return the lengths of the segments of a cache with `length` positions."""
     size = length if kernel else max(SEGMENT, -(-length // MOST_SEGMENTS))
     return [min(size, length - first) for first in range(0, length, size)]
 
 
 def write(segments: Segments, k_BKH: Array | None, v_BKH: Array, position: Array, *, kernel: bool) -> Segments:
-    """The segments with each row's new key and value at its position: int32 `[B]`, or `[]` if it is one for all rows.
+    """Write each row's new key and value at its position: int32 `[B]`, or `[]` if all rows have the same.
 
     In the segments that do not have the position, an element is replaced by itself.
     """
@@ -82,7 +82,7 @@ def write(segments: Segments, k_BKH: Array | None, v_BKH: Array, position: Array
 
 
 def _write_segment(segment: Segment, new: Segment, position: Array) -> Segment:
-    """The segment with the new keys and values, where their position is within it."""
+    """Write the new keys and values to the segment, where their position is within it."""
     size = segment.v_XKSH.shape[2]
     place, within = jnp.clip(position, 0, size - 1), (position >= 0) & (position < size)
 
@@ -98,9 +98,9 @@ def _write_segment(segment: Segment, new: Segment, position: Array) -> Segment:
 def write_block(
     segments: Segments, k_BKMH: Array | None, v_BKMH: Array, first_B: Array, count_B: Array, *, kernel: bool
 ) -> Segments:
-    """The segments with the first `count_B` of each row's M new keys and values from its position `first_B` on.
+    """Write the first `count_B` of each row's M new keys and values from its position `first_B` on.
 
-    Both are int32 `[B]`. Row after row, M positions are updated in place: those that get none keep what they hold.
+    Both are int32 `[B]`. Row after row, M positions are updated in place: positions that get none do not change.
     """
     new = make_segment(k_BKMH, v_BKMH, int8=isinstance(segments[0].v_XKSH, Quantized), kernel=kernel)
 
@@ -119,7 +119,7 @@ def write_block(
 def _put_block(
     cache_B: Array, new_B: Array, *, row: Array, first: Array, count: Array, transposed: bool = False
 ) -> Array:
-    """One array of `write_block`: [B, K, S, H], [B, K, H, S] if transposed, or [B, K, S]."""
+    """Write one array of `write_block`: [B, K, S, H], [B, K, H, S] if transposed, or [B, K, S]."""
     axis = new_B.ndim - 1 if transposed else 2  # of positions
     M = min(cache_B.shape[axis], new_B.shape[axis])
     start = jnp.clip(first, 0, cache_B.shape[axis] - M)
@@ -146,7 +146,7 @@ def _write_array(cache: Array, new: Array, place: Array, within: Array, axis: in
 def attend(
     q_BNH: Array, segments: Segments, start_B: Array, stop_B: Array, row_B: Array | None = None, *, kernel: bool
 ) -> tuple[Array, Array]:
-    """`decode_attention` over segments that follow one another; without the kernel, all of the first one are read."""
+    """Run `decode_attention` over consecutive segments; without the kernel, all of the first segment is read."""
     if kernel and segments[0].k_XKHS is None:
         H, padded_BNH = q_BNH.shape[-1], _pad(q_BNH)
         scaled_BNH = padded_BNH * (padded_BNH.shape[-1] / H) ** 0.5  # the kernel divides by the root of its width
