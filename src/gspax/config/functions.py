@@ -185,8 +185,8 @@ def parse(kind: type[T], described: object) -> T:
             continue
         value = described[name]
         if isinstance(value, Mapping):
-            members = filter(dataclasses.is_dataclass, typing.get_args(hint) or (hint,))
-            kinds = {name_of(each): each for each in members}
+            members: tuple[type[Any], ...] = typing.get_args(hint) or (hint,)
+            kinds = {name_of(each): each for each in members if dataclasses.is_dataclass(each)}
             if (recorded := str(value.get("type"))) not in kinds:
                 raise TypeError(f"{name}: wanted {describe_hint(hint)}, got {recorded}")
             value = parse(kinds[recorded], value)
