@@ -113,7 +113,8 @@ def test_a_resume_from_another_folder_keeps_the_code_of_the_start(project, tmp_p
     start(run.path)
     assert kept(run)["anna.py"].endswith("# edited\n")
     assert last_attempt(run)["data"]["data.train_rows"] == [str(moved / "data" / "train.jsonl")]
-    assert "project" not in run.experiment.read_text() and "moved" not in run.experiment.read_text()
+    recorded = run.experiment.read_text()
+    assert str(project) not in recorded and str(moved) not in recorded
 
 
 def test_the_commit_of_the_experiment_is_dirty_if_it_lacks_code_of_the_run(project, tmp_path, monkeypatch):

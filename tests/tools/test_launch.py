@@ -157,7 +157,8 @@ def test_a_killed_launcher_leaves_no_process(experiment_file, tmp_path):
 
 def test_a_signal_is_passed_on_and_ends_the_restarts(start, tmp_path):
     def send():
-        while not (tmp_path / "1.0").exists() or not (tmp_path / "0.0").exists():
+        written = [tmp_path / "0.0", tmp_path / "1.0"]
+        while not all(path.exists() and path.stat().st_size for path in written):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
