@@ -601,7 +601,7 @@ def test_a_missing_checkpoint_is_rejected(tmp_path):
     with pytest.raises(UserError, match="run: wanted a checkpoint of the run or of its warm start, there is none"):
         export.run(tmp_path / "run", tmp_path / "new")
     (tmp_path / "run" / "experiment.json").write_text('{"model": {"vocab_size": 3}}')
-    with pytest.raises(UserError, match=r"experiment.json: wanted a model of this version of gspax"):
+    with pytest.raises(UserError, match=r"experiment\.json: model: wanted what this version of gspax records, got"):
         export.run(tmp_path / "run", tmp_path / "new")
 
 

@@ -190,8 +190,13 @@ def parse(kind: type[T], described: object) -> T:
             if (recorded := str(value.get("type"))) not in kinds:
                 raise TypeError(f"{name}: wanted {describe_hint(hint)}, got {recorded}")
             value = parse(kinds[recorded], value)
-        value = tuple(value) if isinstance(value, list) else value
+        value = _as_tuple(value)
         if not fits(value, hint):
             raise TypeError(f"{name}: wanted {describe_hint(hint)}, got {value!r}")
         fields[name] = value
     return kind(**fields)
+
+
+def _as_tuple(value: object) -> object:
+    """Return a list as a tuple, with the lists in it."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
