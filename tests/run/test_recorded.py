@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from small_experiment import experiment
 
+from gspax.commands.export import describe_generation
 from gspax.config import Lora
 from gspax.data import CharChat
 from gspax.errors import UserError
@@ -51,8 +52,9 @@ def damaged(description, place, value):
 
 
 def read(run):
-    recorded, model, lora = read_recorded(run)
-    return [model, lora, read_tokenizer(recorded["tokenizer"])], read_forms(recorded)
+    recorded = read_recorded(run)
+    tokenizer, forms = read_tokenizer(recorded.experiment["tokenizer"]), read_forms(recorded.experiment)
+    return [recorded.model, recorded.lora, tokenizer], [form for form in forms if describe_generation(recorded)]
 
 
 def test_an_undamaged_description_is_read(tmp_path):

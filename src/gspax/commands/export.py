@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gspax.hf.tensors import Stored
     from gspax.run.checkpoints import StoredArray
     from gspax.run.directory import RunDir
+    from gspax.run.recorded import Recorded
     from gspax.types import JsonObject
 
 SHARD_SIZE = "5GB"  # that of transformers up to version 4
@@ -100,7 +101,6 @@ def run(
     """
     from gspax.hf.parameters import write_checkpoint
     from gspax.hf.peft import write_adapters
-    from gspax.report import card
     from gspax.run.checkpoints import Checkpoints, open_array
     from gspax.run.directory import RunDir
     from gspax.run.recorded import find_checkpoints
@@ -125,11 +125,7 @@ def run(
             factor = partial(_read_factor, stored, shapes)
             write_adapters(temporary, config, lora, shapes, factor, base=base, dtype=dtype)
         if recorded is not None:
-            text = card.render(run, recorded, chosen, of_warm_start=folder != run.checkpoints, adapter=adapter)
-            (temporary / "README.md").write_text(text, encoding="utf-8")
-            if not (adapter or "generation_config.json" in copied):
-                text = json.dumps(describe_generation(recorded), indent=2) + "\n"
-                (temporary / "generation_config.json").write_text(text, encoding="utf-8")
+            _describe_run(temporary, run, recorded, chosen, of_warm_start=folder != run.checkpoints, adapter=adapter)
     files = f"with {', '.join(copied)}" if copied else "without a tokenizer: none is known"
     display(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
 
@@ -191,16 +187,29 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
     return named_shapes(adapters.abstract(config, lora))
 
 
-def describe_generation(recorded: JsonObject) -> JsonObject:
+def _describe_run(
+    folder: Path, run: RunDir, recorded: Recorded, step: int, *, of_warm_start: bool, adapter: bool
+) -> None:
+    """Write a run's model card, and generation_config.json unless the tokenizer came with one."""
+    from gspax.report import card
+
+    text = card.render(run, recorded.experiment, step, of_warm_start=of_warm_start, adapter=adapter)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    generation = folder / "generation_config.json"
+    if not adapter and not generation.exists():
+        generation.write_text(json.dumps(describe_generation(recorded), indent=2) + "\n", encoding="utf-8")
+
+
+def describe_generation(recorded: Recorded) -> JsonObject:
     """Return a run's generation_config.json: temperature, filters, and stop ids if its tokenizer is gspax's."""
     from gspax.run.recorded import read_tokenizer
 
-    sampling = recorded["sampling"]
-    content: JsonObject = {"do_sample": sampling["temperature"] > 0}
+    sampling = recorded.sampling
+    content: JsonObject = {"do_sample": sampling.temperature > 0}
     if content["do_sample"]:
-        content |= {name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        content |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     with contextlib.suppress(UserError):
-        ids = [*read_tokenizer(recorded["tokenizer"]).stop_ids, *sampling.get("stop_token_ids", ())]
+        ids = [*read_tokenizer(recorded.experiment["tokenizer"]).stop_ids, *sampling.stop_token_ids]
         content["eos_token_id"] = list(dict.fromkeys(ids))
     return content
 
@@ -252,7 +261,7 @@ def _explained(name: str) -> Iterator[None]:
         raise FailureError(f"--push {name}: the Hub cannot be reached: {describe_error(problem)}") from problem
 
 
-def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | None, list[Path]]:
+def _read_source(source: Path) -> tuple[Recorded | None, ModelConfig, Lora | None, list[Path]]:
     """Return a run's experiment, the model, its adapters, and folders that may have the tokenizer, best first."""
     from gspax.learner.state import require_intact
     from gspax.run.directory import RunDir
@@ -260,8 +269,9 @@ def _read_source(source: Path) -> tuple[JsonObject | None, ModelConfig, Lora | N
 
     run = RunDir(source)
     if run.experiment.is_file():
-        experiment, config, lora = read_recorded(run)
-        return experiment, config, lora, _find_companions(experiment.get("tokenizer"), config.checkpoint)
+        recorded = read_recorded(run)
+        companions = _find_companions(recorded.experiment["tokenizer"], recorded.model.checkpoint)
+        return recorded, recorded.model, recorded.lora, companions
     if (source / "config.json").is_file():
         require_intact(source)
         return None, replace(read_config(source), checkpoint=str(source)), None, [source]
@@ -310,7 +320,7 @@ def _find_origin(checkpoint: str) -> str:
 
     folder = to_path(checkpoint)
     if checkpoint and (folder / RUN).is_file():
-        return _find_origin(read_recorded(RunDir(folder))[1].checkpoint)
+        return _find_origin(read_recorded(RunDir(folder)).model.checkpoint)
     if not checkpoint or not (folder / CHECKPOINTS).is_dir():
         return checkpoint
     with Checkpoints(folder / CHECKPOINTS) as converted:
@@ -342,9 +352,10 @@ def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
     """
     fields = tokenizer if isinstance(tokenizer, dict) else {}
     folders = [to_path(str(fields["path"]))] if fields.get("path") else []
+    named = fields.get("checkpoint")
     if folders and not folders[0].is_dir():
         warn(f"the tokenizer is not exported: there is no folder {folders[0]} (working directory {Path.cwd()})")
-    for name in filter(None, (fields.get("checkpoint"), checkpoint, _find_origin(checkpoint))):
+    for name in filter(None, (named if isinstance(named, str) else "", checkpoint, _find_origin(checkpoint))):
         with contextlib.suppress(UserError):
             folders.append(locate(name, SMALL, download=False))
     return folders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from gspax.config import Lora, ModelConfig, Sampling
 from gspax.config.functions import name_of
@@ -24,8 +24,17 @@ if TYPE_CHECKING:
 RECORDS = ("model", "data", "sampling", "tokenizer")  # fields of an experiment whose descriptions name a class
 
 
-def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
-    """Read the experiment of a run as experiment.json has it, its model, and its adapters. UserError if damaged."""
+class Recorded(NamedTuple):
+    """The experiment of a run as experiment.json has it, and the parts of it that are needed as records."""
+
+    experiment: JsonObject
+    model: ModelConfig
+    lora: Lora | None
+    sampling: Sampling
+
+
+def read_recorded(run: RunDir) -> Recorded:
+    """Read the experiment of a run. UserError if it is damaged."""
     experiment = read_object(run.experiment)
     loss = experiment.get("loss")
     types = {name: part.get("type") if isinstance(part := experiment.get(name), dict) else None for name in RECORDS}
@@ -34,8 +43,8 @@ def read_recorded(run: RunDir) -> tuple[JsonObject, ModelConfig, Lora | None]:
         if not isinstance(name, str):
             got = show(experiment.get(field))
             raise UserError(f"{run.experiment}: {field}: wanted what this version of gspax records, got {got}")
-    read_part(Sampling, experiment["sampling"], f"{run.experiment}: sampling")
-    return experiment, *read_model(experiment, run.experiment)
+    sampling = read_part(Sampling, experiment["sampling"], f"{run.experiment}: sampling")
+    return Recorded(experiment, *read_model(experiment, run.experiment), sampling)
 
 
 def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:

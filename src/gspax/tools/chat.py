@@ -284,10 +284,9 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     own = file.tokenizer if file else None
     if (located := locate_run(name)) is not None:
         run, checkpoints, step = located
-        recorded, model, lora = read_recorded(run)
+        recorded, model, lora, used = read_recorded(run)
         tokenizer = own or read_tokenizer(recorded["tokenizer"])
-        filters = {name: recorded["sampling"][name] for name in FILTERS}
-        filters |= {name: tuple(recorded["sampling"].get(name, ())) for name in ("stop", "stop_token_ids")}
+        filters = {name: getattr(used, name) for name in (*FILTERS, "stop", "stop_token_ids")}
         forms = read_forms(recorded, file and file.environment)
         mesh = make_meshes(make_experiment(model, tokenizer)).learner
         params = load_policy(run, checkpoints, model, lora, mesh, step)

@@ -7,16 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from gspax.config.functions import name_of, parse
+from gspax.config.functions import name_of
 from gspax.config.protocols import ConversationTokenizer, Tokenizer
+from gspax.data.files import show
 from gspax.data.problem import chat_of, encode_prompt
 from gspax.data.sources.mixture import Mixture
 from gspax.data.sources.row_source import RowSource
 from gspax.data.sources.schema import Schema
 from gspax.errors import UserError
+from gspax.hf.source import read_part
 from gspax.rewards.environments.tool_use import Tool, ToolUse
 
 _SHOWN = 80  # characters of a text
+_WHERE, _WANTED = "experiment.json", "wanted what this version of gspax records"
 
 
 @dataclass(frozen=True)
@@ -61,29 +64,30 @@ def read_forms(recorded: Mapping[str, Any], environment: object = None) -> list[
       environment: the environment of the experiment's file; without it only the tools of a `ToolUse` are known.
     """
     schemas = getattr(environment, "schemas", None)
-    try:
-        tools = tuple(schemas() if schemas is not None else _recorded_tools(recorded.get("environment")))
-        forms = {str(form): form for schema in _schemas(recorded.get("data")) for form in [Form(schema, tools)]}
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise UserError(
-            f"experiment.json: wanted data and tools as this version of gspax records them: {problem}"
-        ) from problem
+    tools = tuple(schemas() if schemas is not None else _recorded_tools(recorded.get("environment")))
+    forms = {str(form): form for schema in _schemas(recorded.get("data")) for form in [Form(schema, tools)]}
     return [form for text, form in forms.items() if text]
 
 
 def _recorded_tools(environment: object) -> list[dict[str, object]]:
     if not isinstance(environment, Mapping) or environment.get("type") != name_of(ToolUse):
         return []
-    return [Tool(one["name"], one["description"], str, one["parameters"]).schema() for one in environment["tools"]]
+    try:
+        return [Tool(one["name"], one["description"], str, one["parameters"]).schema() for one in environment["tools"]]
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise UserError(f"{_WHERE}: environment.tools: {_WANTED}: {problem}") from problem
 
 
 def _schemas(data: object) -> Iterator[Schema]:
     kind = data.get("type") if isinstance(data, Mapping) else None
     if isinstance(data, Mapping) and kind == name_of(Mixture):
-        for source in data["sources"].values():
+        if not isinstance(sources := data.get("sources"), Mapping):
+            raise UserError(f"{_WHERE}: data.sources: {_WANTED}, got {show(sources)}")
+        for source in sources.values():
             yield from _schemas(source)
     elif isinstance(data, Mapping) and kind == name_of(RowSource):
-        yield replace(parse(Schema, data["schema"]), prompt="prompt", answer=None, task_column=None, metadata=())
+        schema = read_part(Schema, data.get("schema"), f"{_WHERE}: data.schema")
+        yield replace(schema, prompt="prompt", answer=None, task_column=None, metadata=())
     else:
         yield Schema(answer=None)
 
