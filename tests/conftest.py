@@ -71,6 +71,7 @@ TIERS = {  # the folders and files of a tier; all others are of tier "device": t
     "unit": (*(f"{name}/" for name in FORMATS.split()), "tools/test_comparison", "tools/test_diagnosis"),
     "process": ("faults/", *(f"parallel/test_{name}" for name in PROCESSES.split())),
     "release": ("release/",),
+    "real": ("real/",),
 }
 
 COSTLY = TESTS / "costly.txt"  # tests of over half a CPU-second, written by `make costs`; they wait for `make release`

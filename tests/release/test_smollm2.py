@@ -1,9 +1,6 @@
-"""The experiment on a published model: its task without the model, and two steps with it."""
+"""The task of the experiment on a published model, without the model; tests/real has what holds of its weights."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +12,9 @@ from gspax.data import Problem
 from gspax.experiment import load, validate
 from gspax.hf.config_json import to_json
 from gspax.model import presets
-from gspax.run.record import read_rows
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "experiments" / "smollm2_constraints.py"
-MODEL = ROOT / ".cache" / "smollm2"
 
 
 @pytest.fixture
@@ -64,21 +59,3 @@ def test_without_the_model_a_dry_run_names_its_folder(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert program.main(["train", str(FILE), "--dry-run"]) == 2
     assert ".cache/smollm2: wanted the folder of a checkpoint" in capsys.readouterr().err
-
-
-def gspax(*arguments):
-    command = [sys.executable, "-m", "gspax", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.real
-@pytest.mark.skipif(not MODEL.is_dir(), reason="there is no .cache/smollm2 (make real)")
-def test_the_published_model_trains(tmp_path):
-    small = ("sampling.prompts=2", "sampling.group=2", "sampling.max_tokens=8", "evaluation.problems=1")
-    shown = gspax("train", FILE, "--workdir", tmp_path / "run", "--report-to", "none", "schedule.steps=2", *small)
-    assert "held-out prompt: Write one sentence about " in shown
-    steps = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in row]
-    assert len(steps) == 2
-    assert all(row["mismatch/abs_diff_largest_max"] < 1e-3 for row in steps)  # sampler and learner agree
