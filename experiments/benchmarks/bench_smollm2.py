@@ -26,6 +26,7 @@ from gspax.experiment import load
 HERE = Path(__file__).parent
 FILE = HERE / "smollm2_workload.py"
 DTYPES = ("float32", "bfloat16")
+STEPS = 3  # of each process, after the first
 GOAL = 0.70  # of TRL's wall time of a step, each in its better type
 PARTS = 8  # forward and backward passes of TRL's update: 128 rows at once need more than 24 GB
 
@@ -46,9 +47,9 @@ def read_or_compare(folder: Path, dtype: str, trl: str, rounds: int) -> dict[str
     if not path.exists():
         experiment = load(FILE)
         shape = peers.shape(experiment.model, experiment.sampling)
-        shape |= {"folder": str(export(folder).resolve()), "dtype": dtype, "parts": PARTS}
+        shape |= {"folder": str(export(folder).resolve()), "dtype": dtype, "parts": PARTS, "steps": 1 + STEPS}
         overrides = [f"model.dtype={dtype}"]
-        result = peers.compare({"TRL": trl}, [str(FILE), *overrides], shape, rounds)
+        result = peers.compare({"TRL": trl}, [str(FILE), "--steps", str(STEPS), *overrides], shape, rounds)
         path.write_text(json.dumps({"overrides": overrides, **result}, indent=1) + "\n", encoding="utf-8")
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -80,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="of the JSON files and the exported weights")
     parser.add_argument("--trl", required=True, metavar="PYTHON", help="an interpreter with TRL")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="the first fills the compilation cache")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="the first fills the compilation cache")
     parser.add_argument("--commit", required=True, help="what is measured")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

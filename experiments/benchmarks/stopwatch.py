@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 START = time.perf_counter()  # of the process, if this is the first import of its script
-STEPS, WARM_UP = 6, 2
+STEPS = 6
 
 
 def now() -> tuple[float, float]:
@@ -38,7 +38,7 @@ class Stopwatch:
 def summarize(version: str, rollout: Stopwatch) -> dict[str, Any]:
     """The figures of a training that has just ended, as `peers.compare` reads them.
 
-    Medians of the steps after the first `WARM_UP`, the end of the first step since the start of the process, and the
+    Medians of the steps after the first third, the end of the first step since the start of the process, and the
     peak memory. A step begins with its rollout; the rest of it is the update.
     """
     starts = [*rollout.starts, now()]
@@ -58,5 +58,5 @@ def _between(begin: tuple[float, float], end: tuple[float, float]) -> tuple[floa
 
 
 def _medians(calls: list[tuple[float, float]]) -> dict[str, float]:
-    wall, cpu = (statistics.median(seconds) for seconds in zip(*calls[WARM_UP:], strict=True))
+    wall, cpu = (statistics.median(seconds) for seconds in zip(*calls[len(calls) // 3 :], strict=True))
     return {"wall_s": wall, "cpu_s": cpu}

@@ -3,6 +3,7 @@
     PYTHON trl_gspo.py '{"vocab_size": 512, ...}'     (the keys of `peers.shape`)
 
 With `folder`, the model and the tokenizer are the ones there, with parameters of `dtype`; an update has `parts` passes.
+`steps` are trained instead of 6.
 
 Prints one line of JSON (`stopwatch.summarize`). No token ends a completion, so every one has `max_tokens` tokens; the
 reward is the share of digits.
@@ -66,15 +67,16 @@ def make_tokenizer(shape: dict[str, Any]) -> Any:
 
 
 def main(shape: dict[str, Any]) -> dict[str, Any]:
-    """Train for STEPS steps; what is printed."""
+    """Train; what is printed."""
     import importlib.metadata
 
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     rows, parts, is_real = shape["prompts"] * shape["group"], shape.get("parts", 1), "folder" in shape
+    steps = shape.get("steps", STEPS)
     rng = random.Random(0)
-    sums = [{"prompt": f"{rng.randrange(1000)}+{rng.randrange(1000)}="} for _ in range(shape["prompts"] * STEPS)]
+    sums = [{"prompt": f"{rng.randrange(1000)}+{rng.randrange(1000)}="} for _ in range(shape["prompts"] * steps)]
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder,
@@ -87,7 +89,7 @@ def main(shape: dict[str, Any]) -> dict[str, Any]:
             steps_per_generation=parts,
             max_completion_length=shape["max_tokens"],
             generation_kwargs={"min_new_tokens": shape["max_tokens"]},
-            max_steps=STEPS,
+            max_steps=steps,
             num_iterations=1,
             beta=0.0,
             epsilon=3e-4,

@@ -60,7 +60,6 @@ def test_a_step_of_a_peer_is_its_rollout_and_the_update_after_it(monkeypatch):
     clock = iter([(wall, 2 * wall) for wall in (1, 3, 10, 13, 20, 24, 30)])
     monkeypatch.setattr(stopwatch, "now", lambda: next(clock))
     monkeypatch.setattr(stopwatch, "START", 0)
-    monkeypatch.setattr(stopwatch, "WARM_UP", 1)
     trainer = SimpleNamespace(generate=lambda prompts: prompts)
     rollout = stopwatch.Stopwatch(trainer, "generate")
     assert [trainer.generate(number) for number in range(3)] == [0, 1, 2]

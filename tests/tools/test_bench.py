@@ -90,7 +90,6 @@ def test_old_log_probs_count_for_the_minibatches_whose_first_update_does_not_com
 @pytest.fixture
 def small(monkeypatch):
     """One layer, two steps: few compilations."""
-    monkeypatch.setattr(benchmarks, "STEPS", 1)
     monkeypatch.setattr(benchmarks, "measure_limits", lambda dtype: Limits(1e9, 1e9))
     model = replace(tiny.CONFIGS["dense"], num_hidden_layers=1, vocab_size=experiment.model.vocab_size)
     sampling = replace(experiment.sampling, prompts=8, group=2, max_tokens=2)
@@ -99,7 +98,7 @@ def small(monkeypatch):
 
 def test_steps_are_measured_and_traced(small, tmp_path):
     shown = []
-    result = bench.run(small, tmp_path / "trace", shown.append)
+    result = bench.run(small, tmp_path / "trace", shown.append, 1)
     assert {row["name"] for row in result["figures"]} == {"rollout", "train", "step"}
     assert all(row["wall_s"] > 0 and row["tokens_per_s"] > 0 for row in result["figures"])
     assert (

@@ -18,6 +18,7 @@ from gspax.commands import processes
 from gspax.commands.arguments import (
     Parser,
     add_experiment,
+    at_least,
     load_experiment,
     require_file,
     require_possible,
@@ -38,6 +39,7 @@ def make_parser() -> Parser:
     add_experiment(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one step for Perfetto or XProf")
+    parser.add_argument("--steps", type=at_least(1), default=7, metavar="N", help="steps after the first (default: 7)")
     processes.add_options(parser)
     return parser
 
@@ -49,7 +51,8 @@ def execute(options: argparse.Namespace) -> int:
         require_possible(options.profile)
     experiment = load_experiment(options)
     is_primary = processes.join("bench", options, experiment)
-    result = run(experiment, options.profile, display if is_primary else lambda line: None)
+    show = display if is_primary else lambda line: None
+    result = run(experiment, options.profile, show, options.steps)
     if is_primary and options.json is not None:
         text = json.dumps({"overrides": options.overrides, **result}, indent=1)
         with naming(options.json):
@@ -57,15 +60,15 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def run(experiment: Experiment, trace: Path | None, show: Callable[[str], None]) -> dict[str, object]:
-    """Measure steps, print the figures, and return what `--json` writes."""
+def run(experiment: Experiment, trace: Path | None, show: Callable[[str], None], number: int) -> dict[str, object]:
+    """Measure so many steps after the first, print the figures, and return what `--json` writes."""
     import jax
 
     from gspax.rollout.runtime import make_runtime
     from gspax.tools import benchmarks
 
     runtime = make_runtime(experiment)
-    steps = benchmarks.measure_steps(runtime, trace)
+    steps = benchmarks.measure_steps(runtime, trace, number)
     figures = benchmarks.phases(runtime, steps.metrics)
     show(
         f"first step done {steps.first_step_s:.1f} s after the start ({steps.first_step_cpu_s:.1f} CPU s); "

@@ -30,7 +30,6 @@ from gspax.run.compilation import count_compilations
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
 
-STEPS = 7  # after the first
 PHASES = ("rollout", "old_logp", "train", "step")
 
 
@@ -132,8 +131,8 @@ class MeasuredSteps:
     peak_memory_bytes: int
 
 
-def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
-    """Run the steps with random parameters; nothing is written but a trace of the last step, if asked for."""
+def measure_steps(runtime: Runtime, trace: Path | None, number: int) -> MeasuredSteps:
+    """Run a first step and `number` more; nothing is written but a trace of a last step, if asked for."""
     experiment = runtime.experiment
     with count_compilations() as compiled, runtime.rewards:
         state = init_state(experiment.model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
@@ -150,7 +149,7 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         state = run_step(runtime, state, reference, in_flight, teachers).state
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
-        for _ in range(STEPS):
+        for _ in range(number):
             result = run_step(runtime, state, reference, in_flight, teachers)
             state = result.state
             metrics.append(result.metrics)
