@@ -1,6 +1,6 @@
-"""A state of 1 GiB, saved and restored in a folder and in a bucket; the table goes into docs/howto/bucket.md.
+"""A state of 1 GiB, saved and restored in a folder and in a bucket; the table goes into buckets.md.
 
-    python experiments/benchmarks/bench_buckets.py FOLDER docs/howto/bucket.md
+    python experiments/benchmarks/bench_buckets.py FOLDER experiments/benchmarks/buckets.md
 
 The bucket's server is `tests/gcs.py` in a process of its own, at once or 50 ms late with every answer. CPU-seconds are
 those of all threads of this process, not of the server. The numbers are random, so they do not compress. A run that

@@ -6,7 +6,7 @@ Each task is trained for five epochs of 64 problems, once with each kind of nois
 sampled with 0, 1, and 3 drafts, and with 3 while they pay (`sampling.draft_cost`), one after the other and twice, with
 the same weights and noise, so that the samples can be compared too. CPU-seconds are those of this process, the less of
 both, and of these the median over the rollouts of the third to the fifth epoch. Tasks whose results are in FOLDER are
-not measured again. The table is written into docs/howto/sample_faster.md.
+not measured again. The table is written into drafts.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOISES = ("fresh", "problem")
 COST = 2.9  # of a pass with three drafts on two cores, in passes without
 SETTINGS = {"0": {"drafts": 0}, "1": {"drafts": 1}, "3": {"drafts": 3}, "paying": {"drafts": 3, "draft_cost": COST}}
 PROBLEMS, EPOCHS = 64, 5
-PAGE = EXPERIMENTS.parent / "docs" / "howto" / "sample_faster.md"
+PAGE = Path(__file__).with_name("drafts.md")
 BEGIN, END = "<!-- drafts: written by bench_drafts.py -->", "<!-- end of drafts -->"
 
 

@@ -1,4 +1,4 @@
-"""A vLLM server on this machine beside the sampler in process; prints the rows of docs/howto/sample_with_vllm.md.
+"""A vLLM server on this machine beside the sampler in process; prints the rows of vllm.md.
 
     python experiments/benchmarks/bench_vllm.py VLLM FOLDER bfloat16 float32 large
 

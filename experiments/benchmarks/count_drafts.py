@@ -3,8 +3,8 @@
     python experiments/benchmarks/count_drafts.py
 
 The samples are demonstrations of the addition, half of them with a slip: 8 for each of 32 problems, as a policy writes
-them that has learned from them. The earlier texts are other demonstrations of the same problems. Printed is the table
-of docs/howto/sample_faster.md.
+them that has learned from them. The earlier texts are other demonstrations of the same problems. Printed is a table
+of drafts.md.
 """
 
 from __future__ import annotations

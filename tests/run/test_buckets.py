@@ -104,7 +104,7 @@ def test_a_url_of_s3_is_refused_with_the_reason_and_what_to_do(url):
 
 
 def test_orbax_cannot_write_an_array_to_s3(tmp_path, monkeypatch):
-    """Why gspax refuses s3://. If Orbax has learned it, docs/howto/bucket.md#s3 has what else is needed."""
+    """Why gspax refuses s3://. If Orbax has learned it, buckets.md of the benchmarks has what else is needed."""
 
     class Amazon(object_files.Objects):
         protocol = "s3"

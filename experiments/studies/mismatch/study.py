@@ -2,7 +2,7 @@
 
 Question. A server computes other log-probs than the learner, most in bfloat16 with experts, where rounding sends a
 token to another expert: vLLM on a CPU differs by up to 5.7e-3 a token on average and by 0.60 at most, with random
-weights (docs/howto/sample_with_vllm.md). Do truncated weights change what is learned?
+weights (experiments/benchmarks/vllm.md). Do truncated weights change what is learned?
 
 A server for 30 runs does not fit: the sampler of the run's own devices stands in, with sampler and learner in bfloat16,
 which round in other places. The study of precision has truncated weights for an 8-bit sampler with a learner in
