@@ -1,6 +1,5 @@
 """Estimators against exact enumeration, the bootstrap and simulation."""
 
-import doctest
 import itertools
 import math
 from collections import Counter
@@ -9,11 +8,6 @@ import numpy as np
 import pytest
 
 from gspax.report import statistics
-
-
-def test_the_doctests():
-    assert doctest.testmod(statistics).failed == 0
-    assert doctest.testmod(statistics).attempted >= 5
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

@@ -85,6 +85,7 @@ def test_the_forms_can_be_restricted(form, answer):
         ("number", r"final: 1\,234", "1234"),
         ("number", "3 million people", "3 million"),
         ("number", "3 millionaires", "3"),
+        ("number", "一共是18个。", "18"),
         (None, "So, the final answer is 4 * 3 = 12 eggs.", "12 eggs."),
         ("answer", "Answer: x = 5", "x = 5"),
         ("answer", "The answer is **3.25**.", "3.25."),
@@ -249,6 +250,31 @@ def test_the_reference_answer_is_extracted_from_a_solution(answer, bare):
         ("460", "at least 460", False),
         (r"x \ge 460", r"\ge 460", None),
         (r"\frac{1}{e}", r"\frac{1}{\mathrm{e}}", True),
+        ("18", "not 18.", False),
+        ("18", "18 m/s", True),
+        ("18", "18 m^2", True),
+        ("18", "18 cm²", True),
+        ("18", "18 dollars/hour", True),
+        ("18", "$18/hour", True),
+        ("18", "18°C", True),
+        ("18", "18 g", True),
+        ("18", "18,", True),
+        ("18", "18 M", None),
+        ("18", "18 x", None),
+        ("18", "18 x^2", None),
+        ("18", "18/2", False),
+        ("18 m^3", "18 m^2", False),
+        (r"18 \text{ m}^3", "18 m²", False),
+        ("-3", "minus 3", True),
+        ("-3", "negative 3 degrees", True),
+        ("-3", "3 degrees below zero", True),
+        ("3", "3 below zero", False),
+        ("3", "negative 3", False),
+        ("25%", "25 percent", True),
+        ("25", "25 per cent", None),
+        ("yes", "Yes.", True),
+        ("Not enough information", "not enough information", True),
+        ("A", "a", None),
     ],
 )
 def test_strings_and_plain_numbers_are_compared_without_a_worker(expected, answer, equal):
@@ -286,4 +312,6 @@ def test_votes_count_equal_numbers_together():
     assert {canonical(each) for each in ("3 1/2", r"3\frac{1}{2}", r"$3~1/2$", "7/2", "3.50")} == {"7/2"}
     assert {canonical(each) for each in ("1 234", r"1\,234", "1,234", r"1,\!234")} == {"1234"}
     assert canonical(r"\frac{68}{2}") == canonical("34") and canonical("9^{900}") == str(9**900)
+    assert canonical("Yes") == canonical("yes.") and canonical("A") != canonical("a")
+    assert canonical("18 m/s") == canonical("$18/hour") == "18" and canonical("minus 3") == "-3"
     assert canonical("1 2") == "1 2" and canonical("1, 234") == "1, 234"

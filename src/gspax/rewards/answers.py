@@ -20,15 +20,35 @@ _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?!\w))?"  # of 10
 _MIXED_NUMBER = rf"{_DIGITS} \d{{1,15}}/\d{{1,15}}(?!\d)"
 _SPACED = r"[1-9]\d{0,2}(?:[ \u00a0\u202f]\d{3}){1,6}(?![\d/])"
 _LAST_NUMBER = re.compile(
-    rf"(?<![\w.])[-+]?\\?[$€£]?(?:{_MIXED_NUMBER}|(?:(?:{_SPACED}|{_DIGITS})(?:\.\d+)?|\.\d+){_EXPONENT}(?:/\d+)?)"
+    rf"(?<![a-zA-Z\d_.])[-+]?\\?[$€£]?(?:{_MIXED_NUMBER}|(?:(?:{_SPACED}|{_DIGITS})(?:\.\d+)?|\.\d+){_EXPONENT}(?:/\d+)?)"
     r"(?:\s*\\?%| (?:hundred|thousand|million|billion|trillion)(?![a-z]))?"
 )
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;!]|\{,\})(?=\d{3}(?!\d))")
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+){_EXPONENT}")
 _FRACTION = re.compile(rf"([-+]?)({_DIGITS})?\\?frac(?:\{{([-+]?\d+)\}}\{{(\d+)\}}|(\d)(\d))|([-+]?\d+)/(\d+)")
 _BASED = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
-_UNIT = re.compile(r"(?<=[\d.}])(?:\s+[a-z]{2,})+\.?$", re.IGNORECASE)
-_POWER_OF_UNIT = re.compile(r"\\(?:mbox|text|textrm|mathrm) ?\{[^{}]*[a-z.] *\} ?\^ ?\{?(\d)\}?$", re.IGNORECASE)
+# Units without a backslash: words, or symbols that may have a power or a second unit below. The letter x is none.
+_SYMBOL = (
+    r"(?:(?:milli|centi|kilo)?met(?:er|re)s?|[cmk]?m|inch(?:es)?|in|feet|foot|ft|yards?|yd|miles?|mi|units?"
+    r"|seconds?|secs?|s|minutes?|mins?|hours?|hrs?|hr?|days?|k?g|lbs?|m?l)"
+)
+_POWER = r"(?: ?(?:\^ ?\{?[23]\}?|[²³]))"
+_PER = rf"(?: ?/ ?(?:{_SYMBOL}{_POWER}?|[a-z]{{3,}}))"
+_UNIT = re.compile(
+    rf"(?<=[\d.}}])(?: ?°(?: ?[CF])?|{_PER}| {_SYMBOL}(?:{_POWER}{_PER}?|{_PER})"
+    rf"|(?:\s+[a-z]{{2,}})+{_PER}?| (?-i:[mgshL]))\.?$",
+    re.IGNORECASE,
+)
+_POWER_OF_UNIT = re.compile(
+    rf"(?:\\(?:mbox|text|textrm|mathrm) ?\{{[^{{}}]*[a-z.] *\}}|\d {_SYMBOL}) ?(?:\^ ?\{{?(\d)\}}?|([²³]))$",
+    re.IGNORECASE,
+)
+_NEGATIVE = re.compile(r"(?:negative|minus) (?=[$€£]?\d)", re.IGNORECASE)
+_BELOW_ZERO = re.compile(
+    r"(\d[\d.,/]{0,20})(?: ?°(?: ?[CF])?| degrees(?: celsius| fahrenheit| [CF])?)? below zero", re.IGNORECASE
+)
+_PERCENT = re.compile(r"(?<=\d) ?per ?cent(?![a-z])", re.IGNORECASE)
+_WORDS = re.compile(r"[a-z]{2,}(?: [a-z]{2,})*", re.IGNORECASE)
 # Words that change a number, or that say it is not one. If they were treated as units, they would be dropped.
 _SCALES = {"dozen": 12, "hundred": 100} | {
     name: 10 ** (3 * i) for i, name in enumerate(("thousand", "million", "billion", "trillion"), 1)
@@ -42,7 +62,7 @@ _NOT_UNITS = {
 }
 # Marks that a parser drops although they change the meaning: an answer with one never equals one without.
 _CHANGES = re.compile(
-    rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:{'|'.join(_SCALES)})s?\b"
+    rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:not|never|cannot)\b|\b(?:{'|'.join(_SCALES)})s?\b"
     rf"|\d (?:{'|'.join((*_POWERS, *_PARTS))}|halve|mod(?:ulo)?)s?\b"
 )
 _SCALED = re.compile(
@@ -149,7 +169,7 @@ def compare(expected: str, answer: str) -> bool | None:
     expected, answer = _bare(expected), _bare(answer)
     if not expected or not answer:
         return False
-    if expected == answer:
+    if expected == answer or (expected.lower() == answer.lower() and _WORDS.fullmatch(expected)):
         return True
     if _DOTS.search(expected + answer):  # a parser drops them together with the omitted part
         first, second = (_DOTS.sub("…", text).replace(" ", "") for text in (expected, answer))
@@ -159,7 +179,8 @@ def compare(expected: str, answer: str) -> bool | None:
         return False
     if (_is_bound(expected) and got is not None) or (_is_bound(answer) and wanted is not None):
         return False
-    powers = [match[1] for match in map(_POWER_OF_UNIT.search, (expected, answer)) if match]
+    units = map(_POWER_OF_UNIT.search, (expected, answer))
+    powers = ["²³".find(match[2]) + 2 if match[2] else int(match[1]) for match in units if match]
     if len(set(powers)) == 2:  # square inches are not cubic inches; a parser drops units with their powers
         return False
     if "_" in expected + answer and (equal := _compare_bases(expected, answer)) is not None:
@@ -177,11 +198,11 @@ def _is_bound(answer: str) -> bool:
     return bool(_RELATION.match(answer) or _RELATION_AFTER.search(answer))
 
 
-def join_digits(answer: str) -> str:
-    r"""Write mixed numbers and groups of three digits in an answer without spaces, as parsers read them.
+def write_numbers(answer: str) -> str:
+    r"""Write the numbers in an answer as parsers read them: without spaces inside, and signs and percents as symbols.
 
-    >>> join_digits("3 1/2"), join_digits(r"(1\,234, 5 678)"), join_digits("1 2")
-    ('3\\frac{1}{2}', '(1234, 5678)', '1 2')
+    >>> write_numbers("3 1/2"), write_numbers(r"(1\,234, 5 678)"), write_numbers("minus 1 percent")
+    ('3\\frac{1}{2}', '(1234, 5678)', '-1%')
     """
 
     def write_mixed(number: re.Match[str]) -> str:
@@ -190,7 +211,7 @@ def join_digits(answer: str) -> str:
 
     answer = _CONSTANT.sub(r"\1", re.sub(r"\\!\s*", "", answer))
     answer = _GROUPS.sub(lambda digits: re.sub(_GAP, "", digits[0]), answer)
-    return _MIXED.sub(write_mixed, answer)
+    return _PERCENT.sub("%", _NEGATIVE.sub("-", _MIXED.sub(write_mixed, answer)))
 
 
 def canonical(answer: str) -> str:
@@ -203,6 +224,7 @@ def canonical(answer: str) -> str:
     """
     bare = _bare(answer)
     number = _number(_without_unit(bare))
+    bare = bare.lower() if _WORDS.fullmatch(bare) else bare
     return bare if number is None or max(number.numerator, number.denominator).bit_length() > 4000 else str(number)
 
 
@@ -289,13 +311,14 @@ def _tidy(answer: str) -> str:
 
 def _bare(answer: str) -> str:
     """Remove math delimiters, a final period, and commands that only affect the looks of an answer."""
-    answer = join_digits(_tidy(answer)).strip().rstrip(".").strip()
+    answer = write_numbers(_tidy(answer)).strip().rstrip(".,;").strip()
     for left, right in _DELIMITERS:
         inner = answer[len(left) : len(answer) - len(right)]
         if answer.startswith(left) and answer.endswith(right) and len(answer) > len(left + right) and left not in inner:
             answer = inner
     answer = answer.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace("−", "-").replace("{,}", ",")
-    return _SPACES.sub(" ", answer).strip()
+    answer = _SPACES.sub(" ", answer).strip()
+    return f"-{match[1]}" if (match := _BELOW_ZERO.fullmatch(answer)) else answer
 
 
 def _number(text: str) -> Fraction | None:

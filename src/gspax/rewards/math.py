@@ -19,7 +19,7 @@ from typing import Any, Literal
 from gspax.config.ranges import Positive, PositiveInt
 from gspax.data.problem import Problem
 from gspax.errors import UserError, how_to_install
-from gspax.rewards.answers import compare, extract, find_problem, join_digits, reference
+from gspax.rewards.answers import compare, extract, find_problem, reference, write_numbers
 from gspax.rewards.calls import Failure, compares_answers, concurrent, needs, require_answer
 from gspax.rewards.scores import Grade, Score, Tally
 from gspax.rewards.workers.pool import shared
@@ -112,4 +112,4 @@ def _grade_here(expected: str, answer: str | None) -> Grade | tuple[str, str]:
     if answer is None or len(answer) > _LONGEST:
         return Grade(0.0, "no answer")
     equal = compare(expected, answer)
-    return (join_digits(expected), join_digits(answer)) if equal is None else _GRADES[equal]
+    return (write_numbers(expected), write_numbers(answer)) if equal is None else _GRADES[equal]

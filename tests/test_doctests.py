@@ -1,9 +1,10 @@
-"""The examples in the docstrings of losses, advantages and corrections."""
+"""The examples in the docstrings of every module."""
 
 import doctest
 import importlib
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +12,12 @@ import pytest
 
 from gspax import advantages, losses
 
-MODULES = {
-    "gspax.losses.terms": 4,
-    "gspax.losses.gspo_family": 4,
-    "gspax.losses.grpo_family": 3,
-    "gspax.losses.traits": 1,
-    "gspax.losses.logprobs": 1,
-    "gspax.losses.kl": 3,
-    "gspax.losses.distill": 2,
-    "gspax.losses.correction": 4,
-    "gspax.losses.regularizers": 3,
-    "gspax.losses.calibration": 2,
-    "gspax.losses.ratio_spread": 1,
-    "gspax.advantages": 9,
-    "gspax.losses.shaping": 3,
-}
-
-
+SRC = Path(__file__).parents[1] / "src"
+MODULES = [
+    ".".join(path.relative_to(SRC).with_suffix("").parts)
+    for path in sorted(SRC.rglob("*.py"))
+    if ">>> " in path.read_text(encoding="utf-8")
+]
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
@@ -52,7 +42,7 @@ def test_docstring_examples(name):
     module = importlib.import_module(name)
     scope = vars(module) | {"jax": jax, "jnp": jnp, "losses": losses, "advantages": advantages}
     found = [test for test in doctest.DocTestFinder().find(module, globs=scope) if test.examples]
-    assert len(found) >= MODULES[name], f"{name} has {len(found)} functions with an example"
+    assert found, f"{name} has an example that is in no docstring"
     runner = doctest.DocTestRunner(Near(), optionflags=doctest.NORMALIZE_WHITESPACE)
     for test in found:
         assert not runner.run(test).failed, test.name
