@@ -427,6 +427,9 @@ FENCES = {
     "named output after it": f"```python\n{P}```\n```output\nx = 6\n```",
     "text after it": f"```python\n{P}```\n```text\n3, 4\n```",
     "a session after it": f"```python\n{P}```\n```python\n>>> double(3)\n6\n```",
+    "an answer tag": f"<think>It is easy.</think>\n<answer>\n{P}</answer>",
+    "a code tag": f"Here:\n<code>\n{P}</code>\nIt doubles.",
+    "a block of Markdown": f"````markdown\n# Doubling\n```python\n{P}```\n````",
     "a command after an unfenced program": f"{P}```bash\npython main.py\n```",
 }
 

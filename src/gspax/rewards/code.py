@@ -173,9 +173,10 @@ def run_program(code: str, stdin: str = "", *, allow_code_execution: bool = Fals
 
 
 def extract_program(completion: str, function: str | None = None) -> str | None:
-    """Extract the program in a completion: all of it if nothing is fenced; None if there is none.
+    """Extract the program in a completion: all of it if nothing is fenced or tagged; None if there is none.
 
-    Among fenced blocks, it is the last one of the first kind that occurs:
+    Without a fence, it is what the last `<answer>` or `<code>` holds, if that is a program. Among fenced blocks, it is
+    the last one of the first kind that occurs:
 
     - blocks that define the function, if a test calls one
     - blocks of Python, and blocks without a language that are programs
@@ -186,8 +187,11 @@ def extract_program(completion: str, function: str | None = None) -> str | None:
       completion: any text; takes time linear in its length.
       function: the name of the function that the tests call.
     """
-    if ("```" not in completion and "~~~" not in completion) or (_fits(completion) and is_program(completion)):
-        return completion if _fits(completion) else None
+    if "```" not in completion and "~~~" not in completion:
+        program = _tagged(completion)
+        return program if _fits(program) else None
+    if _fits(completion) and is_program(completion):
+        return completion
     found = [block for block in blocks(completion) if _fits(block.code)]
     found = [block for block in found if block.closed] or found
     defines = re.compile(rf"^[ \t]*(?:async +)?def +{re.escape(function)}\b", re.MULTILINE) if function else None
@@ -198,6 +202,15 @@ def extract_program(completion: str, function: str | None = None) -> str | None:
         lambda block: True,
     ]
     return next((block.code for kind in kinds for block in reversed(found) if kind(block)), None)
+
+
+def _tagged(text: str) -> str:
+    """Return what the last `<answer>` or `<code>` of a text holds if that is a program, else the whole text."""
+    end = max(text.rfind("</answer>"), text.rfind("</code>"))
+    tag = "<answer>" if text.startswith("</answer>", end) else "<code>"
+    start = text.rfind(tag, 0, max(end, 0))
+    inside = text[start + len(tag) : end]
+    return inside if start >= 0 and _fits(inside) and is_program(inside) else text
 
 
 def _fits(code: str) -> bool:

@@ -17,6 +17,7 @@ _BEFORE = re.compile(r"(?:[ \t>]|[-*+][ \t]|\d{1,3}[.)][ \t])*")  # indentation,
 _WORD = re.compile(r"[\w+#.-]+[ \t]*")  # directly after a fence this is a language
 _LANGUAGE = re.compile(r"[ \t{.]*([A-Za-z][\w+#-]*)?")
 _PYTHON = re.compile(r"i?py(?:thon)?[\d.]*", re.IGNORECASE)
+_DOCUMENTS = ("markdown", "md")  # languages of blocks that hold blocks
 _CONSOLE = re.compile(r"\s*(?:>>>|\$ |In \[\d)")
 _STATEMENT = re.compile(  # matches the start of a program
     r"\s*(?:(?:async[ ]+)?def[ ]+\w+[ ]*\(|class[ ]+\w+[ ]*[(:]|import[ ]+\w|from[ ]+[\w.]+[ ]+import\b|@\w|#!|print\("
@@ -72,7 +73,8 @@ def blocks(text: str) -> list[Block]:
             position = match.end()
             continue
         code, position, strings, closed = _read(text, min(end + 1, len(text)), match.group(), strings)
-        found.append(_block(info, before, code, closed))
+        block = _block(info, before, code, closed)
+        found += (block.language in _DOCUMENTS and blocks(block.code)) or [block]
     return found
 
 
