@@ -23,6 +23,7 @@ from gspax.parallel import watchdog
 from gspax.run import manifest
 from gspax.sampler.placement import Sampler
 from gspax.tools import doctor
+from gspax.tools.benchmarks import Limits
 from gspax.tools.doctor import checklist, hardware, kernels, results, training
 from gspax.tools.doctor.results import Result, compare, merge, rate
 
@@ -285,6 +286,15 @@ def test_the_largest_difference_is_named_with_its_place():
 def test_a_rate_below_its_bound_is_slow():
     assert str(rate("copy", 3.0, 10.0, "GB/s")).split() == ["slow", "copy", "3", "GB/s", "(at", "least", "10)"]
     assert rate("copy", 3.0, None, "GB/s").status == rate("copy", 11.0, 10.0, "GB/s").status == "ok"
+
+
+@pytest.mark.parametrize(("half", "says"), [(2e10, True), (3e11, False)])
+def test_a_processor_on_which_bfloat16_gains_nothing_is_told_so(half, says, monkeypatch):
+    flops = {"float32": 4e10, "bfloat16": half}
+    monkeypatch.setattr(hardware, "limits", lambda dtype: Limits(flops[dtype], 1e9))
+    notes = {result.name: result.why for result in results.run("device", hardware.device)}
+    assert ("keep model.dtype=float32" in notes["matrix product, bfloat16"]) == says
+    assert not notes["matrix product, float32"]
 
 
 def test_an_exception_is_a_result():
