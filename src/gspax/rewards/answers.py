@@ -19,9 +19,15 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?!\w))?"  # of 10
 _MIXED_NUMBER = rf"{_DIGITS} \d{{1,15}}/\d{{1,15}}(?!\d)"
 _SPACED = r"[1-9]\d{0,2}(?:[ \u00a0\u202f]\d{3}){1,6}(?![\d/])"
+# Words that change a number. If they were treated as units, they would be dropped.
+_SCALES = {"dozen": 12, "hundred": 100} | {
+    name: 10 ** (3 * i) for i, name in enumerate(("thousand", "million", "billion", "trillion"), 1)
+}
+_TEXT = r"\\(?:text|textrm|mbox|mathrm)"
+_SCALE = rf"(?i:{'|'.join(_SCALES)})"
 _LAST_NUMBER = re.compile(
     rf"(?<![a-zA-Z\d_.])[-+]?\\?[$€£]?(?:{_MIXED_NUMBER}|(?:(?:{_SPACED}|{_DIGITS})(?:\.\d+)?|\.\d+){_EXPONENT}(?:/\d+)?)"
-    r"(?:\s*\\?%| (?:hundred|thousand|million|billion|trillion)(?![a-z]))?"
+    rf"(?:\s*\\?%| {_SCALE}s?(?![a-z])|\s*(?:\\[,;:!]\s*)?{_TEXT}\s*\{{[\s~]*{_SCALE}s?(?![a-z])[a-z\s]*\}})?"
 )
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;!]|\{,\})(?=\d{3}(?!\d))")
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+){_EXPONENT}")
@@ -49,16 +55,13 @@ _BELOW_ZERO = re.compile(
 )
 _PERCENT = re.compile(r"(?<=\d) ?per ?cent(?![a-z])", re.IGNORECASE)
 _WORDS = re.compile(r"[a-z]{2,}(?: [a-z]{2,})*", re.IGNORECASE)
-# Words that change a number, or that say it is not one. If they were treated as units, they would be dropped.
-_SCALES = {"dozen": 12, "hundred": 100} | {
-    name: 10 ** (3 * i) for i, name in enumerate(("thousand", "million", "billion", "trillion"), 1)
-}
+# Words that say that a text is no number.
 _PARTS = ("half", "third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth")
 _POWERS = ("squared", "cubed", "factorial")
 _NOT_UNITS = {
     *("percent", "or", "and", "not", "to", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp"),
     *("negative", "minus", "plus", "times", "over", "mod", "modulo", "halves"),
-    *(*_SCALES, *_POWERS, *_PARTS, *(f"{part}s" for part in _PARTS)),
+    *(*_SCALES, *_POWERS, *_PARTS, *(f"{word}s" for word in (*_SCALES, *_PARTS))),
 }
 # Marks that a parser drops although they change the meaning: an answer with one never equals one without.
 _CHANGES = re.compile(
@@ -66,7 +69,7 @@ _CHANGES = re.compile(
     rf"|\d (?:{'|'.join((*_POWERS, *_PARTS))}|halve|mod(?:ulo)?)s?\b"
 )
 _SCALED = re.compile(
-    rf"(.*?\d)\s*(?:\\(?:text|textrm|mbox|mathrm)\s*\{{\s*)?({'|'.join(_SCALES)})s?((?:\s+[a-z]+)*)\s*\}}?",
+    rf"(.*?\d)\s*(?:{_TEXT}\s*\{{\s*)?({'|'.join(_SCALES)})s?((?:\s+[a-z]+)*)\s*\}}?",
     re.IGNORECASE,
 )
 # Markdown or LaTeX that a policy writes around an answer, and words before or after it in the sentence.
@@ -175,6 +178,8 @@ def compare(expected: str, answer: str) -> bool | None:
         first, second = (_DOTS.sub("…", text).replace(" ", "") for text in (expected, answer))
         return first == second
     wanted, got = _number(expected), _number(_without_unit(answer))
+    if wanted is not None and wanted == _dozens(answer) and _dozens(expected) is None:  # "How many dozens of eggs ...?"
+        return True
     if bool(_CHANGES.search(expected)) != bool(_CHANGES.search(answer)) and (wanted is None or got is None):
         return False
     if (_is_bound(expected) and got is not None) or (_is_bound(answer) and wanted is not None):
@@ -344,6 +349,12 @@ def _number(text: str) -> Fraction | None:
         return None
     value = Fraction(above, below) + int((whole or "0").replace(",", ""))
     return -value if sign == "-" else value
+
+
+def _dozens(answer: str) -> Fraction | None:
+    """Return how many dozens an answer counts, None if it counts none."""
+    scaled = _SCALED.fullmatch(answer)
+    return _number(scaled[1]) if scaled and scaled[2].lower() == "dozen" else None
 
 
 def _compare_bases(expected: str, answer: str) -> bool | None:
