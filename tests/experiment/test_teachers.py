@@ -211,6 +211,8 @@ def test_the_dry_run_counts_the_teacher_and_what_updates_read_of_it():
     assert compared["teacher's hidden states of the rollout"] == 4 * 64 * positions
     assert compared["teacher's head, gathered"] == 4 * 64 * MODEL.vocab_size
     assert {name: size for name, size in sampled.items() if not name.startswith("teacher")} == without
+    padded = plan(taught(model=replace(LARGE, vocab_size=MODEL.vocab_size + 500)))  # such rows are left out
+    assert padded.learner == sampled
     own = plan(taught(model=None, refresh_every=1))
     assert own.learner["teacher, an earlier policy"] == own.learner["parameters, float32"]
     assert own.checkpoint == plan(small_experiment.experiment).checkpoint + own.learner["parameters, float32"]

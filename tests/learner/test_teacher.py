@@ -217,12 +217,13 @@ def test_a_teacher_keeps_the_tokens_of_the_policy_alone(axes, tied, monkeypatch)
     """Published models of one family are padded to different sizes: the rows beyond the policy's are of no token."""
     mesh = sharding.make_mesh(config.Mesh(fsdp=1, **axes), jax.devices()[: axes.get("tensor", 1)])
     padded = replace(TEACHER, vocab_size=MODEL.vocab_size + 8, tie_word_embeddings=tied)
+    (held,) = config.held_teachers(config.Teacher(model=padded), MODEL)
     whole, hidden = tiny.params(padded), jnp.ones((1, 24))
     monkeypatch.setattr(teacher, "locate", lambda name: name)
     monkeypatch.setattr(teacher, "has_other_ids", lambda tokenizer, folder: False)
     monkeypatch.setattr(teacher, "load_model", lambda model, wanted: placed(whole, padded, mesh))
-    params = load_teacher(padded, MODEL, mesh, None)
-    wanted = abstract_params(replace(padded, vocab_size=MODEL.vocab_size), mesh)
+    params = load_teacher(padded, held, mesh, None)
+    wanted = abstract_params(held, mesh)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), params) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.sharding), wanted
     )

@@ -195,6 +195,14 @@ def teacher_models(teacher: Teacher | None) -> tuple[ModelConfig, ...]:
     return tuple(teacher.models.values()) or ((teacher.model,) if teacher.model is not None else ())
 
 
+def held_teachers(teacher: Teacher | None, policy: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Return the models of a teacher's checkpoints with the policy's vocabulary, as devices hold them.
+
+    Their further ids are padding, which no tokenizer names.
+    """
+    return tuple(replace(model, vocab_size=policy.vocab_size) for model in teacher_models(teacher))
+
+
 def earlier_policy(teacher: Teacher | None) -> Teacher | None:
     """Return the teacher if it is an earlier version of the policy; None if it is another model, or there is none."""
     return teacher if teacher is not None and teacher.score is None and not teacher_models(teacher) else None

@@ -14,9 +14,9 @@ from gspax.config import (
     Sampling,
     SelfAttention,
     WarmStart,
+    held_teachers,
     layers_of,
     repeated_patterns,
-    teacher_models,
     trained_dtype,
     updates_per_step,
 )
@@ -125,7 +125,7 @@ def render(plan: Plan) -> str:
     lines += [
         "",
         f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
-        *(f"Teacher     {_parameters(model)}" for model in teacher_models(experiment.teacher)),
+        *(f"Teacher     {_parameters(model)}" for model in held_teachers(experiment.teacher, experiment.model)),
         f"Layers      {_layers(experiment.model)}",
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if is_divided else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",

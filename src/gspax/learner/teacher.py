@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax import unstable
-from gspax.config import ModelConfig, Sampling, Schedule, Teacher, teacher_models, teacher_row_shape
+from gspax.config import ModelConfig, Sampling, Schedule, Teacher, held_teachers, teacher_models, teacher_row_shape
 from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
@@ -48,8 +48,8 @@ def load_teachers(
 ) -> tuple[Teachers | None, str]:
     """Load the teachers, with a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
     params, heads, prints = [], [], []
-    for published in teacher_models(teacher):
-        own = load_teacher(published, policy, mesh, tokenizer)
+    for published, held in zip(teacher_models(teacher), held_teachers(teacher, policy), strict=True):
+        own = load_teacher(published, held, mesh, tokenizer)
         prints.append(fingerprint(own))
         if make_compare(teacher) is not None:
             heads.append(head_params(own))
@@ -57,21 +57,16 @@ def load_teachers(
     return (Teachers(tuple(params), tuple(heads)) if params else None), "+".join(prints)
 
 
-def with_tokens_of(policy: ModelConfig, teacher: ModelConfig) -> ModelConfig:
-    """Give a teacher's model the policy's vocabulary: the teacher's further ids are padding that no tokenizer names."""
-    return replace(teacher, vocab_size=policy.vocab_size)
-
-
-def load_teacher(model: ModelConfig, policy: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
-    """Load the teacher's checkpoint for the policy's vocabulary, sharded like the policy's parameters.
+def load_teacher(model: ModelConfig, held: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
+    """Load the teacher's checkpoint, cut to the model `held`, sharded like the policy's parameters.
 
     UserError as for `load_model`, and if the checkpoint has another tokenizer than the experiment.
     """
     folder = locate(model.checkpoint)
     if has_other_ids(tokenizer, folder):
         raise UserError(f"teacher.model: wanted a model with the experiment's tokenizer, got another one in {folder}")
-    wanted = abstract_params(with_tokens_of(policy, model), mesh)
-    return jax.tree.map(_cut, load_model(model, abstract_params(model, mesh)), wanted)
+    whole = load_model(model, abstract_params(model, mesh))
+    return jax.tree.map(_cut, whole, abstract_params(held, mesh))
 
 
 def _cut(leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
@@ -128,7 +123,7 @@ def make_passes(
     shape = teacher_row_shape(teacher, sampling, schedule, batch_shards(settings.mesh))
     if shape is not None:
         settings = replace(settings, microbatch_rows=shape.microbatch, packed=True)
-    models = [with_tokens_of(policy, model) for model in teacher_models(teacher)] or [policy]
+    models = held_teachers(teacher, policy) or (policy,)
     return tuple(make_teach(model, settings) for model in models)
 
 

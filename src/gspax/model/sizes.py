@@ -36,6 +36,7 @@ from gspax.config import (
     adapted_weights,
     earlier_policy,
     expert_id_dtype,
+    held_teachers,
     layers_of,
     optimizers,
     row_shape,
@@ -166,7 +167,7 @@ def resident_bytes(
     if reference:  # with adapters a copy of these alone: the frozen parameters serve both policies
         dtype = trained_dtype(config, lora)
         parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
-    models = teacher_models(teacher)
+    models = held_teachers(teacher, config)
     if models:
         dtypes = " and ".join(sorted({each.param_dtype for each in models}))
         parts[f"teacher, {dtypes}"] = sum(

@@ -33,6 +33,7 @@ from gspax.config import (
     Sampling,
     Teacher,
     expert_id_dtype,
+    held_teachers,
     layers_of,
     row_shape,
     sampling_mask_size,
@@ -47,7 +48,7 @@ from gspax.learner.distillation import make_compare
 from gspax.learner.minibatches import selections
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.teacher import Teach, own_teacher, with_tokens_of
+from gspax.learner.teacher import Teach, own_teacher
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
@@ -125,7 +126,7 @@ def make_programs(
     )
     teaching: Iterable[Program] = ()
     if teacher is not None and teacher.score is None:
-        models, params_of = teacher_models(teacher) or (model,), teachers or (own_teacher(state),)
+        models, params_of = held_teachers(teacher, model) or (model,), teachers or (own_teacher(state),)
         passes = list(zip(models, steps.teach, params_of, strict=True))
         shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
         held_then, runs = learner_bytes + other_batches, experiment.schedule.minibatches
@@ -148,7 +149,7 @@ def _abstract_teachers(
     teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh
 ) -> tuple[tuple[Params, ...], tuple[Params, ...], int]:
     """Return the teachers' parameters, the heads that updates read, and the bytes of all parameters on a device."""
-    models = [with_tokens_of(policy, model) for model in teacher_models(teacher)]
+    models = held_teachers(teacher, policy)
     params = tuple(abstract_params(model, mesh) for model in models)
     if make_compare(teacher) is None:
         heads: tuple[Params, ...] = ()
