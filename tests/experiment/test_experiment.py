@@ -16,7 +16,7 @@ import optax
 import pytest
 import stub_experiment
 
-from gspax import losses
+from gspax import advantages, losses
 from gspax.config import ModelConfig, Yarn
 from gspax.config.functions import parse
 from gspax.errors import UserError
@@ -434,6 +434,17 @@ def test_a_setting_that_a_recorded_run_lacks_has_its_default():
     stopped = replace(EXPERIMENT, sampling=replace(EXPERIMENT.sampling, stop=("x",)))
     assert difference(old, describe(stopped)) == ['sampling.stop: [] -> ["x"]']
     assert parse(ModelConfig, old["model"]) == EXPERIMENT.model
+
+
+def test_a_keyword_of_a_function_that_a_recorded_run_lacks_has_its_default():
+    new = {"loss": describe(partial(losses.grpo, clip_low=0.1)), "advantage": describe(advantages.standardize)}
+    old = copy.deepcopy(new)
+    del old["loss"]["aggregate"], old["loss"]["clip_high"]
+    old["advantage"] = "gspax.advantages.standardize"  # as it was recorded before it had keywords
+    assert isinstance(new["advantage"], dict) and difference(old, new) == []
+    old["loss"]["clip_low"] = 0.2
+    assert difference(old, new) == ["loss.clip_low: 0.2 -> 0.1"]
+    assert difference(old | {"advantage": "gspax.losses.grpo"}, new) != []
 
 
 def test_a_key_without_a_default_that_one_description_lacks_differs():

@@ -14,7 +14,7 @@ and without addresses, so that the same experiment has the same description in e
 
 Names are public ones (`gspax.losses.gspo`, not the module that defines it), so that code inside a package can move
 without changing an experiment. Fields and keywords left at their defaults are included: they are part of what ran. A
-field that a recorded description lacks has its default (`complete`): it was added after the run.
+field or keyword that a recorded description lacks has its default (`complete`): it was added after the run.
 """
 
 from __future__ import annotations
@@ -128,20 +128,32 @@ def described_parts(value: object) -> Iterator[object]:
 
 
 def complete(description: object) -> Any:
-    """Add the fields that a description lacks, at the defaults of the classes that it names, where these are loaded."""
+    """Add what a description lacks, at its default, where the module of the class or the function is loaded.
+
+    This is a field of a class, or a keyword of a function, that was added after the description was written.
+    """
     if isinstance(description, list):
         return [complete(item) for item in description]
+    if isinstance(description, str):  # it may name a function, which had no keywords
+        found = lookup(description) if description.replace(".", "").isidentifier() else None
+        return complete({"function": description}) if is_function(found) and any(_defaults(found)) else description
     if not isinstance(description, Mapping):
         return description
-    kind = lookup(str(description.get("type")))
-    return {key: complete(value) for key, value in description.items()} | {
+    names = ("type", "function")
+    kind = lookup(str(description.get("type", description.get("function"))))
+    return {key: value if key in names else complete(value) for key, value in description.items()} | {
         name: describe(default) for name, default in _defaults(kind) if name not in description
     }
 
 
 def _defaults(kind: object) -> Iterator[tuple[str, object]]:
-    """Yield the fields of a dataclass that have a default; none if a method describes its records."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "described"):
+    """Yield the keywords of a function, or the fields of a dataclass, that have a default.
+
+    None if a method describes the records of the class.
+    """
+    if is_function(kind):
+        yield from ((name, value) for name, value in keywords(kind).items() if value is not inspect.Parameter.empty)
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and not hasattr(kind, "described"):
         for field in dataclasses.fields(kind):
             if field.init and field.default is not dataclasses.MISSING:
                 yield field.name, field.default
