@@ -9,10 +9,11 @@ from small_experiment import experiment
 
 from gspax.commands.export import describe_generation
 from gspax.config import Lora
+from gspax.config.model import architecture_problems
 from gspax.data import CharChat
 from gspax.errors import UserError
 from gspax.experiment import describe
-from gspax.experiment.validation.fields import type_problems
+from gspax.experiment.validation.fields import range_problems, type_problems
 from gspax.rewards.environments import ToolUse
 from gspax.rewards.environments.tools import calculator
 from gspax.run.directory import RunDir
@@ -65,7 +66,7 @@ def test_an_undamaged_description_is_read(tmp_path):
     assert [form.tools[0]["function"]["name"] for form in forms] == ["calculator"]
 
 
-@pytest.mark.parametrize("value", [REMOVED, None, 5, "x", [1], {}], ids=repr)
+@pytest.mark.parametrize("value", [REMOVED, None, 5, "x", [1], {}, -1, 10**30], ids=repr)
 def test_a_damaged_field_is_one_sentence_or_has_its_type(value, tmp_path):
     run, refused = RunDir(tmp_path), 0
     for place in places(RECORDED):
@@ -79,5 +80,7 @@ def test_a_damaged_field_is_one_sentence_or_has_its_type(value, tmp_path):
             starts = str(run.experiment), "tokenizer: ", "tool calculator: ", "experiment.json: "
             assert "\n" not in str(problem) and str(problem).startswith(starts)
         else:
-            assert not [sentence for record in records if record for sentence in type_problems(record)], place
+            found = [sentence for record in records if record for sentence in type_problems(record)]
+            found += [sentence for record in records[:2] if record for sentence in range_problems(record)]
+            assert not [*found, *architecture_problems(records[0])], place
     assert refused > 10

@@ -31,6 +31,8 @@ from gspax.types import JsonObject
 
 # An evaluation may change these keys too: the number of completions sampled at once, and their devices
 LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
+# What changes the results by rounding alone: how an update's rows are divided
+SPLITS = ("schedule.microbatch_rows", "schedule.microbatch_tokens", "schedule.share_prompts", "mesh.*")
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
@@ -257,7 +259,12 @@ def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
 
 def _require_same(run: RunDir, old: Mapping[str, object], new: Mapping[str, object]) -> None:
     if different := difference(old, new, ignore=resumable(new)):
-        raise UserError(f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}")
+        only_bits = not difference(old, new, ignore=(*resumable(new), *SPLITS))
+        why = ". The sums then round differently, and a resumed run has the bits of an uninterrupted one"
+        raise UserError(
+            f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}"
+            f"{why if only_bits else ''}"
+        )
 
 
 def describe_environment() -> JsonObject:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from gspax.config import Lora, ModelConfig, Sampling
 from gspax.config.functions import name_of
+from gspax.config.model import architecture_problems
 from gspax.data.chat import CharChat, ChatTokenizer
 from gspax.data.files import read_object, show
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer
 from gspax.errors import UserError
+from gspax.experiment.validation.fields import range_problems
 from gspax.hf.source import read_model, read_part
 from gspax.run.directory import RunDir
 from gspax.run.manifest import finished_steps
@@ -44,7 +47,12 @@ def read_recorded(run: RunDir) -> Recorded:
             got = show(experiment.get(field))
             raise UserError(f"{run.experiment}: {field}: wanted what this version of gspax records, got {got}")
     sampling = read_part(Sampling, experiment["sampling"], f"{run.experiment}: sampling")
-    return Recorded(experiment, *read_model(experiment, run.experiment), sampling)
+    model, lora = read_model(experiment, run.experiment)
+    parts = {"model": model, "sampling": sampling} | ({} if lora is None else {"lora": lora})
+    wrong = (f"{name}.{problem}" for name, part in parts.items() for problem in range_problems(part))
+    for problem in chain(wrong, architecture_problems(model)):  # the latter counts layers: their number is in range
+        raise UserError(f"{run.experiment}: {problem}")
+    return Recorded(experiment, model, lora, sampling)
 
 
 def read_tokenizer(described: Mapping[str, Any]) -> Tokenizer:
