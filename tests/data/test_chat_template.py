@@ -173,6 +173,36 @@ def test_a_dry_run_tells_what_is_not_in_a_conversation(folders, name, environmen
     assert re.search(sentence, " ".join(chat_warnings(tokenizer, environment)))
 
 
+@pytest.mark.parametrize(
+    ("form", "sentence"),
+    [
+        ("", "reads the calls that the model writes: the chat template in .* writes nothing of one"),
+        (
+            "{%- if m.tool_calls %}{{ raise_exception('no calls') }}{%- endif %}",
+            "with one the chat template .* no calls",
+        ),
+    ],
+)
+def test_a_dry_run_tells_where_a_template_writes_no_call(form, sentence, tmp_path):
+    message = "{{- '<|im_start|>' + m.role"
+    template = PUBLISHED["SmolLM2"].template.replace(message, f"{{{{ tools or '' if loop.first }}}}{form}{message}", 1)
+    tokenizer = hf_chat(write_folder(tmp_path, PUBLISHED["SmolLM2"]._replace(template=template)))
+    assert [*chat_problems(tokenizer, TOOLS)] == []
+    (told,) = chat_warnings(tokenizer, TOOLS)
+    assert re.search(sentence, told)
+
+
+def test_a_reply_names_the_tool_where_the_template_writes_its_name(folders):
+    tokenizer = hf_chat(folders["gpt-oss"], date="2026-01-31")
+    said = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    text = tokenizer._tokenizer.decode(tokenizer.encode_reply(TOOLS.step(None, said).messages))
+    assert "functions.calculator to=assistant" in text
+    text = tokenizer._tokenizer.decode(
+        tokenizer.encode_reply(TOOLS.step(None, said.replace("calculator", "x")).messages)
+    )
+    assert "functions.x" not in text
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_dry_run_tells_that_thinking_has_no_effect(folders, name):
     """Where the prompt is the same without it, and does not open thinking by itself."""

@@ -55,6 +55,16 @@ def test_another_experiment_is_rejected_with_its_fields_and_changes_nothing(tmp_
     assert listing(tmp_path) == before
 
 
+def test_a_change_that_rounds_sums_differently_is_refused_with_the_reason(tmp_path):
+    open_run(tmp_path, DESCRIPTION).metrics.touch()
+    why = "a resumed run has the bits of an uninterrupted one"
+    with pytest.raises(UserError, match=rf"schedule\.microbatch_tokens: \(absent\) -> 400\. .*{why}"):
+        open_run(tmp_path, changed(schedule={"steps": 10, "microbatch_tokens": 400}))
+    with pytest.raises(UserError) as other:
+        open_run(tmp_path, changed(name="b", schedule={"steps": 10, "microbatch_tokens": 400}))
+    assert why not in str(other.value)
+
+
 def test_a_mistake_that_ended_a_run_at_once_can_be_corrected_in_the_same_directory(tmp_path):
     """Such as a model.checkpoint that is not there. What a run leaves once it has begun belongs to its experiment."""
     for name in ("metrics.jsonl", "start/0/x", "warm_start/metrics.jsonl", "newest_checkpoint.json"):

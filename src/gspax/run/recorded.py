@@ -48,7 +48,8 @@ def read_recorded(run: RunDir) -> Recorded:
             raise UserError(f"{run.experiment}: {field}: wanted what this version of gspax records, got {got}")
     sampling = read_part(Sampling, experiment["sampling"], f"{run.experiment}: sampling")
     model, lora = read_model(experiment, run.experiment)
-    parts = {"model": model, "sampling": sampling} | ({} if lora is None else {"lora": lora})
+    parts: dict[str, ModelConfig | Sampling | Lora] = {"model": model, "sampling": sampling}
+    parts |= {} if lora is None else {"lora": lora}
     wrong = (f"{name}.{problem}" for name, part in parts.items() for problem in range_problems(part))
     for problem in chain(wrong, architecture_problems(model)):  # the latter counts layers: their number is in range
         raise UserError(f"{run.experiment}: {problem}")

@@ -31,11 +31,16 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
         return
     try:
         missing = list(_missing_stops(tokenizer, stop_ids))  # also tests whether the template can be used at all
-        if environment is not None:
-            yield from missing
-            yield from _reply_problems(tokenizer, environment)
     except UserError as problem:
         yield f"tokenizer: {problem}"
+        return
+    if environment is not None:
+        yield from missing
+        try:
+            yield from _reply_problems(tokenizer, environment)
+        except UserError as problem:
+            role = _role(environment)
+            yield f"environment: wanted replies that the template can write, got ones of the role {role!r}: {problem}"
 
 
 def _missing_stops(tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> Iterator[str]:
@@ -108,11 +113,19 @@ def _call_warnings(
     if parse is None:
         return
     name, parameters = str(function.get("name")), function.get("parameters", {}).get("properties", {})
-    written = write_call(tokenizer.template, name, dict.fromkeys(parameters, "1"), tools)
-    if not any(getattr(call, "name", None) == name for call in parse(written)):
+    unknown = f"environment.parse: check that {title_of(parse)} reads the calls that the model writes:"
+    try:
+        written = write_call(tokenizer.template, name, dict.fromkeys(parameters, "1"), tools)
+    except UserError as problem:
+        yield f"{unknown} with one {problem}"
+        return
+    if name not in written:
+        yield f"{unknown} the chat template in {tokenizer.path} writes nothing of one"
+    elif not any(getattr(call, "name", None) == name for call in parse(written)):
         yield (
             f"environment.parse: {title_of(parse)} finds no call in what the chat template in {tokenizer.path} writes "
-            f"for one, {written[-2 * _SHOWN :]!r}: a policy that follows the template calls no tool"
+            f"for one, {written[-2 * _SHOWN :]!r}: a policy that follows the template calls no tool (`parse` may be a "
+            "function of your own, as in docs/environments.md#tools)"
         )
 
 

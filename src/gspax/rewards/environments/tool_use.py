@@ -320,7 +320,7 @@ class ToolUse:
         if not calls:
             return Step(state, done=True)
         replies: list[Message] = []
-        failures = 0
+        names, failures = {tool.name for tool in self.tools}, 0
         for number, call in enumerate(calls):
             try:
                 if number >= self.most_calls:
@@ -329,7 +329,8 @@ class ToolUse:
             except ToolError as error:
                 text, failures = self.error.replace("{}", str(error)), failures + 1
             end = "…" if len(text) > self.longest_reply else ""
-            replies.append({"role": "tool", "content": text[: self.longest_reply] + end})
+            named = {"name": call.name} if isinstance(call, Call) and call.name in names else {}
+            replies.append({"role": "tool", "content": text[: self.longest_reply] + end, **named})
         reward = self.call_reward * (len(calls) - failures) + self.failure_reward * failures
         return Step(state, replies, reward, metrics={"tool_calls": len(calls), "tool_failures": failures})
 
