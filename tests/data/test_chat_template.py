@@ -1,5 +1,6 @@
 """What chat templates write, for templates in the structure of those that are published."""
 
+import datetime
 import re
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from gspax.data.chat import end_before
 from gspax.data.chat_template import opening_of
 from gspax.errors import UserError
 from gspax.evaluation import tasks
+from gspax.evaluation.checkpoint import find_tokenizer
 from gspax.experiment.validation.chats import chat_problems, chat_warnings
 from gspax.rewards.environments import Step
 from gspax.rollout import episodes
@@ -201,6 +203,12 @@ def test_a_reply_names_the_tool_where_the_template_writes_its_name(folders):
         tokenizer.encode_reply(TOOLS.step(None, said.replace("calculator", "x")).messages)
     )
     assert "functions.x" not in text
+
+
+@pytest.mark.parametrize(("name", "date"), [("Llama 3.1", datetime.date.today().isoformat()), ("Qwen3", None)])
+def test_a_published_model_without_an_experiment_prints_today(folders, name, date):
+    """As in `gspax chat` and `gspax eval --from`, which have no place for a date."""
+    assert find_tokenizer(str(folders[name])).date == date
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

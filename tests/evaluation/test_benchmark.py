@@ -15,6 +15,7 @@ from small_experiment import experiment
 from stub_experiment import experiment as stub
 
 from gspax import config
+from gspax.commands import eval as eval_command
 from gspax.commands import main as program
 from gspax.data.problem import Problem
 from gspax.errors import UserError
@@ -390,13 +391,21 @@ def test_a_published_checkpoint_is_evaluated(tmp_path, capsys):
     assert len(read_rows(tmp_path / "out" / "gsm8k.jsonl")) == 4
 
 
+def test_settings_without_names_are_of_the_tasks_of_the_experiment():
+    other = replace(TASK, name="other", temperature=0.0)
+    found = eval_command.find_tasks(None, (TASK, other), {"samples": 9})
+    assert found == (replace(TASK, samples=9), replace(other, samples=9))
+    assert eval_command.find_tasks("other", (TASK, other), {"samples": 9}) == found[1:]
+    with pytest.raises(UserError, match=r"wanted --tasks, .* no tasks of its own"):
+        eval_command.find_tasks(None, (), {"samples": 9})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tasks", "gsm8k"], "wanted the FILE of an experiment, or --from HF without one"),
         (["x.py", "--from", "y"], "wanted the FILE of an experiment, or --from HF without one"),
-        (["x.py", "--samples", "2"], "wanted --tasks, whose settings these are"),
-        (["--from", "y"], "wanted --tasks, whose settings these are"),
+        (["--from", "y"], "wanted --tasks beside --from"),
         (["--from", "y", "--tasks", "gsm8k", "--step", "3"], "--step is for the checkpoints of a run, not for --from"),
     ],
 )

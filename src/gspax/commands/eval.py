@@ -43,7 +43,9 @@ def make_parser() -> Parser:
     parser.add_argument("--workdir", type=to_path, metavar="DIR", required=True, help="the run directory")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
     parser.add_argument("--from", dest="source", metavar="HF", help="a published checkpoint: a folder, or on the Hub")
-    group = parser.add_argument_group("tasks")
+    group = parser.add_argument_group(
+        "tasks", "Without --tasks the other options are settings of the experiment's tasks."
+    )
     group.add_argument(
         "--tasks",
         metavar="NAME[=PATH],…",
@@ -68,8 +70,6 @@ def execute(options: argparse.Namespace) -> int:
         raise UserError("wanted the FILE of an experiment, or --from HF without one")
     values = {name: getattr(options, name) for name in SETTINGS}
     settings = cast("Settings", {name: value for name, value in values.items() if value is not None})
-    if options.tasks is None and (settings or options.source):
-        raise UserError("wanted --tasks, whose settings these are (see `gspax eval --help`)")
     if options.source is not None:
         return _evaluate_published(options, settings)
     from gspax.experiment import check
@@ -77,7 +77,7 @@ def execute(options: argparse.Namespace) -> int:
 
     require_directory(options.workdir)
     experiment, tasks = load_experiment(options, read_description(RunDir(options.workdir))), None
-    if options.tasks is not None:
+    if options.tasks is not None or settings:
         tasks = find_tasks(options.tasks, experiment.evaluation.tasks, settings)
         experiment = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, tasks=tasks))
         check(experiment)
@@ -94,6 +94,8 @@ def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
     from gspax.experiment import check, override
     from gspax.hf import hf
 
+    if options.tasks is None:
+        raise UserError("wanted --tasks beside --from (see `gspax eval --help`)")
     if options.step is not None:
         raise UserError("--step is for the checkpoints of a run, not for --from")
     tasks = find_tasks(options.tasks, (), generation_settings(options.source) | settings)
@@ -116,9 +118,12 @@ def _require_needs(environment: Environment | None, reward: Reward, data: DataSo
         raise UserError("\n".join(missing))
 
 
-def find_tasks(names: str, known: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
-    """Find the tasks of `--tasks` (`find_task`)."""
-    return tuple(find_task(name, {task.name: task for task in known}, settings) for name in names.split(","))
+def find_tasks(names: str | None, known: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
+    """Find the tasks of `--tasks` (`find_task`); without that option, all of the experiment with these settings."""
+    if names is None and not known:
+        raise UserError("wanted --tasks, whose settings these are: the experiment has no tasks of its own")
+    found = [task.name for task in known] if names is None else names.split(",")
+    return tuple(find_task(name, {task.name: task for task in known}, settings) for name in found)
 
 
 def find_task(text: str, known: dict[str, Task], settings: Settings) -> Task:

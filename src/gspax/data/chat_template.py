@@ -216,12 +216,17 @@ def read_template(
     return ChatTemplate(where, texts, special_tokens(folder), frozenset(added), stops, thinking)
 
 
+def prints_date(folder: Path, where: str) -> bool:
+    """Return whether a template in the folder prints today's date."""
+    return any(f"{CLOCK}(" in text for text in read_templates(folder, where).values())
+
+
 def check_date(folder: Path, where: str, date: str | None) -> None:
     """Raise a UserError if a template prints today's date and `date` is None."""
     text = "".join(read_templates(folder, where).values())
     if f"{CLOCK}(" in _CLOCK_CALL.sub("", text):
         raise UserError(f'the chat template in {where}: wanted {CLOCK}("...") with its format, got another call of it')
-    if date is None and f"{CLOCK}(" in text:
+    if date is None and prints_date(folder, where):
         raise UserError(
             f"the chat template in {where} prints today's date ({CLOCK}), so that a run resumed on another day would "
             "have other prompts: wanted the day to print, as in hf_chat(..., date='2026-01-31'), got none"

@@ -7,6 +7,7 @@ completion with its reward and the reason for it) and TASK.html (a page to read 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, ModelConfig, Sampling, Task, trained_dtype
 from gspax.config.protocols import Tokenizer
 from gspax.data.chat import hf_chat
+from gspax.data.chat_template import prints_date
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
 from gspax.data.tokenizer import HFTokenizer, hf_tokenizer, read_settings
@@ -116,11 +118,17 @@ def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
 
 
 def find_tokenizer(checkpoint: str) -> HFTokenizer:
-    """Load a checkpoint's tokenizer; if it has a chat template, one for chats with thinking."""
+    """Load a checkpoint's tokenizer; if it has a chat template, one for chats with thinking.
+
+    A template that prints the date gets the day on which the tokenizer is loaded, as in transformers.
+    """
     folder = locate(checkpoint, SMALL)
     has_template = (folder / "chat_template.jinja").is_file()
     has_template = has_template or bool(read_settings(folder, "tokenizer_config.json").get("chat_template"))
-    return hf_chat(folder, thinking=True) if has_template else hf_tokenizer(folder)
+    if not has_template:
+        return hf_tokenizer(folder)
+    today = datetime.date.today().isoformat() if prints_date(folder, checkpoint) else None
+    return hf_chat(folder, thinking=True, date=today)
 
 
 def make_experiment(model: ModelConfig, tokenizer: Tokenizer, tasks: tuple[Task, ...] = ()) -> Experiment:

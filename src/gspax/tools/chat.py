@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
-from gspax.errors import UserError, printable, tell
+from gspax.errors import UserError, printable, tell, warn
 from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
@@ -270,7 +270,9 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     import jax
 
     from gspax.config import Sampling
+    from gspax.data.chat import ChatTokenizer
     from gspax.evaluation.checkpoint import find_tokenizer, generation_settings, make_experiment
+    from gspax.experiment.validation.chats import missing_stops
     from gspax.experiment.validation.fields import range_problems, type_problems
     from gspax.hf import hf
     from gspax.learner.state import abstract_params, load_model, load_policy
@@ -301,6 +303,9 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     sampling = Sampling(max_prompt_tokens=context // 2, max_tokens=context - context // 2, **filters)
     given = sampling.temperature if options.temperature is None else options.temperature
     sampling = with_temperature(sampling, str(given))
+    if isinstance(tokenizer, ChatTokenizer):
+        for sentence in missing_stops(tokenizer, sampling.stop_token_ids):
+            warn(f"{name}: {sentence}")
     for problem in chain(type_problems(sampling), range_problems(replace(sampling, temperature=1.0))):  # 0: greedy
         raise UserError(f"{name}: {problem}")
     weights = make_sampler(model, mesh, mesh).push(params)

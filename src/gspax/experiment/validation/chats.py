@@ -30,7 +30,7 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
     if not isinstance(tokenizer, ChatTokenizer):
         return
     try:
-        missing = list(_missing_stops(tokenizer, stop_ids))  # also tests whether the template can be used at all
+        missing = list(missing_stops(tokenizer, stop_ids))  # also tests whether the template can be used at all
     except UserError as problem:
         yield f"tokenizer: {problem}"
         return
@@ -43,7 +43,7 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
             yield f"environment: wanted replies that the template can write, got ones of the role {role!r}: {problem}"
 
 
-def _missing_stops(tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> Iterator[str]:
+def missing_stops(tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> Iterator[str]:
     """Check that the token with which the template ends a turn is a stop id."""
     end = tokenizer.template.end
     if end is not None and (i := tokenizer.added_tokens[end]) not in (*tokenizer.stop_ids, *stop_ids):
@@ -72,7 +72,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
         return
     yield from _unused_thinking(tokenizer)
     if environment is None:
-        yield from _missing_stops(tokenizer, stop_ids)
+        yield from missing_stops(tokenizer, stop_ids)
         return
     template, tools, role = tokenizer.template, _schemas(environment), _role(environment)
     if tools and not shows_tools(template, tools):
