@@ -55,6 +55,7 @@ sys.path.append(str(HERE.parent))
 import smollm2_constraints as task  # noqa: E402
 
 PAGE = HERE / "real_weights.md"
+SMOLLM2, GEMMA = "SmolLM2-135M-Instruct (GGUF, Q4_1)", "Gemma 3 270M (GGUF, Q4_K_M)"
 PROMPTS, GREEDY_TOKENS, SAMPLED_TOKENS = 20, 64, 48
 KINDS = {  # the sampler and the model of each row of the third part
     "float32": {},
@@ -320,8 +321,7 @@ def table(
     return [
         "# Trained weights",
         "",
-        f"Written by `real_weights.py` on a CPU, with jax {jax.__version__}: SmolLM2-135M-Instruct (GGUF, Q4_1) and",
-        "Gemma 3 270M (Q4_K_M), dequantized.",
+        f"Written by `real_weights.py`: {' and '.join(models)}, dequantized, on a CPU, with jax {jax.__version__}.",
         "",
         *(line for name, figures in models.items() for line in agreement(name, figures)),
         "**Sampler and learner** of SmolLM2, at temperature 1, in nats a token. The last column is the largest",
@@ -355,9 +355,9 @@ def main() -> None:
     skip_absent_tpu()
     prepare()
     policy = load_policy()
-    measures = {"SmolLM2": lambda: compare_with_transformers(policy, find_gguf())}
+    measures = {SMOLLM2: lambda: compare_with_transformers(policy, find_gguf())}
     if options.gemma is not None:
-        measures["Gemma 3 270M"] = lambda: compare_gemma(folder / "gemma", options.gemma)
+        measures[GEMMA] = lambda: compare_gemma(folder / "gemma", options.gemma)
     models = {name: read_or_measure(folder / f"{name}.json", measure) for name, measure in measures.items()}
     kinds = {
         kind: read_or_measure(folder / f"{kind}.json", lambda kind=kind: compare_with_learner(policy, kind))
