@@ -14,6 +14,7 @@ from gspax.data import hf_chat
 from gspax.errors import UserError
 from gspax.experiment.validation.chats import chat_problems, chat_warnings
 from gspax.rewards.environments import Step, ToolUse, calculator
+from gspax.rewards.environments.family_calls import PARSERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "parity.md"
 BEGIN, END = "<!-- begin table of chat templates -->\n", "<!-- end table of chat templates -->\n"
@@ -60,11 +61,21 @@ def says(tokenizer, environment):
     return "warns" if any(chat_warnings(tokenizer, environment)) else "accepted"
 
 
+def with_tools(tokenizer):
+    """The environment with the first parser that reads the template's calls; with Hermes's if it writes none."""
+    for environment in (ToolUse((calculator(),), parse=parse) for parse in PARSERS):
+        if not any("environment.parse" in told for told in chat_warnings(tokenizer, environment)):
+            return environment
+    return TOOLS
+
+
 def cells(name, folder):
     published = PUBLISHED[name]
     tokenizer = hf_chat(folder, thinking=published.thinking, date=published.date)
     ends = [code(tokenizer.template.end), *(end_before(tokenizer, role) for role in ("user", "tool"))]
-    said = [says(tokenizer, Talk()), says(tokenizer, TOOLS)]
+    tools = with_tools(tokenizer)
+    parse = "" if tools.parse is TOOLS.parse else f" with `{tools.parse.__name__}`"
+    said = [says(tokenizer, Talk()), says(tokenizer, tools) + parse]
     opening = code(tokenizer.template.opening.strip())
     thinking = "on" if published.thinking else "off"
     return [

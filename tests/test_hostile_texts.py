@@ -20,6 +20,7 @@ from gspax.errors import UserError
 from gspax.evaluation import tasks
 from gspax.rewards import answers, code, format, length, program_tests
 from gspax.rewards.environments import ToolError, parse_brackets, parse_hermes
+from gspax.rewards.environments.family_calls import PARSERS
 from gspax.rewards.environments.tools import calculate
 
 PROBLEM = Problem("12+34", "46")
@@ -30,8 +31,13 @@ PARTS += ["</tool_call>", "```\n", "1+", "9**", "12+a3=45,", '{"a":']
 ENDS = ["", "x", "}", "/0"]
 
 
-def hostile_texts(size):
-    for part in PARTS:
+CALLS = ["[TOOL_CALLS]", "[TOOL_CALLS][", '[TOOL_CALLS]a{"', "<tool_call>a<arg_key>", "<arg_key>a</arg_key><arg_value>"]
+CALLS += ['<invoke name="a">', '<parameter name="a">', "<｜tool▁call▁begin｜>", '<|tool_call_begin|>a<|tool_sep|>{"']
+CALLS += ["to=functions.a", 'to=functions.a<|message|>{"', '{"name":', "<|python_tag|>{", '{"name": "a", "b": 1};']
+
+
+def hostile_texts(size, parts=PARTS):
+    for part in parts:
         body = part * (size // len(part))
         yield from (body + end for end in ENDS)
         yield from (start + body for start in ("1", r"\boxed{", r"\mbox{"))
@@ -74,10 +80,19 @@ def read_seconds(read, text):
     return time.thread_time() - began
 
 
+def check_linear(read, texts):
+    for text in texts:
+        took = read_seconds(read, text)
+        if took >= 0.4:  # as a collection of garbage in between makes it
+            took = min(took, read_seconds(read, text), read_seconds(read, text))
+        assert took < 0.4, f"{took:.2f} s for {len(text)} characters like {text[:20]!r}…{text[-20:]!r}"
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_a_hostile_text_is_read_in_linear_time(name):
-    for text in hostile_texts(30_000):
-        took = read_seconds(READERS[name], text)
-        if took >= 0.4:  # as a collection of garbage in between makes it
-            took = min(took, read_seconds(READERS[name], text), read_seconds(READERS[name], text))
-        assert took < 0.4, f"{took:.2f} s for {len(text)} characters like {text[:20]!r}…{text[-20:]!r}"
+    check_linear(READERS[name], hostile_texts(30_000))
+
+
+@pytest.mark.parametrize("parse", PARSERS)
+def test_a_hostile_call_is_read_in_linear_time(parse):
+    check_linear(parse, hostile_texts(30_000, CALLS))

@@ -2,6 +2,7 @@
 
 import datetime
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import chat_table
@@ -13,7 +14,7 @@ from chat_templates import PUBLISHED, write_folder
 from gspax.config import Turns
 from gspax.data import Problem, hf_chat, hf_tokenizer, split_thinking, templates
 from gspax.data.chat import end_before
-from gspax.data.chat_template import opening_of
+from gspax.data.chat_template import opening_of, write_call
 from gspax.errors import UserError
 from gspax.evaluation import tasks
 from gspax.evaluation.checkpoint import find_tokenizer
@@ -209,6 +210,25 @@ def test_a_reply_names_the_tool_where_the_template_writes_its_name(folders):
 def test_a_published_model_without_an_experiment_prints_today(folders, name, date):
     """As in `gspax chat` and `gspax eval --from`, which have no place for a date."""
     assert find_tokenizer(str(folders[name])).date == date
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_parser_reads_the_calls_that_a_template_writes(folders, name):
+    """The dry run names it, and `ToolUse` answers the call with it."""
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
+    told = " ".join(chat_warnings(tokenizer, TOOLS))
+    if "writes no tools" in told:
+        return
+    parser = chat_table.with_tools(tokenizer).parse
+    unread = f"finds no call in what the chat template in {folders[name]} writes"
+    assert (unread in told) == (parser.__name__ != "parse_hermes")
+    assert (f"{parser.__name__} reads it" in told) == (unread in told)
+    written = write_call(tokenizer.template, "calculator", {"expression": "6 * 7"}, TOOLS.schemas())
+    ids = tokenizer.encode_completion(written)
+    step = replace(TOOLS, parse=parser).step(None, tokenizer.decode(ids))
+    assert [reply["content"] for reply in step.messages] == ["42"]
+    assert step.metrics == {"tool_calls": 1, "tool_failures": 0}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -295,10 +296,14 @@ def shows_tools(template: ChatTemplate, tools: Sequence[Mapping[str, object]]) -
 def write_call(
     template: ChatTemplate, name: str, arguments: Mapping[str, object], tools: Sequence[Mapping[str, object]]
 ) -> str:
-    """Return an assistant's message with a call, as the template writes it after the user's message."""
+    """Return an assistant's message with a call, as the template writes it after a prompt, with what ends it."""
     call = {"id": _call_id(0), "type": "function", "function": {"name": name, "arguments": arguments}}
     said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return template.render([{"role": "user", "content": _MARK}, said], tools, prompt=False).rpartition(_MARK)[2]
+    asked: Message = {"role": "user", "content": _MARK}
+    prompt = template.render([asked], tools).rpartition(_MARK)[2]
+    written = template.render([asked, said], tools, prompt=False).rpartition(_MARK)[2]
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, written, strict=False))
+    return written[len(list(shared)) :]
 
 
 def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from gspax.data import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards.environments import Tool, ToolError, ToolUse, calculator, python, tools
-from gspax.rewards.environments.tool_use import Call, Malformed, parse_brackets, parse_hermes
+from gspax.rewards.environments.tool_calls import Call, Malformed, parse_brackets, parse_hermes
 from gspax.rewards.environments.tools import calculate
 from gspax.rewards.workers.worker import Ran
 

@@ -5,7 +5,7 @@ Each message is one sentence. `data.chat_template` analyzes what a template writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from gspax.config.protocols import Environment, Message, Tokenizer
 from gspax.data.chat import ChatTokenizer
 from gspax.data.chat_template import compare_history, shows_tools, write_call
 from gspax.errors import UserError
+from gspax.rewards.environments.family_calls import PARSERS
 
 _SHOWN = 60  # characters of a template's output in a message
 
@@ -121,12 +122,19 @@ def _call_warnings(
         return
     if name not in written:
         yield f"{unknown} the chat template in {tokenizer.path} writes nothing of one"
-    elif not any(getattr(call, "name", None) == name for call in parse(written)):
+    elif not _reads(parse, written, name):
+        fits = (title_of(one) for one in PARSERS if _reads(one, written, name))
+        hint = f"{one} reads it" if (one := next(fits, "")) else "`parse` may be a function of your own"
         yield (
             f"environment.parse: {title_of(parse)} finds no call in what the chat template in {tokenizer.path} writes "
-            f"for one, {written[-2 * _SHOWN :]!r}: a policy that follows the template calls no tool (`parse` may be a "
-            "function of your own, as in docs/environments.md#tools)"
+            f"for one, {written[-2 * _SHOWN :]!r}: a policy that follows the template calls no tool ({hint}, as in "
+            "docs/environments.md#tools)"
         )
+
+
+def _reads(parse: Callable[[str], Sequence[object]], written: str, name: str) -> bool:
+    """Return whether a parser finds a call of this tool in a text."""
+    return any(getattr(call, "name", None) == name for call in parse(written))
 
 
 def unused_turns(environment: Environment | None, turns: Turns) -> Iterator[str]:

@@ -4,7 +4,16 @@ An environment is any object with `reset` and `step` (`protocols.Environment`).
 """
 
 from gspax.config.protocols import Environment, Step
-from gspax.rewards.environments.tool_use import Tool, ToolError, ToolUse, parse_brackets, parse_hermes
+from gspax.rewards.environments.family_calls import (
+    parse_deepseek,
+    parse_glm,
+    parse_harmony,
+    parse_llama,
+    parse_minimax,
+    parse_mistral,
+)
+from gspax.rewards.environments.tool_calls import parse_brackets, parse_hermes
+from gspax.rewards.environments.tool_use import Tool, ToolError, ToolUse
 from gspax.rewards.environments.tools import calculator, python
 
 __all__ = [
@@ -15,6 +24,12 @@ __all__ = [
     "ToolUse",
     "calculator",
     "parse_brackets",
+    "parse_deepseek",
+    "parse_glm",
+    "parse_harmony",
     "parse_hermes",
+    "parse_llama",
+    "parse_minimax",
+    "parse_mistral",
     "python",
 ]

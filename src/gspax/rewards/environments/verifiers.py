@@ -33,7 +33,7 @@ from gspax.config.protocols import Message, Problem, Step
 from gspax.data.chat import split_thinking
 from gspax.errors import UserError
 from gspax.rewards.calls import concurrent
-from gspax.rewards.environments.tool_use import START, Call, Malformed, parse_hermes
+from gspax.rewards.environments.tool_calls import START, Call, Malformed, parse_hermes
 
 T = TypeVar("T")
 Parse = Callable[[str], list[Call | Malformed]]

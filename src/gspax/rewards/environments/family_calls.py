@@ -1,0 +1,188 @@
+"""Reads tool calls as the templates of several families write them; `tool_calls` has the parsers of Hermes and Qwen.
+
+`PARSERS` are all of these parsers. The dry run names the first that reads what a model's template writes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gspax.rewards.environments.tool_calls import DECODER, SPACE, Call, Malformed, parse_hermes, read_call
+
+_PYTHON = "<|python_tag|>"
+_NAME = r"[\w.\-]{1,200}"
+_MISTRAL = re.compile(rf"\[TOOL_CALLS\]\s*(?:({_NAME})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?=\{{))?")
+_BAR, _LOW = "[|｜]", "[_▁]"  # as DeepSeek's tokens have them, and in ASCII
+_DEEPSEEK = re.compile(rf"<{_BAR}tool{_LOW}call{_LOW}begin{_BAR}>")
+_DEEPSEEK_NAME = re.compile(
+    rf"\s*(?:function<{_BAR}tool{_LOW}sep{_BAR}>)?\s*(?:functions\.)?({_NAME}?)(?::\d{{1,6}})?"
+    rf"\s*(?:<{_BAR}tool{_LOW}(?:sep|call{_LOW}argument{_LOW}begin){_BAR}>\s*|```(?:json)?\s*)"
+)
+_DEEPSEEK_END = re.compile(rf"\s*(?:```\s*)?<{_BAR}tool{_LOW}call{_LOW}end{_BAR}>")
+_GLM = re.compile(r"<tool_call>\s*")
+_GLM_NAME = re.compile(rf"({_NAME})\s*(?=<arg_key>|</tool_call>)")
+_GLM_KEY, _GLM_VALUE_END, _GLM_END = (
+    re.compile(r"\s*<arg_key>\s*([^<>]{1,200}?)\s*</arg_key>\s*<arg_value>"),
+    re.compile(r"</arg_value>(?=\s{0,100}(?:<arg_key>|</tool_call>))"),
+    re.compile(r"\s*</tool_call>"),
+)
+_INVOKE = re.compile(r"<invoke name=\"([^\"<>\n]{1,200})\">")
+_INVOKE_KEY, _INVOKE_VALUE_END, _INVOKE_END = (
+    re.compile(r"\s*<parameter name=\"([^\"<>\n]{1,200})\">"),
+    re.compile(r"</parameter>(?=\s{0,100}(?:<parameter name=|</invoke>))"),
+    re.compile(r"\s*</invoke>"),
+)
+_HARMONY = re.compile(rf"\bto=functions\.({_NAME})((?:(?!<\|message\|>).){{0,200}})<\|message\|>", re.DOTALL)
+
+
+def parse_llama(text: str) -> list[Call | Malformed]:
+    """Parse a message that is a call in JSON, as in Llama 3.1, 3.2 and 3.3; `;` separates several.
+
+    `<|python_tag|>` may precede them. JSON without a name and arguments is an answer. A message that begins otherwise
+    is read by `parse_hermes`, which reads `<function=...>` of Llama 3.
+
+    >>> parse_llama('{"name": "add", "parameters": {"a": 1}}')
+    [Call(name='add', arguments={'a': 1}, as_texts=False)]
+    >>> parse_llama('{"sum": 3}')
+    []
+    """
+    message = text.strip()
+    marked, message = message.startswith(_PYTHON), message.removeprefix(_PYTHON).lstrip()
+    if not message.startswith("{"):
+        return parse_hermes(text)
+    calls: list[Call | Malformed] = []
+    position = 0
+    while position < len(message):
+        try:
+            value, position = DECODER.raw_decode(message, position)
+        except (ValueError, RecursionError) as error:
+            return [*calls, _not_json("a call", error)] if calls or marked or '"name"' in message[:40] else []
+        if not marked and not (isinstance(value, dict) and isinstance(value.get("name"), str) and len(value) > 1):
+            return calls
+        calls.append(read_call(value))
+        position = re.compile(r"[\s;]*").match(message, position).end()  # type: ignore[union-attr]
+    return calls
+
+
+def parse_mistral(text: str) -> list[Call | Malformed]:
+    """Parse the calls after `[TOOL_CALLS]`: a list in JSON, or, from version 11 of the tokenizer, a name and arguments.
+
+    >>> parse_mistral('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]')
+    [Call(name='add', arguments={'a': 1}, as_texts=False)]
+    >>> parse_mistral('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}')[1].arguments
+    {'a': 2}
+    """
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := _MISTRAL.search(text, position):
+        try:
+            value, position = DECODER.raw_decode(text, match.end())
+        except (ValueError, RecursionError) as error:
+            calls.append(_not_json("[TOOL_CALLS]", error))
+            position = match.end()
+            continue
+        if match[1] is not None:
+            calls.append(read_call({"name": match[1], "arguments": value}))
+        else:
+            calls += map(read_call, value if isinstance(value, list) and value else [value])
+    return calls
+
+
+def parse_glm(text: str) -> list[Call | Malformed]:
+    """Parse `<tool_call>NAME`, `<arg_key>` and `<arg_value>`, as in GLM-4.5 and later; values may hold the tags.
+
+    >>> parse_glm("<tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>")
+    [Call(name='add', arguments={'a': '1'}, as_texts=True)]
+    """
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := _GLM.search(text, position):
+        name = _GLM_NAME.match(text, match.end())
+        if name is None:
+            calls.append(Malformed("wanted the name of a tool and <arg_key> after <tool_call>, got neither"))
+            position = match.end()
+            continue
+        call, position = _read_values(text, name, _GLM_KEY, _GLM_VALUE_END, _GLM_END)
+        calls.append(call)
+    return calls
+
+
+def parse_minimax(text: str) -> list[Call | Malformed]:
+    """Parse `<invoke name="NAME">` with `<parameter name="ARGUMENT">`, as in MiniMax-M2; values may hold the tags.
+
+    >>> parse_minimax('<invoke name="add"><parameter name="a">1</parameter></invoke>')
+    [Call(name='add', arguments={'a': '1'}, as_texts=True)]
+    """
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := _INVOKE.search(text, position):
+        call, position = _read_values(text, match, _INVOKE_KEY, _INVOKE_VALUE_END, _INVOKE_END)
+        calls.append(call)
+    return calls
+
+
+def parse_deepseek(text: str) -> list[Call | Malformed]:
+    """Parse the calls between the tokens of DeepSeek-V3, R1 and V3.1, and of Kimi-K2; strings may hold the tokens.
+
+    >>> parse_deepseek('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>')
+    [Call(name='add', arguments={'a': 1}, as_texts=False)]
+    """
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := _DEEPSEEK.search(text, position):
+        position = match.end()
+        name = _DEEPSEEK_NAME.match(text, position)
+        if name is None:
+            calls.append(Malformed(f"wanted the name of a tool and its arguments after {match[0]}, got neither"))
+            continue
+        try:
+            value, position = DECODER.raw_decode(text, name.end())
+        except (ValueError, RecursionError) as error:
+            calls.append(_not_json(match[0], error))
+            continue
+        end = _DEEPSEEK_END.match(text, position)
+        call = read_call({"name": name[1], "arguments": value})
+        calls.append(call if end else Malformed(f"wanted {match[0].replace('begin', 'end')} after a call, got none"))
+        position = end.end() if end else position
+    return calls
+
+
+def parse_harmony(text: str) -> list[Call | Malformed]:
+    """Parse the calls `to=functions.NAME` of gpt-oss, whose messages are JSON.
+
+    >>> parse_harmony('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}')
+    [Call(name='add', arguments={'a': 1}, as_texts=False)]
+    """
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := _HARMONY.search(text, position):
+        try:
+            value, position = DECODER.raw_decode(text, SPACE.match(text, match.end()).end())  # type: ignore[union-attr]
+            calls.append(read_call({"name": match[1], "arguments": value}))
+        except (ValueError, RecursionError) as error:
+            calls.append(_not_json("<|message|>", error))
+            position = match.end()
+    return calls
+
+
+PARSERS = (parse_hermes, parse_llama, parse_mistral, parse_glm, parse_minimax, parse_deepseek, parse_harmony)
+
+
+def _read_values(
+    text: str, name: re.Match[str], key: re.Pattern[str], value_end: re.Pattern[str], end: re.Pattern[str]
+) -> tuple[Call | Malformed, int]:
+    """Read the arguments in tags after a call's name; return the call and the position after it."""
+    position, arguments = name.end(), dict[str, object]()
+    while opened := key.match(text, position):
+        closed = value_end.search(text, opened.end())
+        if closed is None:
+            return Malformed(f"wanted the end of the value of {opened[1][:80]}, got none"), len(text)
+        arguments[opened[1]] = text[opened.end() : closed.start()].removeprefix("\n").removesuffix("\n")
+        position = closed.end()
+    if (closed := end.match(text, position)) is None:
+        return Malformed(f"wanted another argument or the end of the call of {name[1][:80]}, got neither"), position
+    return Call(name[1], arguments, as_texts=True), closed.end()
+
+
+def _not_json(before: str, error: Exception) -> Malformed:
+    return Malformed(f"wanted JSON after {before}, got invalid JSON: {str(error)[:80]}")

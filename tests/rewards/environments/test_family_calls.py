@@ -1,0 +1,96 @@
+"""Tool calls in the formats of several families, as their templates and public parsers describe them."""
+
+import pytest
+
+from gspax.rewards.environments import (
+    parse_deepseek,
+    parse_glm,
+    parse_harmony,
+    parse_hermes,
+    parse_llama,
+    parse_minimax,
+    parse_mistral,
+)
+from gspax.rewards.environments.tool_calls import Call
+
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>"
+)
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+READ = [
+    (parse_llama, '{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
+    (parse_llama, '<|python_tag|>{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),
+    (parse_llama, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
+    (parse_llama, '\n\n{"name": "f", "parameters": "{\\"a\\": 1}"}', [("f", {"a": 1})]),
+    (parse_llama, '<function=f>{"a": 1}</function>', [("f", {"a": 1})]),
+    (parse_llama, '{"name": "f", "parameters": {"a": 1}', [None]),
+    (parse_llama, '{"name": "f", "parameters": {"a": 1}} That calls it.', [("f", {"a": 1}), None]),
+    (parse_llama, '<|python_tag|>print(1)', []),
+    (parse_llama, '{"name": "Ada"}', []),
+    (parse_llama, '{"answer": 3}', []),
+    (parse_llama, '{3, 4}', []),
+    (parse_llama, 'The call is {"name": "f", "parameters": {}}', []),
+    (parse_mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}]', [("f", {"a": 1})]),
+    (parse_mistral, '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]', [("f", {}), ("g", {})]),
+    (parse_mistral, '[TOOL_CALLS]f{"a": "[TOOL_CALLS]g{}"}', [("f", {"a": "[TOOL_CALLS]g{}"})]),
+    (parse_mistral, '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', [("f", {"a": 1})]),
+    (parse_mistral, '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}', [("f", {}), ("g", {})]),
+    (parse_mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}', [None]),
+    (parse_mistral, '[TOOL_CALLS] []', [None]),
+    (parse_mistral, 'no call', []),
+    (parse_glm, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", [("f", {"a": "1"})]),
+    (
+        parse_glm,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>x\ny</arg_value><arg_key>b</arg_key><arg_value></arg_value>"
+        "</tool_call>",
+        [("f", {"a": "x\ny", "b": ""})],
+    ),
+    (
+        parse_glm,
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>an </arg_value> tag</arg_value>\n</tool_call>",
+        [("f", {"a": "an </arg_value> tag"})],
+    ),
+    (parse_glm, "<tool_call>f\n</tool_call><tool_call>g</tool_call>", [("f", {}), ("g", {})]),
+    (parse_glm, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1", [None]),
+    (parse_glm, "<tool_call>f(a=1)</tool_call>", [None]),
+    (
+        parse_minimax,
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1 < 2</parameter>\n</invoke>',
+        [("f", {"a": "1 < 2"})],
+    ),
+    (parse_minimax, '<invoke name="f"></invoke><invoke name="g"></invoke>', [("f", {}), ("g", {})]),
+    (parse_minimax, '<invoke name="f"><parameter name="a">1</parameter>', [None]),
+    (parse_deepseek, DEEPSEEK.format("f", '{"a": 1}'), [("f", {"a": 1})]),
+    (parse_deepseek, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>" * 2, [("f", {}), ("f", {})]),
+    (parse_deepseek, KIMI.format("f", '{"a": 1}'), [("f", {"a": 1})]),
+    (parse_deepseek, KIMI.format("f", '{"a": "<|tool_call_end|>"}'), [("f", {"a": "<|tool_call_end|>"})]),
+    (parse_deepseek, DEEPSEEK.format("f", '{"a": 1'), [None]),
+    (parse_deepseek, '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}', [None]),
+    (
+        parse_harmony,
+        "<|channel|>analysis<|message|>Sum.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"a": 1}',
+        [("f", {"a": 1})],
+    ),
+    (parse_harmony, ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [("f", {"a": 1})]),
+    (parse_harmony, "<|channel|>commentary to=functions.f<|message|>one", [None]),
+    (parse_harmony, "<|channel|>final<|message|>3", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parse", "text", "calls"), READ)
+def test_calls_are_read_as_a_reader_reads_them(parse, text, calls):
+    found = [(call.name, dict(call.arguments)) if isinstance(call, Call) else None for call in parse(text)]
+    assert found == calls
+
+
+def test_values_in_tags_get_the_types_of_the_schema():
+    """JSON has types of its own."""
+    schemas = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    (call,) = parse_glm(
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>1</arg_value></tool_call>"
+    )
+    assert call.typed(schemas) == {"a": 1, "b": "1"}
+    (call,) = parse_hermes('<tool_call>{"name": "f", "arguments": {"b": "1"}}</tool_call>')
+    assert call.typed(schemas) == {"b": "1"}
