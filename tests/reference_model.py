@@ -103,6 +103,33 @@ def layer_params(params, config, layer):
     return take(stack)
 
 
+def delta_net(p, x_TD, eps):
+    """A gated delta net: outputs of one sequence, token by token; arXiv 2412.06464 with the gates of Qwen3-Next."""
+    p, x_TD = ({name: np.asarray(leaf, np.float64) for name, leaf in p.items()}, np.asarray(x_TD, np.float64))
+    (_, K, H), (_, _, R, U) = p["query"].shape, p["value"].shape
+    out_TD, memory_KRHU = np.zeros_like(x_TD), np.zeros((K, R, H, U))
+
+    def convolved(name, t, taken):
+        taps, J = p[f"{name}_taps"], p[f"{name}_taps"].shape[-1] - 1
+        inputs = [(j, x_TD[t - J + j]) for j in range(J + 1) if t - J + j >= 0]
+        return silu(sum(np.tensordot(x, p[name], 1)[taken] * taps[taken][..., j] for j, x in inputs))
+
+    for t, x in enumerate(x_TD):
+        for k in range(K):
+            q, key = convolved("query", t, k), convolved("key", t, k)
+            q, key = q / np.sqrt((q * q).sum() + 1e-6) / np.sqrt(H), key / np.sqrt((key * key).sum() + 1e-6)
+            for r in range(R):
+                value, gate = convolved("value", t, (k, r)), x @ p["gate"][:, k, r]
+                a, beta = x @ p["decay"][:, k, r] + p["decay_bias"][k, r], sigmoid(x @ p["beta"][:, k, r])
+                memory = memory_KRHU[k, r] * np.exp(-np.exp(p["decay_rate"][k, r]) * np.logaddexp(0, a))
+                memory = memory + beta * np.outer(key, value - memory.T @ key)
+                memory_KRHU[k, r] = memory
+                y = memory.T @ q
+                y = y / np.sqrt((y * y).mean() + eps) * p["norm"] * silu(gate)
+                out_TD[t] += y @ p["out"][k, r]
+    return out_TD
+
+
 def attend_to_latents(a, h_T, config):
     """The output of latent attention for each token, from its normalized input."""
     latent, N, yarn, keys, values, added = config.latent, config.num_attention_heads, config.rope_scaling, [], [], []
