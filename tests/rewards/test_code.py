@@ -296,9 +296,14 @@ def test_a_persistent_fork_bomb_is_contained(bubblewrap):
 # Settings
 
 
-def test_no_program_runs_unless_the_experiment_allows_it():
+@pytest.mark.parametrize("allowed", [{}, *({"allow_code_execution": value} for value in (False, None, "no", 1))])
+def test_no_program_runs_unless_the_experiment_allows_it(allowed):
+    """Any other value than True, however true it is for Python, allows nothing."""
+    none = Sandbox(isolation="none")
     with pytest.raises(UserError, match="reward: wanted allow_code_execution=True"):
-        code.reward(Problem("?", Tests((("", "1"),)).to_answer()), "print(1)")
+        code.reward(Problem("?", Tests((("", "1"),)).to_answer()), "print(1)", isolation="none", **allowed)
+    with pytest.raises(UserError, match="run_program: wanted allow_code_execution=True"):
+        code.run_program("print(1)", sandbox=none, **allowed)
 
 
 def test_without_bubblewrap_it_does_not_start(monkeypatch):

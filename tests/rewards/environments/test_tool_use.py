@@ -233,9 +233,10 @@ def test_the_calculator_evaluates_nothing_else(expression):
         calculate(expression)
 
 
-def test_python_is_off_unless_it_is_allowed():
+@pytest.mark.parametrize("allowed", [{}, *({"allow_code_execution": value} for value in (False, None, "no", 1))])
+def test_python_is_off_unless_it_is_allowed(allowed):
     with pytest.raises(UserError, match="allow_code_execution=True"):
-        python()
+        python(**allowed)
 
 
 @pytest.mark.parametrize(("status", "raised"), [("crashed", RuntimeError), ("timeout", ToolError)])
