@@ -1,6 +1,6 @@
 """A complete experiment that runs in seconds: sorting two or three digits, a few steps of each phase."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspax import advantages, losses
@@ -8,6 +8,7 @@ from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Samplin
 from gspax.data import Problem
 from gspax.data.tasks import sort
 from gspax.learner.objective import Objective, RoutingSettings, make_objective
+from gspax.model.terms import terms_of
 from gspax.rewards.environments import Step
 
 
@@ -74,9 +75,14 @@ class Countdown:
         return Step(state - 1, [reply], done=state == 0, metrics={"letters": float(len(message))})
 
 
+def objective_with(loss, **changes) -> Objective:
+    """The objective of a loss with further settings."""
+    return objective_of(replace(experiment, loss=loss, **changes))
+
+
 def objective_of(variant: Experiment) -> Objective:
     """The objective that an experiment's train step minimizes."""
-    fields = ("loss", "correction", "rejection", "reference", "teacher", "regularizers", "calibration")
+    fields = ("loss", "correction", "rejection", "teacher", "regularizers", "calibration")
     options = {name: getattr(variant, name) for name in fields}
     routing = RoutingSettings(variant.model.router, variant.router_shift)
-    return make_objective(options.pop("loss"), **options, routing=routing)
+    return make_objective(options.pop("loss"), terms_of(variant), **options, routing=routing)

@@ -19,7 +19,8 @@ FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rgl
 class Feature(NamedTuple):
     """What is looked for, and where it is at home.
 
-    Settings are at home in `config/` too, and what they ask of a step's passes in `model/passes.py`.
+    Settings are at home in `config/` too, what they ask of a step's passes in `model/passes.py`, and the line that adds
+    a term in `model/terms/__init__.py`.
     """
 
     names: str  # a regular expression
@@ -30,7 +31,8 @@ class Feature(NamedTuple):
 
 FEATURES = {
     "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 24),
-    "reference": Feature(r"^reference|_reference|ref_logp", r"losses/kl", 21),
+    # The reference answer of a reward and the reference kernel of the doctor are other things.
+    "reference": Feature(r"^reference|_reference|ref_logp", r"losses/kl|terms/reference|rewards/|tools/d", 5),
     "correction": Feature("correction(?!_bias)", "losses/correction", 14),
     "selection": Feature("selection", "losses/selection", 6),
     "calibration": Feature("calibrat", "calibration", 8),
@@ -76,7 +78,8 @@ def names_of(path):
 
 def modules_outside(feature):
     """The modules outside a feature's homes whose code names it."""
-    pattern, home = re.compile(feature.names), re.compile(rf"^config/|^model/passes|{feature.home}")
+    everywhere = "^config/|^model/passes|^model/terms/__init__"
+    pattern, home = re.compile(feature.names), re.compile(f"{everywhere}|{feature.home}")
     return [name for name, path in FILES.items() if not home.search(name) and any(map(pattern.search, names_of(path)))]
 
 

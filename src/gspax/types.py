@@ -106,6 +106,20 @@ def known(batch: Batch, name: str) -> Array:
     return value
 
 
+def segment_ids(batch: Batch) -> Array | None:
+    """Return the segments of a batch with advantages [B, T], of packed rows or of tokens; else None.
+
+    With one sequence in each row they change nothing but the shape of what a loss takes and returns.
+    """
+    return batch.segment_BT if known(batch, "advantage").ndim == 2 else None
+
+
+def packed(batch: Batch) -> dict[str, Array]:
+    """Return `segment_ids` as a keyword argument, or nothing, for the experiment's functions that need not take it."""
+    ids = segment_ids(batch)
+    return {} if ids is None else {"segment_ids": ids}
+
+
 class Adapted(NamedTuple):
     """The settings that a run's updates adapt, float32 scalars; 0, which nothing reads, for all other settings."""
 

@@ -17,13 +17,13 @@ LOAD, COVARIANCE = config.Regularizers(load_balance=0.1), config.Regularizers(kl
 @pytest.mark.parametrize(
     ("changes", "scored", "properties"),
     [
-        ({}, LATER, {"old_logp": "pass", "reads_experts": False, "reference": False}),
+        ({}, LATER, {"old_logp": "pass", "reads_experts": False, "first_policy": False}),
         ({"old_logp": "sampler"}, NONE, {"old_logp": "sampler"}),
         ({"loss": partial(losses.dro)}, NONE, {"old_logp": "sampler"}),
         ({"old_logp": "interpolated"}, NONE, {"old_logp": "update"}),
         ({"old_logp": "interpolated", "loss": losses.dro}, NONE, {"old_logp": "sampler"}),
-        ({"reference": config.Reference(loss=kl.token_kl)}, LATER, {"reference": True}),
-        ({"reference": config.Reference(reward=kl.k1)}, ALL, {"reference": True}),
+        ({"reference": config.Reference(loss=kl.token_kl)}, LATER, {"first_policy": True}),
+        ({"reference": config.Reference(reward=kl.k1)}, ALL, {"first_policy": True}),
         ({"routing_replay": "old"}, ALL, {"reads_experts": True, "keeps_experts": True, "samples_experts": False}),
         (
             {"routing_replay": "sampler"},

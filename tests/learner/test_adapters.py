@@ -21,7 +21,7 @@ from gspax.hf.parameters import named_leaves as by_path
 from gspax.hf.peft import write_adapters
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.forward import Inputs, forward
-from gspax.learner.state import abstract_state, add_adapters, init_state, load_reference, new_state
+from gspax.learner.state import abstract_state, add_adapters, init_state, load_first, new_state
 from gspax.model import transformer
 from gspax.model.low_rank import combine, dense, is_low_rank, partition
 from gspax.parallel import sharding
@@ -236,9 +236,9 @@ def test_the_reference_is_the_base_with_the_adapters_that_the_run_starts_from(wa
     runtime, mesh = make_runtime(made), sharding.make_mesh(config.Mesh())
     with enter_run(tmp_path / "run", describe(made)) as run, Checkpoints(run.checkpoints, keep=1) as checkpoints:
         state = loop.restore_or_start(runtime, run, checkpoints, Skipped())
-        reference = load_reference(run, state, made.model, made.lora, mesh)
+        reference = load_first(run, state, made.model, made.lora, mesh)
         resumed = replace(state, step=state.step + 1, params=jax.tree.map(jnp.zeros_like, state.params))
-        again = load_reference(run, resumed, made.model, made.lora, mesh)
+        again = load_first(run, resumed, made.model, made.lora, mesh)
     chex.assert_trees_all_equal(combine(reference, partition(state.params)[1]), state.params)
     chex.assert_trees_all_equal(again, reference)
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(reference)) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_experiment import experiment
+from small_experiment import experiment, objective_with
 
 from gspax import losses
 from gspax.config import Calibration
@@ -133,7 +133,7 @@ def shares(rate, rollouts, minibatches=4, outlier=None, seed=0, unsteady=0.0):
     factor that is drawn for each rollout batch, and by more in the first ones, as Adam's first updates are larger.
     """
     rng = np.random.default_rng(seed)
-    minimized = objective.make_objective(losses.gspo, calibration=Calibration())
+    minimized = objective_with(losses.gspo, calibration=Calibration())
     clip_range, found, ranges = (1.0, 1.0), [], []
     for rollout in range(rollouts):
         updates, first = [], rollout * minibatches

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from small_experiment import objective_with
 from test_packing import ALONE, SAMPLING, SCHEDULE, SHARED, C, N, assert_close, rollout
 from test_teacher import MODEL, SEPARATE, TEACHER, all_logp, token_divergence
 
@@ -17,7 +18,6 @@ from gspax.learner import minibatches, train_step
 from gspax.learner.distillation import make_compare
 from gspax.learner.forward import StepSettings
 from gspax.learner.lessons import as_sampled, number_tokens, read_lessons, with_prompts
-from gspax.learner.objective import make_objective
 from gspax.learner.state import new_state
 from gspax.learner.teacher import make_passes
 from gspax.model import transformer
@@ -94,7 +94,7 @@ def test_the_logits_of_several_teachers_of_other_widths_are_compared(schedule, m
     params = tiny.params(TEACHER), tiny.params(OTHER)
     batch, layouts, settings = read(teacher, params, schedule, prompts=False)
     (batch,) = minibatches.set_advantages([batch], layouts, np.zeros(N, np.float32), ALONE)
-    gradient = jax.jit(train_step.make_gradient(settings, make_objective(losses.grpo, teacher=teacher)))
+    gradient = jax.jit(train_step.make_gradient(settings, objective_with(losses.grpo, teacher=teacher)))
     state = new_state(tiny.params(MODEL), optax.sgd(1.0), jax.random.key(1))
     batch, _ = train_step.fill_old_logp(batch)
     grads, terms, _ = gradient(state, batch, True, tuple(map(transformer.head_params, params)))

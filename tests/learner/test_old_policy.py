@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from small_experiment import objective_with
 
 from gspax import config, losses
 from gspax.config import Optimizer, RouterShift, RowShape
@@ -16,7 +17,7 @@ from gspax.config.optimizers import adamw
 from gspax.errors import UserError
 from gspax.learner import minibatches, train_step
 from gspax.learner.forward import Inputs, forward
-from gspax.learner.objective import Outputs, RoutingSettings, UpdateConstants, make_objective, router_logp
+from gspax.learner.objective import Outputs, UpdateConstants, make_objective, router_logp
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import new_state
 from gspax.losses.router_shift import log_factor
@@ -210,7 +211,7 @@ def test_a_factor_is_of_the_routing_that_computed_the_token():
 def test_a_router_shift_multiplies_ratios_before_clipping(loss):
     outputs, batch = routed()
     constants = UpdateConstants(Adapted(*jnp.zeros(3)), None)
-    found = make_objective(loss, routing=RoutingSettings(shift=RouterShift(floor=0.5)))(outputs, batch, constants)
+    found = objective_with(loss, router_shift=RouterShift(floor=0.5))(outputs, batch, constants)
     gamma_BT = np.exp(
         log_factor(router_logp(outputs.routing, batch.expert_BLTA), batch.router_logp_BLTA, batch.mask_BT)
     )
@@ -226,8 +227,7 @@ def test_a_router_shift_has_no_gradient_and_does_nothing_while_routers_stand_sti
     outputs, batch = routed()
     still = replace(batch, router_logp_BLTA=router_logp(outputs.routing, batch.expert_BLTA))
     constants = UpdateConstants(Adapted(*jnp.zeros(3)), None)
-    shift = RoutingSettings(shift=RouterShift())
-    shifted, plain = make_objective(losses.gspo, routing=shift), make_objective(losses.gspo)
+    shifted, plain = objective_with(losses.gspo, router_shift=RouterShift()), make_objective(losses.gspo)
     np.testing.assert_array_equal(shifted(outputs, still, constants).value, plain(outputs, still, constants).value)
 
     def value(logits):

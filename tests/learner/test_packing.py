@@ -9,16 +9,16 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from small_experiment import experiment
+from small_experiment import experiment, objective_with
 
 from gspax import config, losses
 from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
 from gspax.learner import adapters, metrics, minibatches, train_step
 from gspax.learner.forward import StepSettings
 from gspax.learner.minibatches import Piece, first_fit_decreasing, pack, separate, share_prompts
-from gspax.learner.objective import make_objective
 from gspax.learner.state import abstract_state, new_state
 from gspax.losses import correction, kl
+from gspax.model.terms.reference import ReferenceTerm
 from gspax.parallel import sharding
 from gspax.run import record
 from gspax.run.directory import RunDir
@@ -152,7 +152,6 @@ def moved(params, scale):
 def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_policy=False, data=None):
     """A minibatch scored by a policy and updated by one near it: parameters, metrics, sums of log-probs."""
     data, shape = data or rollout(), row_shape(SAMPLING, schedule, sharding.batch_shards(mesh))
-    options = dict(objective)
     settings = StepSettings(
         config=MODEL,
         mesh=mesh,
@@ -161,7 +160,7 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
         packed=shape.packed,
         routing_replay=replay,
     )
-    update = train_step.make_update(settings, make_objective(options.pop("loss"), **options), SGD)
+    update = train_step.make_update(settings, objective_with(**objective), SGD)
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(data, 1, shape, mesh, without_overlong=True, sharing=sharing)
     state = new_state(start(lora), SGD, jax.random.key(1))
@@ -181,7 +180,8 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     found.pop("ring_fallbacks", None)  # where experts are sharded
     after = metrics.score_metrics([(batch, of_old)])
     known = replace(batch, old_logp_BT=of_old.logp_BT, ref_logp_BT=of_old.logp_BT)
-    sums = minibatches.reward_kl(Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0)), [known], layouts)
+    reference = ReferenceTerm(settings=Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0)))
+    ((_, sums),) = minibatches.sum_penalties([reference], [known], layouts)
     results = jax.device_get((state.params, found, after, scores.count_LE))
     return results, sums, (layouts, update, state, batch)
 

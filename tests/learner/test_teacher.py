@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from small_experiment import objective_with
 from test_packing import ALONE, MESHES, SAMPLING, SCHEDULE, SHARED, N, assert_close, moved, rollout
 
 from gspax import config, losses
@@ -16,7 +17,6 @@ from gspax.config import Schedule, Teacher, row_shape
 from gspax.learner import minibatches, teacher, train_step
 from gspax.learner.distillation import make_compare
 from gspax.learner.forward import StepSettings
-from gspax.learner.objective import make_objective
 from gspax.learner.state import abstract_params, new_state
 from gspax.learner.teacher import fill_teacher, fingerprint, load_teacher, make_teach
 from gspax.losses import distill
@@ -65,7 +65,7 @@ def learn(form, schedule, mesh, microbatch_rows=0):
     )
     batches = fill_teacher(make_teach(TEACHER, settings), of_teacher, batches)
     (batch,) = minibatches.set_advantages(batches, layouts, ADVANTAGE, mesh)
-    objective = make_objective(losses.importance_sampling, teacher=teacher)
+    objective = objective_with(losses.importance_sampling, teacher=teacher)
     gradient = jax.jit(train_step.make_gradient(settings, objective))
     state = new_state(params, optax.sgd(1.0), jax.random.key(1))
     grads, terms, _ = gradient(state, batch, False, (transformer.head_params(of_teacher),))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loss_cases import CASES, Packed
+from small_experiment import objective_with
 
 from gspax import losses
 from gspax.losses import correction, kl, regularizers, sequences
@@ -164,7 +165,7 @@ def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
 
     packed = PACKED["some_empty-0.3"]
     x = packed.case
-    minimized = objective.make_objective(
+    minimized = objective_with(
         losses.gspo_token,
         correction=correction.truncate_geometric,
         rejection=functools.partial(correction.reject_off_policy, delta=0.02),

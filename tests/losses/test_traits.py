@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loss_cases import CASES, FAMILY
-from small_experiment import experiment
+from small_experiment import experiment, objective_with
 
 from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers
@@ -133,7 +133,7 @@ def test_a_wrapped_loss_trains_the_same(loss, wrap):
     constants = objective.UpdateConstants(Adapted(*jnp.array([0.01, 0.02, 0.0])), None)
 
     def gradient(function):
-        minimized = objective.make_objective(
+        minimized = objective_with(
             function,
             correction=correction.truncate_tokens,
             reference=Reference(loss=kl.token_kl, coefficient=0.1),

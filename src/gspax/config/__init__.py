@@ -85,6 +85,7 @@ from gspax.config.model import (
     sparse_numbers,
     token_id_dtype,
 )
+from gspax.config.term import Held, RewardPenalty, Term
 
 __all__ = [
     "LOGIT_BUDGET",
@@ -107,6 +108,7 @@ __all__ = [
     "GatedDelta",
     "Grading",
     "Guard",
+    "Held",
     "Latent",
     "LatentAttention",
     "Layer",
@@ -126,6 +128,7 @@ __all__ = [
     "Reference",
     "Regularizers",
     "Remat",
+    "RewardPenalty",
     "Rope",
     "Router",
     "RouterShift",
@@ -137,6 +140,7 @@ __all__ = [
     "SelfAttention",
     "Task",
     "Teacher",
+    "Term",
     "Turns",
     "WarmStart",
     "Yarn",

@@ -49,6 +49,7 @@ from gspax.config.ranges import (
     at_least,
     at_most,
 )
+from gspax.config.term import Term
 
 Action = Literal["warn", "stop"]
 Alarm = Literal["reward", "gradient", "entropy", "length"]
@@ -490,6 +491,7 @@ class Experiment:
     selection: Selection | None = None  # (losses.selection.Minibatch) -> weights; see losses.selection
     reference: Reference | None = None
     teacher: Teacher | None = None
+    terms: tuple[Term, ...] = ()  # your own, besides those of these settings (docs/howto/add_a_term.md)
     regularizers: Regularizers = field(default_factory=Regularizers)
     length_reward: LengthReward | None = None  # lengths [B] -> rewards [B], added to those of the task; losses.shaping
     filter_overlong: bool = False  # exclude responses cut at the length limit from the loss and the advantages

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import Reference, Regularizers, RowShape, Teacher
+from gspax.config import Regularizers, RewardPenalty, RowShape, Teacher, Term
 from gspax.config.protocols import Selection
 from gspax.learner.distillation import mix_advantage
 from gspax.learner.objective import Scores
@@ -229,9 +230,9 @@ def packing_efficiency(layouts: Sequence[Layout]) -> float:
 
 
 def score_minibatches(
-    score: Score, params: Params, reference: Params | None, batches: Sequence[Batch], which: range
+    score: Score, params: Params, first: Params | None, batches: Sequence[Batch], which: range
 ) -> tuple[list[Batch], list[Scores | None]]:
-    """Compute the old log-probs, the routing if `score` keeps it, and the reference's log-probs if there is one.
+    """Compute the old log-probs, the routing if `score` keeps it, and the first policy's log-probs if it is given.
 
     Collective, with a stop point after each minibatch (`run.interrupt`).
 
@@ -259,8 +260,8 @@ def score_minibatches(
         filled[index] = replace(
             batch, old_logp_BT=scores.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=scores.router_logp_BLTA
         )
-    if reference is not None:  # it routes by itself, but chooses from the tokens that the sampler did
-        filled = [replace(batch, ref_logp_BT=compute(reference, batch, None).logp_BT) for batch in filled]
+    if first is not None:  # it routes by itself, but chooses from the tokens that the sampler did
+        filled = [replace(batch, ref_logp_BT=compute(first, batch, None).logp_BT) for batch in filled]
     return filled, of_old
 
 
@@ -314,15 +315,15 @@ def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:
     return [replace(batch, old_logp_BT=known(batch, "sampler_logp_BT")) for batch in batches]
 
 
-def reward_kl(reference: Reference | None, batches: Sequence[Batch], layouts: Sequence[Layout]) -> np.ndarray | None:
-    """Sum `reference.reward` over the tokens of each response, float32 [N]; None without such a reward."""
-    if reference is None or reference.reward is None:
-        return None
-    values = [
-        reference.reward(known(batch, "old_logp_BT"), known(batch, "ref_logp_BT"), batch.mask_BT) for batch in batches
-    ]
-    sums = map(_sum_by_response, multihost.to_host(values), layouts)
-    return np.concatenate([*sums]).astype(np.float32)
+def sum_penalties(
+    terms: Sequence[Term], batches: Sequence[Batch], layouts: Sequence[Layout]
+) -> list[tuple[RewardPenalty, np.ndarray]]:
+    """Sum each term's penalty on rewards over the tokens of each response, float32 [N]."""
+    summed = []
+    for penalty in chain.from_iterable(term.reward_penalties() for term in terms):
+        sums = map(_sum_by_response, multihost.to_host([penalty.estimate(batch) for batch in batches]), layouts)
+        summed.append((penalty, np.concatenate([*sums]).astype(np.float32)))
+    return summed
 
 
 def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:

@@ -7,15 +7,15 @@ sampler, a KL to the reference, a teacher, penalties (`Regularizers`) and a cali
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gspax import losses
-from gspax.config import Calibration, Reference, Regularizers, Router, RouterShift, Teacher
-from gspax.config.functions import free_keywords
+from gspax.config import Calibration, Regularizers, Router, RouterShift, Teacher, Term
 from gspax.learner.distillation import divergence_terms, mix_advantage
 from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import multiplied, weight_metrics
@@ -26,7 +26,7 @@ from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
 from gspax.model.moe import Routing, log_scores, scores_of, softmax_logits
-from gspax.types import Adapted, Array, Batch, Params, PyTree, known
+from gspax.types import Adapted, Array, Batch, Params, PyTree, known, packed, segment_ids
 
 PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
 
@@ -77,16 +77,16 @@ Objective = Callable[[Outputs, Batch, UpdateConstants], losses.Terms]
 
 def make_objective(
     loss: PolicyLoss,
+    terms: Sequence[Term] = (),
     *,
     correction: Callable[..., Array] | None = None,
     rejection: Callable[..., Array] | None = None,
-    reference: Reference | None = None,
     teacher: Teacher | None = None,
     regularizers: Regularizers = NO_REGULARIZERS,
     calibration: Calibration | None = None,
     routing: RoutingSettings = SOFTMAX_ROUTING,
 ) -> Objective:
-    """Make the objective of a policy loss; the other arguments are the fields of `Experiment` of the same names.
+    """Make the objective of a policy loss and its terms; the other arguments are the fields of `Experiment`.
 
     Adds the metrics of `ratio_metrics` that the loss does not report, `token_ratio` only if the loss has no sequence
     ratio. With `calibration` the clip range is in `constants.adapted`, and the metrics of `range_metrics` are added.
@@ -110,11 +110,11 @@ def make_objective(
             options["updates"] = constants.updates
         if calibration is not None:
             options |= {"clip_low": constants.adapted.clip_low, "clip_high": constants.adapted.clip_high}
-        terms = loss(*rows, **options)
+        total = loss(*rows, **options)
         metrics = ratio_metrics(outputs.logp_BT, old_logp_BT, mask_BT, segment_ids=ids)
         if traits.ratio == "sequence":
             del metrics["token_ratio"]
-        metrics |= terms.metrics
+        metrics |= total.metrics
         if weight is not None:
             metrics |= weight_metrics(weight, mask_BT, segment_ids=ids)
         if log_factor_BT is not None:
@@ -123,14 +123,12 @@ def make_objective(
             clipped = metrics["clip_fraction_sequences"]
             assert isinstance(clipped, losses.Share)
             metrics |= range_metrics(*rows, clipped=clipped, share=calibration.share, segment_ids=ids)
-        terms = terms._replace(metrics=metrics | added)
-        if reference is not None and reference.loss is not None:
-            penalty = reference_kl(reference.loss, outputs.logp_BT, batch, aggregate)
-            terms = add_penalty(terms, penalty, coefficient=reference.coefficient)
+        total = total._replace(metrics=metrics | added)
+        found = chain.from_iterable(term.penalties(outputs, batch, constants, aggregate) for term in terms)
         more = penalties(regularizers, teacher, outputs, batch, constants, aggregate, router=routing.router)
-        for coefficient, penalty in more:
-            terms = add_penalty(terms, penalty, coefficient=coefficient)
-        return terms
+        for coefficient, penalty in chain(found, more):
+            total = add_penalty(total, penalty, coefficient=coefficient)
+        return total
 
     return objective
 
@@ -144,20 +142,6 @@ def shift_factor(settings: RouterShift, router: Router, routing: Routing, batch:
 def router_logp(routing: Routing, expert_BLTA: Array, router: Router = SOFTMAX) -> Array:
     """Compute the log of the routers' scores of the given experts, float32 [B, L, T, A]; 0 where none is known."""
     return scores_of(log_scores(routing.logits, router).swapaxes(0, 1), expert_BLTA)
-
-
-def segment_ids(batch: Batch) -> Array | None:
-    """Return the segments of a batch with advantages [B, T], of packed rows or of tokens; else None.
-
-    With one sequence in each row they change nothing but the shape of what a loss takes and returns.
-    """
-    return batch.segment_BT if known(batch, "advantage").ndim == 2 else None
-
-
-def packed(batch: Batch) -> dict[str, Array]:
-    """Return `segment_ids` as a keyword argument, or nothing, for the experiment's functions that need not take it."""
-    ids = segment_ids(batch)
-    return {} if ids is None else {"segment_ids": ids}
 
 
 def correction_weight(
@@ -213,11 +197,3 @@ def penalties(
     if regularizers.router_z:
         penalty = router_z(outputs.routing.logits, mask_BT, aggregate=aggregate, segment_ids=ids)
         yield regularizers.router_z, penalty
-
-
-def reference_kl(
-    kl: Callable[..., losses.Terms], logp_BT: Array, batch: Batch, aggregate: losses.Aggregate | None
-) -> losses.Terms:
-    """Compute the KL penalty to the reference, and pass `aggregate` and `old_logp` if `kl` takes them."""
-    options = free_keywords(kl, {"aggregate": aggregate, "old_logp": batch.old_logp_BT, **packed(batch)})
-    return kl(logp_BT, known(batch, "ref_logp_BT"), batch.mask_BT, **options)

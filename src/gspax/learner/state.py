@@ -332,12 +332,12 @@ def load_start(run: RunDir, wanted: Params, mesh: jax.sharding.Mesh, step: int =
         return checkpoints.restore(wanted, step)[0]
 
 
-def save_reference(run: RunDir, state: TrainState, lora: Lora | None, mesh: jax.sharding.Mesh) -> None:
-    """Write the parameters of the reference policy, before the first update of reinforcement learning."""
+def save_first(run: RunDir, state: TrainState, lora: Lora | None, mesh: jax.sharding.Mesh) -> None:
+    """Write the parameters of the first policy, before the first update of reinforcement learning."""
     save_start(run, drop_frozen(state).params, mesh, MODEL if lora is None else ADAPTERS)
 
 
-def load_reference(
+def load_first(
     run: RunDir, state: TrainState, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh
 ) -> Params:
     """Load the trained parameters from before the first update; they share no buffers with the state."""

@@ -98,9 +98,9 @@ def make_steps(
     selected = selections(experiment.selection, experiment.regularizers)
     objective = make_objective(
         experiment.loss,
+        passes.terms,
         correction=experiment.correction,
         rejection=experiment.rejection,
-        reference=experiment.reference,
         teacher=teacher,
         regularizers=experiment.regularizers,
         calibration=experiment.calibration,

@@ -10,17 +10,24 @@ from typing import Literal
 
 from gspax.config import Experiment
 from gspax.config.functions import takes_score_norms
+from gspax.config.term import Term
 from gspax.losses.traits import traits_of
+from gspax.model.terms import terms_of
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of an experiment's step, in this order: the policy, then its reference.
+    """The passes of an experiment's step, in this order: the policy, then the first policy.
 
     Each property reads only the settings that it depends on, so a dry run can ask although others are wrong.
     """
 
     experiment: Experiment
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The terms of the experiment's objective."""
+        return terms_of(self.experiment)
 
     @property
     def old_logp(self) -> Literal["pass", "update", "sampler"]:
@@ -41,7 +48,7 @@ class Passes:
             return range(0)
         e = self.experiment
         before = (
-            e.reference is not None and e.reference.reward is not None,
+            any(term.waits for term in self.terms),
             self.keeps_experts or self.keeps_router_logp,
             e.selection is not None or e.regularizers.kl_cov is not None,
             self.keeps_score_norms,
@@ -76,6 +83,9 @@ class Passes:
         return takes_score_norms(self.experiment.advantage)
 
     @property
-    def reference(self) -> bool:
-        """True if the reference reads all minibatches, for `ref_logp_BT`."""
-        return self.experiment.reference is not None
+    def first_policy(self) -> bool:
+        """True if the policy that the run started from reads all minibatches, for `ref_logp_BT`."""
+        return self._reads("ref_logp_BT")
+
+    def _reads(self, column: str) -> bool:
+        return any(column in term.needs for term in self.terms)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -48,6 +49,7 @@ from gspax.config import (
 )
 from gspax.config.functions import unwrap
 from gspax.model.passes import Passes
+from gspax.model.terms import terms_of
 from gspax.parallel import sharding
 
 FLOAT32 = 4  # bytes
@@ -105,9 +107,8 @@ def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
     config, lora, sampling = experiment.model, experiment.lora, experiment.sampling
     trained = _sharded(trained_count(config, lora), mesh)
     shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
-    reference, teacher = experiment.reference is not None, experiment.teacher
     parts = {
-        **resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference, teacher=teacher),
+        **resident_bytes(experiment, mesh),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
         "gradients": size_of(trained_dtype(config, lora)) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if shape.microbatch < shape.rows else 0,
@@ -128,8 +129,7 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     sampling = with_carried(experiment.sampling, placement)
     weights, dtype = inference_weights_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
     if placement is None:
-        has_reference, lora, teacher = experiment.reference is not None, experiment.lora, experiment.teacher
-        held = resident_bytes(config, lora, experiment.optimizer, learner, reference=has_reference, teacher=teacher)
+        held = resident_bytes(experiment, learner)
         held[f"inference weights, {dtype}"] = weights
     else:
         pushes = 1 + (placement.staleness if placement.partial is None else 1)
@@ -151,22 +151,16 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     return {part: size for part, size in parts.items() if size}
 
 
-def resident_bytes(
-    config: ModelConfig,
-    lora: Lora | None,
-    optimizer: Optimizer,
-    mesh: AxisSizes,
-    *,
-    reference: bool,
-    teacher: Teacher | None,
-) -> dict[str, int]:
+def resident_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
     """Return a device's bytes of the arrays that the learner's devices hold throughout a run, by name."""
+    config, lora, optimizer, teacher = experiment.model, experiment.lora, experiment.optimizer, experiment.teacher
     parts = {f"parameters, {config.param_dtype}": size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)}
     if not optimizer.offload:
         parts["optimizer state"] = optimizer_bytes(optimizer, config, lora, mesh)
-    if reference:  # with adapters a copy of these alone: the frozen parameters serve both policies
-        dtype = trained_dtype(config, lora)
-        parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
+    held = (term.held(trained_dtype(config, lora)) for term in terms_of(experiment))
+    for name, dtype, model in chain.from_iterable(held):
+        count = trained_count(config, lora) if model is None else parameter_count(model)
+        parts[f"{name}, {dtype}"] = size_of(dtype) * _sharded(count, mesh)
     models = held_teachers(teacher, config)
     if models:
         dtypes = " and ".join(sorted({each.param_dtype for each in models}))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.advantages import by_turn, constant_groups
+from gspax.config import RewardPenalty
 from gspax.config.functions import takes_lengths, title_of
 from gspax.config.protocols import Advantage, LengthReward, Tokenizer
 from gspax.data.chat_template import opening_of
@@ -267,28 +268,24 @@ def count_sampled(rollout: Rollout) -> np.ndarray:
 
 
 def shape_rewards(
-    rollout: Rollout,
-    kl_B: np.ndarray | None = None,
-    *,
-    length_reward: LengthReward | None = None,
-    coefficient: float = 0.0,
+    rollout: Rollout, penalties: Sequence[tuple[RewardPenalty, np.ndarray]], *, length_reward: LengthReward | None
 ) -> tuple[np.ndarray | None, dict[str, float]]:
-    """Compute the terms that are added to the reward of each completion, float32 [B], and the mean of each term.
+    """Compute what is added to the reward of each completion, float32 [B], and the mean of each part.
 
-    The terms are `length_reward` of the completion lengths, and `-coefficient` times `kl_B`. None and no metrics if
-    there is neither.
+    The parts are `length_reward` of the completion lengths, and the penalties, subtracted. None and no metrics if there
+    are none.
 
     Args:
-      kl_B: the sum over each completion of an estimate of the KL to the reference, float32.
+      penalties: each with the sum of its estimate over each completion, float32 [B].
     """
     added_B: np.ndarray | None = None
     metrics: dict[str, float] = {}
     if length_reward is not None:
         added_B = np.asarray(length_reward(jnp.asarray(count_sampled(rollout))), np.float32)
         metrics["reward/length"] = float(added_B.mean())
-    if kl_B is not None:
+    for penalty, sum_B in penalties:
         before_B = np.float32(0) if added_B is None else added_B
-        added_B, metrics["reward/kl"] = before_B - coefficient * kl_B, float(kl_B.mean())
+        added_B, metrics[f"reward/{penalty.name}"] = before_B - penalty.coefficient * sum_B, float(sum_B.mean())
     return added_B, metrics
 
 

@@ -23,6 +23,7 @@ from gspax.config import earlier_policy
 from gspax.learner.state import abstract_policy, abstract_teacher, add_adapters, init_state, start_teacher
 from gspax.learner.teacher import load_teachers
 from gspax.model.low_rank import partition
+from gspax.model.passes import Passes
 from gspax.model.sizes import forward_flops
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
@@ -138,24 +139,22 @@ def measure_steps(runtime: Runtime, trace: Path | None, number: int) -> Measured
         state = init_state(experiment.model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
         if experiment.lora is not None:
             state = add_adapters(state, experiment.model, experiment.lora, runtime.optimizer, runtime.mesh)
-        reference = None
-        if experiment.reference is not None:
-            reference = jax.tree.map(jnp.copy, partition(state.params)[0])
+        first = jax.tree.map(jnp.copy, partition(state.params)[0]) if Passes(experiment).first_policy else None
         teachers, _ = load_teachers(experiment.teacher, experiment.model, runtime.mesh, experiment.tokenizer)
         if earlier_policy(experiment.teacher) is not None:
             policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
             state = start_teacher(state, abstract_teacher(policy, experiment.teacher))
         in_flight = InFlight(Skipped(experiment.sampling.max_failed))
-        state = run_step(runtime, state, reference, in_flight, teachers).state
+        state = run_step(runtime, state, first, in_flight, teachers).state
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
         for _ in range(number):
-            result = run_step(runtime, state, reference, in_flight, teachers)
+            result = run_step(runtime, state, first, in_flight, teachers)
             state = result.state
             metrics.append(result.metrics)
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
-                run_step(runtime, state, reference, in_flight, teachers)
+                run_step(runtime, state, first, in_flight, teachers)
     return MeasuredSteps(metrics, *first_step, peak_memory_bytes=peak_memory())
 
 

@@ -21,14 +21,15 @@ from gspax.learner.state import (
     abstract_policy,
     abstract_teacher,
     first_state,
-    load_reference,
+    load_first,
     restore_state,
-    save_reference,
+    save_first,
     start_teacher,
     with_new_moments,
 )
 from gspax.learner.teacher import Teachers, load_teachers
 from gspax.learner.updates import first_adapted, noise_warnings
+from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.report import run_page
@@ -128,10 +129,10 @@ def train_from_newest(
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             record_evaluation(runtime, state, recorder, run, done, bar)
         others = experiment.model, experiment.lora, runtime.mesh
-        reference = None if experiment.reference is None else load_reference(run, state, *others)
+        first = load_first(run, state, *others) if Passes(experiment).first_policy else None
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
-                result = run_step(runtime, state, reference, in_flight, teachers)
+                result = run_step(runtime, state, first, in_flight, teachers)
             state, done = result.state, done + 1
             alarm_metrics, problem = guard.after_step(done, result)
             traffic = {**recorder.measure_traffic(), **take_traffic(checkpoints)}
@@ -204,8 +205,8 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
         state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
     else:
         state = with_new_moments(warm_start(experiment, run, mesh, skipped), model, lora, optimizer, mesh)
-    if experiment.reference is not None:
-        save_reference(run, state, lora, mesh)
+    if Passes(experiment).first_policy:
+        save_first(run, state, lora, mesh)
     if (wanted := abstract_teacher(abstract_policy(model, lora, mesh), experiment.teacher)) is not None:
         state = start_teacher(state, wanted)
     adapted = first_adapted(experiment.calibration, experiment.regularizers)

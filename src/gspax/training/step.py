@@ -65,12 +65,12 @@ class StepResult(NamedTuple):
 
 
 def run_step(
-    runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight, teachers: Teachers | None = None
+    runtime: Runtime, state: TrainState, first: Params | None, in_flight: InFlight, teachers: Teachers | None = None
 ) -> StepResult:
     """Sample one rollout, grade it, and update the policy with it.
 
     Args:
-      reference, teachers: from `load_reference` and `load_teachers`.
+      first, teachers: from `load_first` and `load_teachers`.
       in_flight: the rollouts that the sampler works on; updated to those after this step.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
@@ -90,7 +90,7 @@ def run_step(
         clock.lap("refill")
 
     progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-    batches, scores, layouts = prepare_minibatches(runtime, state, reference, teachers, graded)
+    batches, scores, layouts = prepare_minibatches(runtime, state, first, teachers, graded)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
@@ -183,9 +183,9 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
 
 
 def prepare_minibatches(
-    runtime: Runtime, state: TrainState, reference: Params | None, teachers: Teachers | None, graded: GradedBatch
+    runtime: Runtime, state: TrainState, first: Params | None, teachers: Teachers | None, graded: GradedBatch
 ) -> tuple[list[Batch], list[Scores | None], list[Layout]]:
-    """Split a rollout into minibatches, and compute what the old policy, the reference, and teachers say of them.
+    """Split a rollout into minibatches, and compute what the old policy, the first one, and teachers say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
     demands it, they are the sampler's; with "interpolated" each update replaces these by its own. `Steps.scored` are
@@ -200,13 +200,13 @@ def prepare_minibatches(
         without_overlong=experiment.filter_overlong,
         sharing=experiment.sampling.group if schedule.share_prompts else 0,
     )
-    if reference is not None:
-        reference = combine(reference, partition(state.params)[1])
+    if first is not None:
+        first = combine(first, partition(state.params)[1])
     if Passes(experiment).old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
-    batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
+    batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, first, batches, which)
     jax.block_until_ready(batches)
     return teach(runtime, state, teachers, graded, batches, layouts), scores, layouts
 
@@ -225,13 +225,9 @@ def assign_advantages(
       function that gives them; the completions with theirs; and the metrics of the terms that were added.
     """
     experiment, rollout, completions = runtime.experiment, graded.rollout, graded.completions
-    reference, group, turns = experiment.reference, experiment.sampling.group, None
-    added_B, metrics = shape_rewards(
-        rollout,
-        minibatches.reward_kl(reference, batches, layouts),
-        length_reward=experiment.length_reward,
-        coefficient=reference.coefficient if reference else 0.0,
-    )
+    group, turns = experiment.sampling.group, None
+    penalties = minibatches.sum_penalties(Passes(experiment).terms, batches, layouts)
+    added_B, metrics = shape_rewards(rollout, penalties, length_reward=experiment.length_reward)
     finished_B = rollout.finished_B if experiment.filter_overlong else None
     norm_BT = minibatches.gather_score_norms(scores, layouts, rollout.tokens_BT.shape)
     advantage = experiment.advantage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gspax.advantages import compares_groups, takes_negative
-from gspax.config import Reference, Sampling, Teacher, Turns
+from gspax.config import Sampling, Teacher, Turns
 from gspax.config.functions import Function, takes_lengths, title_of
 from gspax.config.protocols import Advantage, LengthReward, Loss
 from gspax.experiment.validation.contracts import takes_rewards
@@ -18,11 +18,14 @@ def advantage_problems(
     sampling: Sampling,
     teacher: Teacher | None,
     length_reward: LengthReward | None,
-    reference: Reference | None,
 ) -> Iterator[str]:
     """Check that the groups and the rewards are those that the advantage needs."""
     yield from _group_problems(sampling, teacher, advantage)
-    yield from _sign_problems(advantage, length_reward, reference)
+    if length_reward is not None and not takes_negative(advantage):
+        yield (
+            f"length_reward: wanted null with {title_of(advantage)}, which takes no negative rewards, got "
+            f"{title_of(length_reward)}"
+        )
 
 
 def _group_problems(sampling: Sampling, teacher: Teacher | None, advantage: Advantage) -> Iterator[str]:
@@ -39,19 +42,6 @@ def _group_problems(sampling: Sampling, teacher: Teacher | None, advantage: Adva
         return
     if sampling.max_refills:
         yield f"sampling.max_refills: wanted 0 with {reason}, got {sampling.max_refills}"
-
-
-def _sign_problems(
-    advantage: Advantage, length_reward: LengthReward | None, reference: Reference | None
-) -> Iterator[str]:
-    """Check that nothing that may be negative is added to the rewards of an advantage that takes no negative ones."""
-    kl = None if reference is None else reference.reward
-    for field, function in {"length_reward": length_reward, "reference.reward": kl}.items():
-        if function is not None and not takes_negative(advantage):
-            yield (
-                f"{field}: wanted null with {title_of(advantage)}, which takes no negative rewards, got "
-                f"{title_of(function)}"
-            )
 
 
 def overlong_problems(advantage: Advantage, *, on: bool) -> Iterator[str]:

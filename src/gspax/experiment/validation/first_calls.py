@@ -25,6 +25,7 @@ from gspax.errors import UserError, describe_error, shorten
 from gspax.experiment.validation.contracts import Context, takes_rewards
 from gspax.experiment.validation.first_prompts import Texts, prompt_problems
 from gspax.experiment.validation.probes import probe_loss
+from gspax.model.terms import terms_of
 from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewards, inner_function, members
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Score, read_step, to_result
@@ -115,12 +116,12 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
     if environment is not None and not is_gspax(type(environment)):
         key, step = f"environment: {title_of(environment.step)}", environment.step
         calls.append(_Call(key, step, state, problem, tried, _check_step))
-    kl = experiment.reference and experiment.reference.reward
+    penalized = any(any(term.reward_penalties()) for term in terms_of(experiment))
     check_count = partial(
         _check_count,
         advantage=experiment.advantage,
         shape=(experiment.sampling.prompts, experiment.sampling.group),
-        adds=experiment.length_reward is not None or kl is not None,
+        adds=experiment.length_reward is not None or penalized,
         masked=experiment.filter_overlong or experiment.turns.credit == "turn",
     )
     rewards = _rewards(experiment.reward, experiment.data, experiment.evaluation)

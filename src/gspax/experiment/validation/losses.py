@@ -6,18 +6,17 @@ Each message is one sentence: where, what was wanted, what came.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from gspax.config import (
     Calibration,
     Engine,
     ModelConfig,
     Placement,
-    Reference,
     Regularizers,
     RouterShift,
     RoutingReplay,
     Schedule,
-    Teacher,
     has_experts,
     updates_per_step,
 )
@@ -26,10 +25,10 @@ from gspax.config.protocols import Correction, Loss, Rejection, Selection
 from gspax.experiment.description import show
 from gspax.experiment.validation.fields import takes_segments
 from gspax.losses.calibration import INERT
-from gspax.losses.kl import k2, k3
 from gspax.losses.selection import top_cov
 from gspax.losses.traits import aggregate_of, layers, level_of, traits_of
 from gspax.model.passes import Passes
+from gspax.model.terms.rules import stale_problems
 
 
 def clip_range_problems(loss: Loss) -> Iterator[str]:
@@ -63,24 +62,14 @@ def calibration_problems(
         )
 
 
-def penalty_problems(
-    loss: Loss, reference: Reference | None, regularizers: Regularizers, teacher: Teacher | None
-) -> Iterator[str]:
+def penalty_problems(passes: Passes) -> Iterator[str]:
     """Check that the loss has an aggregation if there are penalties, which are aggregated likewise."""
-    kl = None if reference is None else reference.loss
-    if reference is not None and kl is not None and reference.reward is not None:
-        yield "reference: wanted the KL in the loss or in the reward, got both"
+    loss, regularizers, teacher = passes.experiment.loss, passes.experiment.regularizers, passes.experiment.teacher
     on = [f"regularizers.{name}" for name, value in vars(regularizers).items() if value]
-    on += ["reference.loss"] if kl is not None else []
+    on += chain.from_iterable(term.penalized for term in passes.terms)
     on += ["teacher"] if teacher is not None and not teacher.as_advantage else []
-    aggregate = aggregate_of(loss)
-    if on and aggregate is None:
+    if on and aggregate_of(loss) is None:
         yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {title_of(loss)} has none"
-    if kl is not None and aggregate is not None and "aggregate" not in keywords(kl) and level_of(aggregate) == "token":
-        yield (
-            f"reference.loss: {title_of(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
-            f"by_constant, got {title_of(aggregate)}"
-        )
 
 
 def _entropy(regularizers: Regularizers) -> Iterator[str]:
@@ -112,7 +101,7 @@ def router_problems(
 def old_policy_problems(passes: Passes, sampler: Placement | Engine | None) -> Iterator[str]:
     """Check that interpolated log-probs have stale tokens, and that a loss without an old policy makes one pass."""
     loss, old_logp, schedule = passes.experiment.loss, passes.experiment.old_logp, passes.experiment.schedule
-    yield from _stale_terms(passes, sampler)
+    yield from _stale_terms(passes)
     if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
         yield (
             "old_logp: wanted placement.staleness or engine.staleness above 0 with interpolated, which needs tokens of "
@@ -129,42 +118,11 @@ def old_policy_problems(passes: Passes, sampler: Placement | Engine | None) -> I
         )
 
 
-def _stale_terms(passes: Passes, sampler: Placement | Engine | None) -> Iterator[str]:
-    """Check that KL terms over stale samples weigh tokens by the ratio to the policy that sampled them.
-
-    A term without weights has another gradient there from the first update on. A divergence of whole distributions
-    needs none: its contexts are data.
-    """
-    if sampler is None or not sampler.staleness:
-        return
-    key = f"{'placement' if isinstance(sampler, Placement) else 'engine'}.staleness"
-    reference, teacher = passes.experiment.reference, passes.experiment.teacher
-    kl = None if reference is None else reference.loss
-    weighs = {
-        "reference.loss": kl is not None and "old_logp" in keywords(kl),
-        "teacher": teacher is not None and not teacher.as_advantage and teacher.divergence is None,
-    }
-    if kl is not None and not weighs["reference.loss"]:
-        yield (
-            f"reference.loss: wanted a KL that takes `old_logp` (gspax.losses.kl.token_kl) and old_logp=sampler with "
-            f"{key}={sampler.staleness}, to weigh tokens by the ratio to the policy that sampled, got {title_of(kl)}"
-        )
-    for field in (name for name, is_on in weighs.items() if is_on and passes.old_logp != "sampler"):
-        instead = " or teacher.as_advantage=True" if field == "teacher" else ""
-        yield (
-            f"{field}: wanted old_logp=sampler{instead} with {key}={sampler.staleness}, because its term is "
-            f"weighted by the ratio to the policy that sampled, got old_logp={passes.experiment.old_logp}"
-        )
-
-
-def _reward_kl(reference: Reference | None) -> Iterator[str]:
-    """Warn unless the KL in a reward is estimated by k1, the only estimate with the KL's gradient in expectation."""
-    for estimate in (k2, k3):
-        if reference is not None and estimate in layers(reference.reward):
-            yield (
-                f"reference.reward={title_of(estimate)}: subtracted from a reward, only k1 has the gradient of the KL "
-                "in expectation; use gspax.losses.kl.k1, or gspax.losses.kl.token_kl as reference.loss"
-            )
+def _stale_terms(passes: Passes) -> Iterator[str]:
+    """Check that a teacher's term over stale samples weighs tokens by the ratio to the policy that sampled them."""
+    teacher = passes.experiment.teacher
+    if teacher is not None and not teacher.as_advantage and teacher.divergence is None:
+        yield from stale_problems("teacher", passes, " or teacher.as_advantage=True")
 
 
 def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]) -> Iterator[str]:
@@ -247,21 +205,3 @@ def loss_warnings(
                 "weight per sequence, the mean of these; gspo_token applies them token by token"
                 f"{whole if field == 'correction' else ''}"
             )
-
-
-def reference_problems(reference: Reference | None) -> Iterator[str]:
-    """Check that there is a term that the coefficient multiplies."""
-    if reference is None or reference.loss is not None or reference.reward is not None:
-        return
-    if reference.coefficient != Reference().coefficient:
-        yield (
-            "reference.coefficient: wanted reference.loss or reference.reward (gspax.losses.kl), which it multiplies, "
-            f"got {reference.coefficient:g} without them"
-        )
-
-
-def reference_warnings(reference: Reference | None) -> Iterator[str]:
-    """Warn about a reference without a term, or with one whose gradient is not that of the KL."""
-    yield from _reward_kl(reference)
-    if reference is not None and reference.loss is None and reference.reward is None:
-        yield "reference: the KL to it is measured only; reference.loss or reference.reward adds it to the objective"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 
 from gspax.config import (
@@ -22,10 +23,10 @@ from gspax.config import (
     Optimizer,
     PartialRollouts,
     Placement,
-    Reference,
     Sampling,
     Schedule,
     Teacher,
+    Term,
     Turns,
     WarmStart,
     adapted_weights,
@@ -71,8 +72,6 @@ from gspax.experiment.validation.losses import (
     loss_warnings,
     old_policy_problems,
     penalty_problems,
-    reference_problems,
-    reference_warnings,
     router_problems,
     score_norm_problems,
     unscored_problems,
@@ -82,6 +81,7 @@ from gspax.experiment.validation.servers import engine_problems, engine_warnings
 from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
 from gspax.model.passes import Passes
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
+from gspax.model.terms import MAKERS
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
 from gspax.storage.paths import to_path
@@ -89,7 +89,7 @@ from gspax.types import named_leaves
 
 CHAT_METHODS = ("encode_chat", "encode_reply", "encode_completion")  # of a tokenizer, besides `turn_end`
 
-Terms = Mapping[str, Function]  # the functions of log-probs besides the loss, by field
+Functions = Mapping[str, Function]  # the functions of log-probs besides the loss, by field
 
 
 def validate(
@@ -132,26 +132,34 @@ def validate(
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
         lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling, e.teacher), _collapse(e.guard)),
         lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
-        lambda: chain(clip_range_problems(e.loss), reference_problems(e.reference)),
+        lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
-        lambda: penalty_problems(e.loss, e.reference, e.regularizers, e.teacher),
-        lambda: _packing(e.schedule, e.loss, _terms(e.correction, e.rejection, e.reference)),
+        lambda: penalty_problems(passes),
+        *(partial(_own_problems, make, passes) for make in MAKERS),
+        lambda: chain.from_iterable(term.problems(passes) for term in e.terms),
+        lambda: _packing(e.schedule, e.loss, _functions(passes)),
         lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
         lambda: old_policy_problems(passes, e.engine or e.placement),
         lambda: unscored_problems(passes),
         lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
-        lambda: advantage_problems(e.advantage, e.sampling, e.teacher, e.length_reward, e.reference),
+        lambda: advantage_problems(e.advantage, e.sampling, e.teacher, e.length_reward),
         lambda: prompt_problems(e.teacher, e.environment, e.model, e.sampling),
-        lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection, None)),
+        lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection)),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
-        lambda: score_norm_problems(passes, _terms(e.correction, e.rejection, e.reference)),
+        lambda: score_norm_problems(passes, _functions(passes)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement, e.sampling),
-        lambda: credit_problems(e.turns, e.loss, e.advantage, _terms(e.correction, e.rejection, e.reference)),
+        lambda: credit_problems(e.turns, e.loss, e.advantage, _functions(passes)),
         lambda: _mesh(e, devices, slices),
     )
     e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
     problems += _run(lambda: contract_problems(e), lambda: first_problems(e.data, e.environment, e.evaluation))
     return [*problems, *_run(lambda: _frozen(e.optimizer.frozen, e.model, e.lora))]
+
+
+def _own_problems(make: Callable[[Experiment], Term | None], passes: Passes) -> Iterable[str]:
+    """The errors of a setting's term."""
+    term = make(passes.experiment)
+    return () if term is None else term.problems(passes)
 
 
 def _run(*checks: Callable[[], Iterable[str]]) -> Iterator[str]:
@@ -188,7 +196,8 @@ def warnings(experiment: Experiment) -> list[str]:
             "many tokens that a filter keeps"
         )
     placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
-    unexplained = uncorrected and Passes(experiment).old_logp != "sampler"
+    passes = Passes(experiment)
+    unexplained = uncorrected and passes.old_logp != "sampler"
     key, ahead = ("placement", placement) if placement else ("engine", experiment.engine)
     if ahead is not None and ahead.staleness and unexplained:
         notes.append(
@@ -199,7 +208,7 @@ def warnings(experiment: Experiment) -> list[str]:
         *notes,
         *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
         *unused_turns(experiment.environment, experiment.turns),
-        *reference_warnings(experiment.reference),
+        *chain.from_iterable(term.warnings(passes) for term in passes.terms),
         *engine_warnings(experiment.engine, sampling, experiment.model),
     ]
 
@@ -395,7 +404,7 @@ def _partial_rollouts(key: str, sampling: Sampling, staleness: int, partial: Par
         yield f"sampling.chunk: wanted the tokens between two renewals of the parameters, with {key}.partial, got 0"
 
 
-def _packing(schedule: Schedule, loss: Loss, terms: Terms) -> Iterator[str]:
+def _packing(schedule: Schedule, loss: Loss, terms: Functions) -> Iterator[str]:
     """Functions that sum over a response can tell the responses of a packed row apart."""
     for field, function in {"loss": loss, **terms}.items():
         if schedule.microbatch_tokens and not takes_segments(function):
@@ -405,9 +414,15 @@ def _packing(schedule: Schedule, loss: Loss, terms: Terms) -> Iterator[str]:
             )
 
 
-def _terms(correction: Correction | None, rejection: Rejection | None, reference: Reference | None) -> Terms:
-    kl = None if reference is None else reference.loss
-    terms = {"correction": correction, "rejection": rejection, "reference.loss": kl}
+def _functions(passes: Passes) -> Functions:
+    functions = _terms(passes.experiment.correction, passes.experiment.rejection)
+    for term in passes.terms:
+        functions |= term.functions
+    return functions
+
+
+def _terms(correction: Correction | None, rejection: Rejection | None) -> dict[str, Function]:
+    terms = {"correction": correction, "rejection": rejection}
     return {field: function for field, function in terms.items() if function is not None}
 
 

@@ -108,7 +108,7 @@ def make_programs(
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
     teachers, heads, held = _abstract_teachers(teacher, model, mesh)
-    held += 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
+    held += device_bytes(partition(state.params)[0]) if Passes(experiment).first_policy else 0
     learner_bytes = device_bytes(state) + held  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
     scoring = learner_bytes - params + other_batches
@@ -118,7 +118,7 @@ def make_programs(
     replayed = batch.expert_BLTA if Passes(experiment).samples_experts else None
     scored = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
     score = _lower(steps.score, state.params, *scored, kept_BTK=batch.kept_BTK)
-    scores = len(steps.scored) + Passes(experiment).reference * experiment.schedule.minibatches
+    scores = len(steps.scored) + Passes(experiment).first_policy * experiment.schedule.minibatches
     copy = Program(
         name=COPY,
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
@@ -294,7 +294,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         advantage=rows((B, T) if of_tokens else (B,), jnp.float32),
         prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
         sampler_logp_BT=rows((B, T), jnp.float32),
-        ref_logp_BT=rows((B, T), jnp.float32) if passes.reference else None,
+        ref_logp_BT=rows((B, T), jnp.float32) if passes.first_policy else None,
         version_BT=rows((B, T), jnp.int32) if passes.old_logp == "update" else None,
         **dict.fromkeys(selections(experiment.selection, experiment.regularizers), rows((B, T), jnp.float32)),
         **_teacher_arrays(experiment.teacher, config, mesh, B, T),
