@@ -79,7 +79,7 @@ COSTS = os.environ.get("TEST_COSTS", "")  # a file to write the CPU-seconds of e
 
 # What makes the functions that a run compiles, by the module that calls it.
 MAKERS = {
-    "gspax.learner.updates": "make_objective make_compare make_update make_score make_gradient make_route",
+    "gspax.learner.updates": "make_objective make_update make_score make_gradient make_route",
     "gspax.rollout.runtime": "make_optimizer",
     "gspax.training.warm_start": "make_optimizer make_train_step",
 }

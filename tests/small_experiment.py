@@ -8,7 +8,7 @@ from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Samplin
 from gspax.data import Problem
 from gspax.data.tasks import sort
 from gspax.learner.objective import Objective, RoutingSettings, make_objective
-from gspax.model.terms import terms_of
+from gspax.model.passes import Passes
 from gspax.rewards.environments import Step
 
 
@@ -82,7 +82,5 @@ def objective_with(loss, **changes) -> Objective:
 
 def objective_of(variant: Experiment) -> Objective:
     """The objective that an experiment's train step minimizes."""
-    fields = ("loss", "correction", "rejection", "teacher", "regularizers", "calibration")
-    options = {name: getattr(variant, name) for name in fields}
     routing = RoutingSettings(variant.model.router, variant.router_shift)
-    return make_objective(options.pop("loss"), terms_of(variant), **options, routing=routing)
+    return make_objective(variant.loss, Passes(variant).terms, calibration=variant.calibration, routing=routing)

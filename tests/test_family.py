@@ -15,7 +15,7 @@ from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
 from gspax.learner.diagnostics import make_route
-from gspax.learner.minibatches import make_select, selections
+from gspax.learner.minibatches import make_select
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_update
@@ -97,8 +97,7 @@ def train(changes, rollouts=2, seed=0):
     update = step(*read.values())
     passes = Passes(variant)
     keep, shift, norms = passes.keeps_experts, passes.keeps_router_logp, passes.keeps_score_norms
-    selected = selections(variant.selection, variant.regularizers)
-    select = make_select(selected, MESH) if selected else None
+    select = make_select(passes, MESH) if passes.selections else None
     scored = score(variant.model, keep, shift, norms)
     steps = Steps(update, scored, route(variant.model), None, passes.scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)

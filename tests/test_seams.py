@@ -30,11 +30,12 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 24),
+    "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 17),
     # The reference answer of a reward and the reference kernel of the doctor are other things.
     "reference": Feature(r"^reference|_reference|ref_logp", r"losses/kl|terms/reference|rewards/|tools/d", 5),
-    "correction": Feature("correction(?!_bias)", "losses/correction", 14),
-    "selection": Feature("selection", "losses/selection", 6),
+    # A router's correction bias is another thing.
+    "correction": Feature("correction(?!_bias)", "losses/correction|terms/correction|hf/", 8),
+    "selection": Feature("selection", "losses/selection|terms/selection", 5),
     "calibration": Feature("calibrat", "calibration", 8),
     "routing replay": Feature("routing_replay|router_shift|RouterShift", "router_shift", 8),
     "score norms": Feature("score_norm", "losses/logprobs", 12),
@@ -47,8 +48,8 @@ FEATURES = {
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 18),
 }
-NONE_PARAMETERS, NONE_GOAL = 497, 330  # parameters that may be None
-EXCLUSIONS, EXCLUSION_GOAL = 25, 12  # rules that forbid one feature beside another
+NONE_PARAMETERS, NONE_GOAL = 455, 330  # parameters that may be None
+EXCLUSIONS, EXCLUSION_GOAL = 22, 12  # rules that forbid one feature beside another
 EXCLUSION = re.compile(
     r'wanted (0|1|null|none|None|False|no|"auto")\b[^"]*? (with|beside|without|in a model|for a model)\b'
 )
@@ -96,7 +97,7 @@ def none_parameters():
 def exclusions():
     """The sentences of validation that forbid a feature beside another, by module and line."""
     for module, path in FILES.items():
-        if module.startswith("experiment/validation/"):
+        if module.startswith(("experiment/validation/", "model/terms/")):
             for node in ast.walk(tree(path)):
                 if isinstance(node, ast.Yield) and node.value is not None:
                     text = "".join(str(part.value) for part in ast.walk(node.value) if isinstance(part, ast.Constant))

@@ -10,7 +10,7 @@ import pytest
 from small_experiment import experiment, objective_with
 
 from gspax import losses
-from gspax.config import Calibration
+from gspax.config import Calibration, Regularizers
 from gspax.experiment import load, override
 from gspax.learner import objective
 from gspax.learner.updates import adapt_range, first_adapted, noise_floor, noise_warnings
@@ -42,8 +42,8 @@ def adapt(updates, clip_range=START, rates=STEADY):
 
 
 def test_nothing_is_clipped_at_the_start():
-    np.testing.assert_array_equal(first_adapted(SETTINGS), [1, 1, 0])
-    np.testing.assert_array_equal(first_adapted(None), [0, 0, 0])
+    np.testing.assert_array_equal(first_adapted(SETTINGS, Regularizers()), [1, 1, 0])
+    np.testing.assert_array_equal(first_adapted(None, Regularizers()), [0, 0, 0])
 
 
 def test_the_noise_floor_is_the_deviation_of_the_first_update():

@@ -15,12 +15,12 @@ from test_teacher import MODEL, SEPARATE, TEACHER, all_logp, token_divergence
 from gspax import losses
 from gspax.config import Teacher, row_shape, teacher_row_shape
 from gspax.learner import minibatches, train_step
-from gspax.learner.distillation import make_compare
 from gspax.learner.forward import StepSettings
 from gspax.learner.lessons import as_sampled, number_tokens, read_lessons, with_prompts
 from gspax.learner.state import new_state
 from gspax.learner.teacher import make_passes
 from gspax.model import transformer
+from gspax.model.terms.teacher import TeacherTerm
 
 OTHER = replace(TEACHER, hidden_size=16, tie_word_embeddings=False)
 NUMBER_N = np.array([0, 1, 1] * 4, np.int32)
@@ -55,7 +55,7 @@ def read(teacher, params, schedule, prompts):
         temperature=SAMPLING.temperature,
         microbatch_rows=shape.microbatch,
         packed=shape.packed,
-        compare=make_compare(teacher),
+        compare=TeacherTerm(settings=teacher).compare,
     )
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, ALONE, sharing=sharing)

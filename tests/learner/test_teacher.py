@@ -9,18 +9,19 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from small_experiment import objective_with
+from small_experiment import experiment, objective_with
 from test_packing import ALONE, MESHES, SAMPLING, SCHEDULE, SHARED, N, assert_close, moved, rollout
 
 from gspax import config, losses
 from gspax.config import Schedule, Teacher, row_shape
 from gspax.learner import minibatches, teacher, train_step
-from gspax.learner.distillation import make_compare
 from gspax.learner.forward import StepSettings
 from gspax.learner.state import abstract_params, new_state
 from gspax.learner.teacher import fill_teacher, fingerprint, load_teacher, make_teach
 from gspax.losses import distill
 from gspax.model import transformer
+from gspax.model.passes import Passes
+from gspax.model.terms.teacher import TeacherTerm
 from gspax.parallel import sharding
 from gspax.types import Batch
 
@@ -55,7 +56,7 @@ def learn(form, schedule, mesh, microbatch_rows=0):
         temperature=SAMPLING.temperature,
         microbatch_rows=microbatch_rows or shape.microbatch,
         packed=shape.packed,
-        compare=make_compare(teacher),
+        compare=TeacherTerm(settings=teacher).compare,
     )
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, mesh, sharing=sharing)
@@ -202,7 +203,7 @@ def test_tokens_are_selected_by_the_advantages_that_the_loss_has():
             return minibatch.mask_BT
 
         with jax.disable_jit():
-            minibatches.make_select({"selected_BT": spy}, ALONE, teacher)(batch, *rest)
+            minibatches.make_select(Passes(replace(experiment, selection=spy, teacher=teacher)), ALONE)(batch, *rest)
         return found["advantage"]
 
     mixed = distill.mixed_advantage(batch.advantage, logp_BT, teacher_BT, mask_BT, coefficient=0.3)

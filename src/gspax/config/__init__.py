@@ -44,6 +44,7 @@ from gspax.config.experiment import (
     teacher_row_shape,
     trained_dtype,
     updates_per_step,
+    with_vocabulary,
 )
 from gspax.config.layers import (
     CacheSize,
@@ -166,4 +167,5 @@ __all__ = [
     "token_id_dtype",
     "trained_dtype",
     "updates_per_step",
+    "with_vocabulary",
 ]

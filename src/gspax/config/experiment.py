@@ -197,11 +197,13 @@ def teacher_models(teacher: Teacher | None) -> tuple[ModelConfig, ...]:
 
 
 def held_teachers(teacher: Teacher | None, policy: ModelConfig) -> tuple[ModelConfig, ...]:
-    """Return the models of a teacher's checkpoints with the policy's vocabulary, as devices hold them.
+    """Return the models of a teacher's checkpoints with the policy's vocabulary, as devices hold them."""
+    return tuple(with_vocabulary(model, policy) for model in teacher_models(teacher))
 
-    Their further ids are padding, which no tokenizer names.
-    """
-    return tuple(replace(model, vocab_size=policy.vocab_size) for model in teacher_models(teacher))
+
+def with_vocabulary(model: ModelConfig, policy: ModelConfig) -> ModelConfig:
+    """Give a model the policy's vocabulary: its further ids are padding, which no tokenizer names."""
+    return replace(model, vocab_size=policy.vocab_size)
 
 
 def earlier_policy(teacher: Teacher | None) -> Teacher | None:

@@ -11,11 +11,15 @@ if TYPE_CHECKING:
 
     from gspax.config.functions import Function
     from gspax.config.model import ModelConfig
-    from gspax.losses import Aggregate, Terms
+    from gspax.config.protocols import Selection
+    from gspax.losses import Aggregate, Metrics, Terms
     from gspax.model.passes import Passes
     from gspax.types import Batch
 
     Array = jax.Array
+
+# (the policy's logits [C, V], the other model's, the sampled tokens [C], their sampling masks) -> arrays [C, ...]
+Compare = Callable[["Array", "Array", "Array", "Array | None"], Any]
 
 
 class Held(NamedTuple):
@@ -23,7 +27,9 @@ class Held(NamedTuple):
 
     name: str  # in memory plans
     dtype: str
-    model: ModelConfig | None = None  # None: as many as the policy trains
+    model: ModelConfig | None = None  # of a checkpoint with the policy's tokens; None: as many as the policy trains
+    field: str = ""  # of that model
+    in_state: bool = False  # part of the training state, so checkpoints hold them too
 
 
 class RewardPenalty(NamedTuple):
@@ -59,6 +65,31 @@ class Term:
         return {}
 
     @property
+    def selections(self) -> Mapping[str, Selection]:
+        """Functions of whole minibatches before their updates, by the column of weights [B, T] that each fills."""
+        return {}
+
+    @property
+    def weighs(self) -> str:
+        """The field by which `weight` is on; empty if the term has no weight."""
+        return ""
+
+    @property
+    def of_tokens(self) -> str:
+        """The field by which `mix` makes advantages those of tokens, [B, T]; empty if they stay as they are."""
+        return ""
+
+    @property
+    def signal(self) -> str:
+        """What trains on groups of equal rewards too, for a sentence; empty if the term does not."""
+        return ""
+
+    @property
+    def compare(self) -> Compare | None:
+        """What an update computes of a chunk's logits and of those of another model; None without such a model."""
+        return None
+
+    @property
     def penalized(self) -> tuple[str, ...]:
         """The fields that add a penalty, which is aggregated as the loss."""
         return ()
@@ -79,14 +110,22 @@ class Term:
         """Yield what is subtracted from the rewards."""
         yield from ()
 
+    def mix(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Add to the advantages of some rows; also return metrics."""
+        return batch, {}
+
+    def weight(self, logp_BT: Array, batch: Batch) -> Array | None:
+        """Compute a constant factor of the loss of some rows, float32 [B] or [B, T], if `weighs` names its field."""
+        return None
+
     def penalties(
-        self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate | None
+        self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate
     ) -> Iterator[tuple[float, Terms]]:
         """Yield (coefficient, penalty) of each penalty that an update adds to the loss of some rows.
 
         Args:
           outputs: `learner.objective.Outputs` of the policy for these rows.
           constants: `learner.objective.UpdateConstants`.
-          aggregate: the loss's; None for a loss without one, which has no penalties if the term names them.
+          aggregate: the loss's.
         """
         yield from ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from gspax.config import (
@@ -14,18 +14,19 @@ from gspax.config import (
     Sampling,
     SelfAttention,
     WarmStart,
-    held_teachers,
     layers_of,
     repeated_patterns,
     trained_dtype,
     updates_per_step,
+    with_vocabulary,
 )
 from gspax.experiment.description import describe, flatten, reward_names, show
+from gspax.model.passes import Passes
 from gspax.model.sizes import (
     SamplerSizes,
     active_parameter_count,
+    checkpointed_bytes,
     choose_sampler_layout,
-    kept_teacher_bytes,
     learner_bytes,
     optimizer_bytes,
     parameter_count,
@@ -60,7 +61,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     Raises:
       UserError: the mesh does not fit the devices.
     """
-    config, placement, lora, teacher = experiment.model, experiment.placement, experiment.lora, experiment.teacher
+    config, placement, lora = experiment.model, experiment.placement, experiment.lora
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
     sampler_mesh, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
@@ -68,7 +69,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     moments, all_moments = (
         optimizer_bytes(experiment.optimizer, config, lora, sizes) for sizes in (mesh, dict.fromkeys(mesh, 1))
     )
-    all_kept = kept_teacher_bytes(teacher, config, lora)
+    all_kept = checkpointed_bytes(Passes(experiment))
     return Plan(
         experiment=experiment,
         overridden=tuple(overridden),
@@ -112,6 +113,13 @@ def memory_problems(plan: Plan, gib: float) -> list[str]:
     return problems
 
 
+def _held_models(passes: Passes) -> Iterator[tuple[str, ModelConfig]]:
+    """Yield the name and the model of each checkpoint that a term holds beside the policy."""
+    for each in itertools.chain.from_iterable(term.held("float32") for term in passes.terms):
+        if each.model is not None:
+            yield each.name, with_vocabulary(each.model, passes.experiment.model)
+
+
 def render(plan: Plan) -> str:
     """The plan as text."""
     experiment, sampling = plan.experiment, plan.experiment.sampling
@@ -125,7 +133,7 @@ def render(plan: Plan) -> str:
     lines += [
         "",
         f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
-        *(f"Teacher     {_parameters(model)}" for model in held_teachers(experiment.teacher, experiment.model)),
+        *(f"{name.capitalize():<12}{_parameters(model)}" for name, model in _held_models(Passes(experiment))),
         f"Layers      {_layers(experiment.model)}",
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if is_divided else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig
-from gspax.learner.distillation import Compare
+from gspax.config.term import Compare
 from gspax.learner.objective import Outputs
 from gspax.losses.logprobs import logp_and_entropy, shift
 from gspax.model import transformer

@@ -5,7 +5,7 @@ Packed rows hold several responses, each with its prompt or after a shared one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import Regularizers, RewardPenalty, RowShape, Teacher, Term
-from gspax.config.protocols import Selection
-from gspax.learner.distillation import mix_advantage
-from gspax.learner.objective import Scores
+from gspax.config import RewardPenalty, RowShape, Term
+from gspax.learner.objective import Scores, mix
 from gspax.learner.train_step import Score
-from gspax.losses.selection import Minibatch, top_cov
+from gspax.losses.selection import Minibatch
 from gspax.losses.shaping import filter_overlong
+from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.run import interrupt
@@ -269,24 +268,16 @@ def score_minibatches(
 Select = Callable[[Batch, Array, Array], dict[str, Array]]
 
 
-def selections(selection: Selection | None, regularizers: Regularizers) -> dict[str, Selection]:
-    """Return the experiment's selections by the field of `Batch` that holds their weights."""
-    found: dict[str, Selection] = {} if selection is None else {"selected_BT": selection}
-    if regularizers.kl_cov is not None:
-        found["penalized_BT"] = partial(top_cov, share=regularizers.kl_cov.share)
-    return found
-
-
-def make_select(functions: Mapping[str, Selection], mesh: jax.sharding.Mesh, teacher: Teacher | None = None) -> Select:
+def make_select(passes: Passes, mesh: jax.sharding.Mesh) -> Select:
     """Make a jitted function that computes all selections of a batch with old log-probs and advantages.
 
-    Args:
-      teacher: its advantage is added if `as_advantage`, as in the loss (`mix_advantage`).
+    The advantages are those that the loss gets, with those of terms.
     """
+    terms, functions = passes.terms, passes.selections
 
     @partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
     def select(batch: Batch, entropy_BT: Array, key: Array) -> dict[str, Array]:
-        batch, _ = mix_advantage(teacher, batch)
+        batch, _ = mix(terms, batch)
         advantage, mask_BT = known(batch, "advantage"), batch.mask_BT
         advantage_BT = jnp.broadcast_to(advantage if advantage.ndim == 2 else advantage[:, None], mask_BT.shape)
         policies = known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT")

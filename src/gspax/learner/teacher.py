@@ -18,12 +18,12 @@ from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
 from gspax.hf.source import locate
-from gspax.learner.distillation import make_compare
 from gspax.learner.forward import Inputs, StepSettings, forward, pad_rows
 from gspax.learner.state import abstract_params, load_model
 from gspax.learner.train_step import count_held, run_microbatches
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
+from gspax.model.terms.teacher import TeacherTerm
 from gspax.model.transformer import head_params
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
@@ -51,7 +51,7 @@ def load_teachers(
     for published, held in zip(teacher_models(teacher), held_teachers(teacher, policy), strict=True):
         own = load_teacher(published, held, mesh, tokenizer)
         prints.append(fingerprint(own))
-        if make_compare(teacher) is not None:
+        if teacher is not None and TeacherTerm(settings=teacher).compare is not None:
             heads.append(head_params(own))
         params.append(own)
     return (Teachers(tuple(params), tuple(heads)) if params else None), "+".join(prints)

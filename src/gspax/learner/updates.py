@@ -21,9 +21,8 @@ import optax
 from gspax.config import Calibration, Experiment, Regularizers, has_experts, row_shape, updates_per_step
 from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
-from gspax.learner.distillation import make_compare
-from gspax.learner.minibatches import Select, make_select, selections
-from gspax.learner.objective import NO_REGULARIZERS, RoutingSettings, Scores, make_objective
+from gspax.learner.minibatches import Select, make_select
+from gspax.learner.objective import RoutingSettings, Scores, make_objective
 from gspax.learner.state import applied_updates
 from gspax.learner.teacher import Teach, Teachers, make_passes
 from gspax.learner.train_step import (
@@ -57,7 +56,7 @@ class Steps(NamedTuple):
     gradient: Gradient  # of the update, not compiled
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
     measure: Measure | None = None  # with `Experiment.diagnostics`
-    select: Select | None = None  # with `Experiment.selection` or `Regularizers.kl_cov`
+    select: Select | None = None  # with `Term.selections`
     teach: tuple[Teach, ...] = ()  # of each teacher
 
 
@@ -92,17 +91,12 @@ def make_steps(
         worst_case=worst_case,
         routing_replay=experiment.routing_replay != "off",
         updates_per_rollout=updates_per_step(schedule) if passes.old_logp == "update" else 1,
-        compare=make_compare(teacher),
+        compare=passes.compare,
         bias_update_speed=experiment.optimizer.bias_update_speed,
     )
-    selected = selections(experiment.selection, experiment.regularizers)
     objective = make_objective(
         experiment.loss,
         passes.terms,
-        correction=experiment.correction,
-        rejection=experiment.rejection,
-        teacher=teacher,
-        regularizers=experiment.regularizers,
         calibration=experiment.calibration,
         routing=RoutingSettings(model.router, experiment.router_shift),
     )
@@ -119,7 +113,7 @@ def make_steps(
         make_gradient(settings, objective),
         passes.scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
-        make_select(selected, mesh, teacher) if selected else None,
+        make_select(passes, mesh) if passes.selections else None,
         make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),
     )
 
@@ -188,7 +182,7 @@ def run_updates(
     return Updated(state, updates, scored, routing, readings, last_skipped)
 
 
-def first_adapted(settings: Calibration | None, regularizers: Regularizers = NO_REGULARIZERS) -> Adapted:
+def first_adapted(settings: Calibration | None, regularizers: Regularizers) -> Adapted:
     """Return `TrainState.adapted` before any measurement: a calibrated clip range is `WIDEST`, which clips nothing."""
     width = 0.0 if settings is None else WIDEST
     entropy = 0.0 if regularizers.adaptive_entropy is None else regularizers.entropy

@@ -78,6 +78,11 @@ def traits_of(loss: Callable[..., object]) -> Traits:
     )
 
 
+def weight_level(loss: Callable[..., object]) -> Level | None:
+    """Return the level of the finest weight, a `correction`, that a loss applies as it is; None if it takes none."""
+    return traits_of(loss).correction
+
+
 def at_level(level: Level) -> Callable[[Function], Function]:
     """Mark an `aggregate` or a correction as giving each token or each sequence its own weight; a decorator."""
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gspax.config import Experiment
+from gspax.config import Experiment, Placement
 from gspax.config.functions import takes_score_norms
-from gspax.config.term import Term
+from gspax.config.protocols import Selection
+from gspax.config.term import Compare, Term
 from gspax.losses.traits import traits_of
-from gspax.model.terms import terms_of
+from gspax.model.terms import MAKERS
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Passes:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """The terms of the experiment's objective."""
-        return terms_of(self.experiment)
+        """The terms of the objective: those of the experiment's settings, then its own (`Experiment.terms`)."""
+        made = (make(self.experiment) for make in MAKERS)
+        return (*(term for term in made if term is not None), *self.experiment.terms)
 
     @property
     def old_logp(self) -> Literal["pass", "update", "sampler"]:
@@ -35,6 +37,14 @@ class Passes:
         if "sampler" in (self.experiment.old_logp, traits_of(self.experiment.loss).old_logp):
             return "sampler"
         return "update" if self.experiment.old_logp == "interpolated" else "pass"
+
+    @property
+    def staleness(self) -> str:
+        """The setting by which samples are older than the policy, `placement.staleness=1`; empty without one."""
+        sampler = self.experiment.engine or self.experiment.placement
+        if sampler is None or not sampler.staleness:
+            return ""
+        return f"{'placement' if isinstance(sampler, Placement) else 'engine'}.staleness={sampler.staleness}"
 
     @property
     def scored(self) -> range:
@@ -50,7 +60,6 @@ class Passes:
         before = (
             any(term.waits for term in self.terms),
             self.keeps_experts or self.keeps_router_logp,
-            e.selection is not None or e.regularizers.kl_cov is not None,
             self.keeps_score_norms,
             e.calibration is not None,
         )
@@ -65,7 +74,7 @@ class Passes:
     def reads_experts(self) -> bool:
         """True if updates read `expert_BLTA`, from the sampler or from the policy's pass."""
         e = self.experiment
-        return e.routing_replay != "off" or bool(e.regularizers.load_balance) or e.router_shift is not None
+        return e.routing_replay != "off" or e.router_shift is not None or self._reads("expert_BLTA")
 
     @property
     def keeps_experts(self) -> bool:
@@ -81,6 +90,16 @@ class Passes:
     def keeps_score_norms(self) -> bool:
         """True if the policy's pass computes the norms of the scores, which the advantage takes."""
         return takes_score_norms(self.experiment.advantage)
+
+    @property
+    def selections(self) -> dict[str, Selection]:
+        """The selections of tokens before the updates, by the column that each fills."""
+        return {column: function for term in self.terms for column, function in term.selections.items()}
+
+    @property
+    def compare(self) -> Compare | None:
+        """What updates compute of the policy's logits and another model's."""
+        return next((term.compare for term in self.terms if term.compare is not None), None)
 
     @property
     def first_policy(self) -> bool:

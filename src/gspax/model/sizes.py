@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from gspax.config import (
     LOGIT_BUDGET,
     Engine,
     Experiment,
+    Held,
     Lora,
     Mesh,
     ModelConfig,
@@ -35,9 +36,7 @@ from gspax.config import (
     Sampling,
     Teacher,
     adapted_weights,
-    earlier_policy,
     expert_id_dtype,
-    held_teachers,
     layers_of,
     optimizers,
     row_shape,
@@ -46,10 +45,10 @@ from gspax.config import (
     teacher_models,
     token_id_dtype,
     trained_dtype,
+    with_vocabulary,
 )
 from gspax.config.functions import unwrap
 from gspax.model.passes import Passes
-from gspax.model.terms import terms_of
 from gspax.parallel import sharding
 
 FLOAT32 = 4  # bytes
@@ -108,7 +107,7 @@ def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
     trained = _sharded(trained_count(config, lora), mesh)
     shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
     parts = {
-        **resident_bytes(experiment, mesh),
+        **resident_bytes(Passes(experiment), mesh),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
         "gradients": size_of(trained_dtype(config, lora)) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if shape.microbatch < shape.rows else 0,
@@ -129,7 +128,7 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     sampling = with_carried(experiment.sampling, placement)
     weights, dtype = inference_weights_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
     if placement is None:
-        held = resident_bytes(experiment, learner)
+        held = resident_bytes(Passes(experiment), learner)
         held[f"inference weights, {dtype}"] = weights
     else:
         pushes = 1 + (placement.staleness if placement.partial is None else 1)
@@ -151,33 +150,35 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     return {part: size for part, size in parts.items() if size}
 
 
-def resident_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
+def resident_bytes(passes: Passes, mesh: AxisSizes) -> dict[str, int]:
     """Return a device's bytes of the arrays that the learner's devices hold throughout a run, by name."""
-    config, lora, optimizer, teacher = experiment.model, experiment.lora, experiment.optimizer, experiment.teacher
+    experiment = passes.experiment
+    config, lora, optimizer = experiment.model, experiment.lora, experiment.optimizer
     parts = {f"parameters, {config.param_dtype}": size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)}
     if not optimizer.offload:
         parts["optimizer state"] = optimizer_bytes(optimizer, config, lora, mesh)
-    held = (term.held(trained_dtype(config, lora)) for term in terms_of(experiment))
-    for name, dtype, model in chain.from_iterable(held):
-        count = trained_count(config, lora) if model is None else parameter_count(model)
-        parts[f"{name}, {dtype}"] = size_of(dtype) * _sharded(count, mesh)
-    models = held_teachers(teacher, config)
-    if models:
-        dtypes = " and ".join(sorted({each.param_dtype for each in models}))
-        parts[f"teacher, {dtypes}"] = sum(
-            size_of(each.param_dtype) * _sharded(parameter_count(each), mesh) for each in models
-        )
-    elif earlier_policy(teacher) is not None:
-        parts["teacher, an earlier policy"] = _sharded(kept_teacher_bytes(teacher, config, lora), mesh)
+    dtype = trained_dtype(config, lora)
+    if passes.first_policy:  # with adapters a copy of these alone: both policies share the rest
+        parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
+    of_terms = chain.from_iterable(term.held(dtype) for term in passes.terms)
+    for name, group in groupby(of_terms, lambda each: each.name):
+        held = list(group)
+        dtypes = " and ".join(sorted({each.dtype for each in held}))
+        sizes = (size_of(each.dtype) * _sharded(_count(each, config, lora), mesh) for each in held)
+        parts[f"{name}, {dtypes}"] = sum(sizes)
     return parts
 
 
-def kept_teacher_bytes(teacher: Teacher | None, config: ModelConfig, lora: Lora | None) -> int:
-    """Count the bytes of the trained parameters of a teacher that is an earlier policy; averages are in float32."""
-    if (own := earlier_policy(teacher)) is None:
-        return 0
-    dtype = trained_dtype(config, lora) if own.refresh_share == 1 else "float32"
-    return size_of(dtype) * trained_count(config, lora)
+def _count(held: Held, config: ModelConfig, lora: Lora | None) -> int:
+    """Count the parameters that a term holds."""
+    return trained_count(config, lora) if held.model is None else parameter_count(with_vocabulary(held.model, config))
+
+
+def checkpointed_bytes(passes: Passes) -> int:
+    """Count the bytes of the parameters that terms hold in the training state, besides the policy's."""
+    config, lora = passes.experiment.model, passes.experiment.lora
+    of_terms = chain.from_iterable(term.held(trained_dtype(config, lora)) for term in passes.terms)
+    return sum(size_of(each.dtype) * _count(each, config, lora) for each in of_terms if each.in_state)
 
 
 def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> dict[str, int]:

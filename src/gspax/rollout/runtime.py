@@ -45,7 +45,7 @@ class Runtime:
 def make_runtime(experiment: Experiment) -> Runtime:
     """The mesh, optimizer, and compiled functions of an experiment. UserError if it does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
-    require_memory("model", resident_bytes(experiment, dict(mesh.shape)))
+    require_memory("model", resident_bytes(Passes(experiment), dict(mesh.shape)))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
     sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)

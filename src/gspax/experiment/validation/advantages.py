@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from gspax.advantages import compares_groups, takes_negative
-from gspax.config import Sampling, Teacher, Turns
+from gspax.config import Sampling, Turns
 from gspax.config.functions import Function, takes_lengths, title_of
 from gspax.config.protocols import Advantage, LengthReward, Loss
 from gspax.experiment.validation.contracts import takes_rewards
 from gspax.experiment.validation.fields import positional_count, takes_segments
 from gspax.losses.traits import traits_of
+from gspax.model.passes import Passes
 
 
 def advantage_problems(
-    advantage: Advantage,
-    sampling: Sampling,
-    teacher: Teacher | None,
-    length_reward: LengthReward | None,
+    passes: Passes, advantage: Advantage, sampling: Sampling, length_reward: LengthReward | None
 ) -> Iterator[str]:
     """Check that the groups and the rewards are those that the advantage needs."""
-    yield from _group_problems(sampling, teacher, advantage)
-    if length_reward is not None and not takes_negative(advantage):
+    yield from _group_problems(sampling, [term.signal for term in passes.terms if term.signal], advantage)
+    added: dict[str, Function] = {} if length_reward is None else {"length_reward": length_reward}
+    added |= {penalty.field: penalty.function for term in passes.terms for penalty in term.reward_penalties()}
+    for field, function in added.items() if not takes_negative(advantage) else ():
         yield (
-            f"length_reward: wanted null with {title_of(advantage)}, which takes no negative rewards, got "
-            f"{title_of(length_reward)}"
+            f"{field}: wanted null with {title_of(advantage)}, which takes no negative rewards, got "
+            f"{title_of(function)}"
         )
 
 
-def _group_problems(sampling: Sampling, teacher: Teacher | None, advantage: Advantage) -> Iterator[str]:
+def _group_problems(sampling: Sampling, signals: Sequence[str], advantage: Advantage) -> Iterator[str]:
     """Check that groups are large enough to compare, and not replaced if groups of equal rewards are useful."""
-    if sampling.group == 1 and teacher is None and not compares_groups(advantage):
+    if sampling.group == 1 and not signals and not compares_groups(advantage):
         yield "sampling.group: wanted at least 2, got 1"
     if sampling.group == 1:
         reason = "sampling.group=1, where all groups would be replaced"
     elif compares_groups(advantage):
         reason = f"{title_of(advantage)}, which learns from groups of equal rewards too"
-    elif teacher is not None:
-        reason = "a teacher, who teaches where rewards are equal too"
+    elif signals:
+        reason = signals[0]
     else:
         return
     if sampling.max_refills:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +34,8 @@ from gspax.errors import UserError, place_of
 from gspax.experiment.validation.fields import Field, WrongFieldError, bare, fields
 from gspax.losses.selection import Minibatch
 from gspax.losses.traits import aggregate_of, traits_of
+from gspax.model.passes import Passes
+from gspax.types import Batch
 
 B, T = 2, 3
 _HOST_ERRORS = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
@@ -63,6 +64,7 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
     """
     by_key = {field.key: field for field in fields(experiment) if field.value is not None}
     context, wrong = Context(experiment), False
+    weights = [term.weighs for term in Passes(experiment).terms]
     for key in sorted(by_key, key="loss".__eq__):  # the loss comes last: it takes the weights of the correction
         field = by_key[key]
         make = _CALLS.get(bare(field.hint))
@@ -74,7 +76,7 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
         except WrongFieldError:
             continue
         except _BreachError as breach:
-            wrong |= key in ("correction", "rejection", "selection")
+            wrong |= key in weights
             yield f"{key}: {breach}"
 
 
@@ -192,7 +194,7 @@ class Context:
     @property
     def packed(self) -> bool:
         """Whether advantages are [B, T], and functions are given `segment_ids`."""
-        mixed = self.of.teacher is not None and self.of.teacher.as_advantage
+        mixed = any(term.of_tokens for term in Passes(self.of).terms)
         of_tokens = self.of.turns.credit == "turn" or takes_score_norms(self.of.advantage)
         return bool(self.of.schedule.microbatch_tokens) or of_tokens or mixed
 
@@ -209,15 +211,12 @@ class Context:
 def _loss(context: Context, field: Field) -> _Call:
     options: dict[str, object] = dict(context.segments)
     of, advantage = context.of, context.advantage
-    weights = {(): of.correction, (advantage,): of.rejection}
-    shapes = [
-        jax.eval_shape(partial(function, **context.segments), LOGP, LOGP, *middle, MASK).shape
-        for middle, function in weights.items()
-        if function is not None
-    ]
-    if of.selection is not None:
-        shapes.append(LOGP.shape)
-    if shapes:
+    ids: Any = _array(B, T, dtype=jnp.int32)
+    given: dict[str, Any] = {"mask_BT": MASK, "advantage": advantage}
+    rows: dict[str, Any] = dict.fromkeys(("old_logp_BT", "sampler_logp_BT", "ref_logp_BT", "selected_BT"), LOGP)
+    batch: Any = Batch(**dict.fromkeys(("tokens_BT", "segment_BT"), ids), **given, **rows)
+    if weighing := [term for term in Passes(of).terms if term.weighs]:
+        shapes = [jax.eval_shape(term.weight, LOGP, batch).shape for term in weighing]
         options["correction"] = np.ones(max(shapes, key=len), np.float32)
     if traits_of(field.value).updates:
         options["updates"] = np.int32(0)

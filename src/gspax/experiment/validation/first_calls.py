@@ -25,7 +25,7 @@ from gspax.errors import UserError, describe_error, shorten
 from gspax.experiment.validation.contracts import Context, takes_rewards
 from gspax.experiment.validation.first_prompts import Texts, prompt_problems
 from gspax.experiment.validation.probes import probe_loss
-from gspax.model.terms import terms_of
+from gspax.model.passes import Passes
 from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewards, inner_function, members
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Score, read_step, to_result
@@ -116,7 +116,7 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
     if environment is not None and not is_gspax(type(environment)):
         key, step = f"environment: {title_of(environment.step)}", environment.step
         calls.append(_Call(key, step, state, problem, tried, _check_step))
-    penalized = any(any(term.reward_penalties()) for term in terms_of(experiment))
+    penalized = any(any(term.reward_penalties()) for term in Passes(experiment).terms)
     check_count = partial(
         _check_count,
         advantage=experiment.advantage,

@@ -6,14 +6,12 @@ Each message is one sentence: where, what was wanted, what came.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
 from gspax.config import (
     Calibration,
     Engine,
     ModelConfig,
     Placement,
-    Regularizers,
     RouterShift,
     RoutingReplay,
     Schedule,
@@ -21,14 +19,13 @@ from gspax.config import (
     updates_per_step,
 )
 from gspax.config.functions import Function, keywords, title_of
-from gspax.config.protocols import Correction, Loss, Rejection, Selection
+from gspax.config.protocols import Loss
 from gspax.experiment.description import show
 from gspax.experiment.validation.fields import takes_segments
 from gspax.losses.calibration import INERT
-from gspax.losses.selection import top_cov
-from gspax.losses.traits import aggregate_of, layers, level_of, traits_of
+from gspax.losses.traits import aggregate_of, traits_of, weight_level
 from gspax.model.passes import Passes
-from gspax.model.terms.rules import stale_problems
+from gspax.model.terms.rules import scored_problems
 
 
 def clip_range_problems(loss: Loss) -> Iterator[str]:
@@ -42,11 +39,8 @@ def clip_range_problems(loss: Loss) -> Iterator[str]:
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
-def calibration_problems(
-    loss: Loss, calibration: Calibration | None, schedule: Schedule, regularizers: Regularizers
-) -> Iterator[str]:
-    """Check that a run can adapt the clip range or the coefficient of an entropy bonus."""
-    yield from _entropy(regularizers)
+def calibration_problems(loss: Loss, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
+    """Check that a run can adapt the clip range."""
     if calibration is None:
         return
     traits = traits_of(loss)
@@ -64,44 +58,24 @@ def calibration_problems(
 
 def penalty_problems(passes: Passes) -> Iterator[str]:
     """Check that the loss has an aggregation if there are penalties, which are aggregated likewise."""
-    loss, regularizers, teacher = passes.experiment.loss, passes.experiment.regularizers, passes.experiment.teacher
-    on = [f"regularizers.{name}" for name, value in vars(regularizers).items() if value]
-    on += chain.from_iterable(term.penalized for term in passes.terms)
-    on += ["teacher"] if teacher is not None and not teacher.as_advantage else []
+    loss, on = passes.experiment.loss, [field for term in passes.terms for field in term.penalized]
     if on and aggregate_of(loss) is None:
         yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {title_of(loss)} has none"
 
 
-def _entropy(regularizers: Regularizers) -> Iterator[str]:
-    """Check that an adaptive entropy bonus starts within its bounds."""
-    adaptive = regularizers.adaptive_entropy
-    if adaptive is not None and not 0 <= regularizers.entropy <= adaptive.highest:
-        yield (
-            "regularizers.entropy: wanted a first coefficient from 0 to regularizers.adaptive_entropy.highest "
-            f"({adaptive.highest:g}), got {regularizers.entropy:g}"
-        )
-
-
 def router_problems(
-    model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
+    model: ModelConfig, routing_replay: RoutingReplay, router_shift: RouterShift | None
 ) -> Iterator[str]:
-    """Check that the model has experts if a loss or a setting is about routers."""
-    on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
-    on += ["routing_replay"] if routing_replay != "off" else []
+    """Check that the model has experts if a setting is about routers."""
+    on = ["routing_replay"] if routing_replay != "off" else []
     on += ["router_shift"] if router_shift is not None else []
     if on and not has_experts(model):
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
-    if regularizers.router_z and model.router.scoring == "sigmoid":
-        yield (
-            "regularizers.router_z: wanted 0 with a router of sigmoids, which has no partition function to keep small, "
-            f"got {regularizers.router_z:g}"
-        )
 
 
 def old_policy_problems(passes: Passes, sampler: Placement | Engine | None) -> Iterator[str]:
     """Check that interpolated log-probs have stale tokens, and that a loss without an old policy makes one pass."""
     loss, old_logp, schedule = passes.experiment.loss, passes.experiment.old_logp, passes.experiment.schedule
-    yield from _stale_terms(passes)
     if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
         yield (
             "old_logp: wanted placement.staleness or engine.staleness above 0 with interpolated, which needs tokens of "
@@ -118,17 +92,10 @@ def old_policy_problems(passes: Passes, sampler: Placement | Engine | None) -> I
         )
 
 
-def _stale_terms(passes: Passes) -> Iterator[str]:
-    """Check that a teacher's term over stale samples weighs tokens by the ratio to the policy that sampled them."""
-    teacher = passes.experiment.teacher
-    if teacher is not None and not teacher.as_advantage and teacher.divergence is None:
-        yield from stale_problems("teacher", passes, " or teacher.as_advantage=True")
-
-
 def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]) -> Iterator[str]:
     """Check that the loss takes an advantage for each token if `key` provides them, and keeps responses apart."""
     traits = traits_of(loss)
-    if not (traits.token_advantage or traits.ratio == traits.correction == "token"):
+    if not (traits.token_advantage or traits.ratio == weight_level(loss) == "token"):
         yield (
             f"{key}: wanted a loss with an advantage for each token (losses.gspo_token, losses.grpo), "
             f"got {title_of(loss)}"
@@ -138,10 +105,21 @@ def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]
             yield f"{key}: wanted a {field} that takes `segment_ids`, {title_of(function)} does not"
 
 
+def term_problems(passes: Passes) -> Iterator[str]:
+    """Check that the loss takes the weights and the advantages of the terms."""
+    loss = passes.experiment.loss
+    weighing = {field: each for term in passes.terms if term.weighs for field, each in term.functions.items()}
+    for term in passes.terms:
+        if term.weighs and weight_level(loss) is None:
+            yield f"{term.weighs}: wanted a loss that takes a `correction`, {title_of(loss)} does not"
+        if term.of_tokens:
+            yield from token_advantage_problems(term.of_tokens, loss, weighing)
+
+
 def score_norm_problems(passes: Passes, terms: Mapping[str, Function]) -> Iterator[str]:
     """Check that a pass computes old log-probs, and with them norms of scores, if the advantage needs these."""
     if passes.keeps_score_norms:
-        yield from _unscored(passes, {"advantage": True})
+        yield from scored_problems("advantage", passes)
         yield from token_advantage_problems("advantage", passes.experiment.loss, terms)
 
 
@@ -149,46 +127,15 @@ def unscored_problems(passes: Passes) -> Iterator[str]:
     """Check that the policy's pass computes old log-probs if a setting needs these, or what comes with them."""
     e = passes.experiment
     needs_computed = {
-        "correction": e.correction is not None and passes.old_logp == "sampler",
-        "selection": e.selection is not None,
         "calibration": e.calibration is not None,
         "router_shift": e.router_shift is not None,
         "routing_replay": e.routing_replay == "old",
-        "regularizers.kl_cov": e.regularizers.kl_cov is not None,
-        "regularizers.load_balance": e.regularizers.load_balance > 0 and not passes.samples_experts,
     }
-    return _unscored(passes, needs_computed)
-
-
-def _unscored(passes: Passes, needs_computed: Mapping[str, bool]) -> Iterator[str]:
-    """Yield a sentence for each of these fields that is on, if no pass computes old log-probs."""
-    if passes.old_logp == "pass":
-        return
-    loss, old_logp = passes.experiment.loss, passes.experiment.old_logp
-    wanted = f"old_logp=learner, got {old_logp}"
-    if old_logp == "learner":
-        wanted = f"a loss with old log-probs of the learner, got {title_of(loss)}"
     for field in (name for name, is_on in needs_computed.items() if is_on):
-        yield f"{field}: wanted {wanted}, with which no log-probs are computed before the updates"
+        yield from scored_problems(field, passes)
 
 
-def weight_problems(
-    loss: Loss, correction: Correction | None, rejection: Rejection | None, selection: Selection | None
-) -> Iterator[str]:
-    """Check that the loss takes the weights of a correction."""
-    for field, function in {"correction": correction, "rejection": rejection, "selection": selection}.items():
-        if function is not None and traits_of(loss).correction is None:
-            yield f"{field}: wanted a loss that takes a `correction`, {title_of(loss)} does not"
-    if top_cov in layers(selection):
-        yield (
-            f"selection: wanted a selection of tokens to train on, got {title_of(top_cov)}, which selects the few that "
-            "regularizers.kl_cov penalizes"
-        )
-
-
-def loss_warnings(
-    loss: Loss, correction: Correction | None, selection: Selection | None, calibration: Calibration | None
-) -> Iterator[str]:
+def loss_warnings(loss: Loss, calibration: Calibration | None) -> Iterator[str]:
     """Yield settings of a loss that run but are probably not intended."""
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
     wide = [f"loss.{name}={show(value)}" for name, value in clip.items() if value >= INERT]
@@ -197,11 +144,3 @@ def loss_warnings(
             f"{', '.join(wide)}: GSPO's ratio is a mean over the sequence and stays close to 1, so this band clips "
             "nothing (the paper's widths are 3e-4 and 4e-4)"
         )
-    for field, function in {"correction": correction, "selection": selection}.items():
-        if function is not None and level_of(function) == "token" and traits_of(loss).correction == "sequence":
-            whole = ", and a correction such as truncate_geometric weights whole sequences"
-            yield (
-                f"{field}: {title_of(function)} weights each token, but the gradient of {title_of(loss)} has one "
-                "weight per sequence, the mean of these; gspo_token applies them token by token"
-                f"{whole if field == 'correction' else ''}"
-            )

@@ -25,7 +25,6 @@ from gspax.config import (
     Placement,
     Sampling,
     Schedule,
-    Teacher,
     Term,
     Turns,
     WarmStart,
@@ -37,10 +36,8 @@ from gspax.config import (
 from gspax.config.functions import Function, interface_problems, named_parts, title_of
 from gspax.config.model import architecture_problems
 from gspax.config.protocols import (
-    Correction,
     Environment,
     Loss,
-    Rejection,
     Reward,
     Tokenizer,
 )
@@ -65,6 +62,7 @@ from gspax.experiment.validation.fields import (
     without,
 )
 from gspax.experiment.validation.first_calls import first_problems
+from gspax.experiment.validation.held import held_problems, held_widths
 from gspax.experiment.validation.layers import layer_problems
 from gspax.experiment.validation.losses import (
     calibration_problems,
@@ -74,11 +72,10 @@ from gspax.experiment.validation.losses import (
     penalty_problems,
     router_problems,
     score_norm_problems,
+    term_problems,
     unscored_problems,
-    weight_problems,
 )
 from gspax.experiment.validation.servers import engine_problems, engine_warnings
-from gspax.experiment.validation.teachers import keys_of_teachers, prompt_problems, teacher_problems
 from gspax.model.passes import Passes
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.model.terms import MAKERS
@@ -130,21 +127,19 @@ def validate(
         lambda: layer_problems(e.model, e.schedule, e.sampling, e.engine),
         lambda: chain(_shared_prompts(e.schedule), _sampled_ahead(e.sampling, e.placement or e.engine)),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
-        lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling, e.teacher), _collapse(e.guard)),
+        lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling), _collapse(e.guard)),
         lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
         lambda: clip_range_problems(e.loss),
-        lambda: calibration_problems(e.loss, e.calibration, e.schedule, e.regularizers),
+        lambda: calibration_problems(e.loss, e.calibration, e.schedule),
         lambda: penalty_problems(passes),
         *(partial(_own_problems, make, passes) for make in MAKERS),
         lambda: chain.from_iterable(term.problems(passes) for term in e.terms),
+        lambda: chain(term_problems(passes), held_problems(passes)),
         lambda: _packing(e.schedule, e.loss, _functions(passes)),
-        lambda: router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
+        lambda: router_problems(e.model, e.routing_replay, e.router_shift),
         lambda: old_policy_problems(passes, e.engine or e.placement),
         lambda: unscored_problems(passes),
-        lambda: weight_problems(e.loss, e.correction, e.rejection, e.selection),
-        lambda: advantage_problems(e.advantage, e.sampling, e.teacher, e.length_reward),
-        lambda: prompt_problems(e.teacher, e.environment, e.model, e.sampling),
-        lambda: teacher_problems(e.teacher, e.model, e.tokenizer, e.loss, _terms(e.correction, e.rejection)),
+        lambda: advantage_problems(passes, e.advantage, e.sampling, e.length_reward),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
         lambda: score_norm_problems(passes, _functions(passes)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement, e.sampling),
@@ -195,8 +190,8 @@ def warnings(experiment: Experiment) -> list[str]:
             f"sampling.mask_replay={sampling.top_k or 64} to train on the distribution that was sampled, for up to so "
             "many tokens that a filter keeps"
         )
-    placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
-    passes = Passes(experiment)
+    placement, passes = experiment.placement, Passes(experiment)
+    uncorrected = not any(term.weighs and "sampler_logp_BT" in term.needs for term in passes.terms)
     unexplained = uncorrected and passes.old_logp != "sampler"
     key, ahead = ("placement", placement) if placement else ("engine", experiment.engine)
     if ahead is not None and ahead.staleness and unexplained:
@@ -206,7 +201,7 @@ def warnings(experiment: Experiment) -> list[str]:
         )
     return [
         *notes,
-        *loss_warnings(experiment.loss, experiment.correction, experiment.selection, experiment.calibration),
+        *loss_warnings(experiment.loss, experiment.calibration),
         *unused_turns(experiment.environment, experiment.turns),
         *chain.from_iterable(term.warnings(passes) for term in passes.terms),
         *engine_warnings(experiment.engine, sampling, experiment.model),
@@ -319,22 +314,12 @@ def _tokens(sampling: Sampling) -> Iterator[str]:
         )
 
 
-def _filters(sampling: Sampling, teacher: Teacher | None) -> Iterator[str]:
-    """There are sampling masks to replay, and what is estimated from sampled tokens is estimated without bias."""
-    filters = filters_in_use(sampling)
-    if sampling.mask_replay and not filters:
+def _filters(sampling: Sampling) -> Iterator[str]:
+    """There are sampling masks to replay."""
+    if sampling.mask_replay and not filters_in_use(sampling):
         yield (
             "sampling.mask_replay: wanted 0 without a filter (sampling.top_k, top_p, or min_p), whose tokens it "
             f"replays, got {sampling.mask_replay}"
-        )
-    if sampling.temperature != 1 and teacher is not None and teacher.score is not None:
-        yield (
-            f"sampling.temperature: wanted 1 with teacher.score, whose log-probs are at 1, got {sampling.temperature:g}"
-        )
-    if filters and teacher is not None and teacher.divergence is None:
-        yield (
-            f"sampling.{filters[0]}: wanted no filter with a teacher without teacher.divergence, whose KL is estimated "
-            f"from tokens of the whole distribution, got {getattr(sampling, filters[0]):g}"
         )
 
 
@@ -415,15 +400,7 @@ def _packing(schedule: Schedule, loss: Loss, terms: Functions) -> Iterator[str]:
 
 
 def _functions(passes: Passes) -> Functions:
-    functions = _terms(passes.experiment.correction, passes.experiment.rejection)
-    for term in passes.terms:
-        functions |= term.functions
-    return functions
-
-
-def _terms(correction: Correction | None, rejection: Rejection | None) -> dict[str, Function]:
-    terms = {"correction": correction, "rejection": rejection}
-    return {field: function for field, function in terms.items() if function is not None}
+    return {field: function for term in passes.terms for field, function in term.functions.items()}
 
 
 def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:
@@ -469,7 +446,7 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, model)
-    yield from _teacher_widths(experiment.teacher, sizes)
+    yield from held_widths(Passes(experiment), sizes)
     if experiment.sampler_mesh is None:
         if placement is None and sampling.cache_gib:
             yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes))
@@ -480,14 +457,6 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         yield from _sampler_mesh(
             "sampler_mesh", own, devices, sizes["slice"], sampling=sampling, held=sampling, model=model
         )
-
-
-def _teacher_widths(teacher: Teacher | None, sizes: dict[str, int]) -> Iterator[str]:
-    """The widths of the teachers' models divide over the axes of the mesh."""
-    for key, model in keys_of_teachers(teacher):
-        for misfit in sharding.find_mismatches(sizes, model):
-            if misfit.startswith("model."):
-                yield f"{key}{misfit.removeprefix('model')}"
 
 
 def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sampling.prompts") -> Iterator[str]:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gspax.advantages import takes_negative
-from gspax.config import Experiment, Reference
+from gspax.config import Reference
 from gspax.config.functions import Function, free_keywords, keywords, title_of
-from gspax.config.term import Held, RewardPenalty, Term
+from gspax.config.term import RewardPenalty, Term
 from gspax.losses import Aggregate, Terms
 from gspax.losses.kl import k2, k3
 from gspax.losses.traits import aggregate_of, layers, level_of
-from gspax.model.terms.rules import stale_problems, staleness_of
+from gspax.model.terms.rules import stale_problems
 from gspax.types import Array, Batch, known, packed
 
 if TYPE_CHECKING:
@@ -25,10 +24,6 @@ class ReferenceTerm(Term):
     """`Experiment.reference`. Another pass over the minibatches, with the first policy, fills `ref_logp_BT`."""
 
     settings: Reference
-
-    @classmethod
-    def of(cls, experiment: Experiment) -> ReferenceTerm | None:
-        return None if experiment.reference is None else cls(settings=experiment.reference)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -55,11 +50,6 @@ class ReferenceTerm(Term):
                 "reference.coefficient: wanted reference.loss or reference.reward (gspax.losses.kl), which it "
                 f"multiplies, got {settings.coefficient:g} without them"
             )
-        if settings.reward is not None and not takes_negative(experiment.advantage):
-            yield (
-                f"reference.reward: wanted null with {title_of(experiment.advantage)}, which takes no negative "
-                f"rewards, got {title_of(settings.reward)}"
-            )
         if settings.loss is None:
             return
         aggregate, taken = aggregate_of(experiment.loss), keywords(settings.loss)
@@ -70,7 +60,7 @@ class ReferenceTerm(Term):
             )
         if "old_logp" in taken:
             yield from stale_problems("reference.loss", passes)
-        elif stale := staleness_of(passes):
+        elif stale := passes.staleness:
             yield (
                 "reference.loss: wanted a KL that takes `old_logp` (gspax.losses.kl.token_kl) and old_logp=sampler "
                 f"with {stale}, to weigh tokens by the ratio to the policy that sampled, got {title_of(settings.loss)}"
@@ -88,9 +78,6 @@ class ReferenceTerm(Term):
             more = "reference.loss or reference.reward adds it to the objective"
             yield f"reference: the KL to it is measured only; {more}"
 
-    def held(self, trained_dtype: str) -> Iterator[Held]:
-        yield Held("reference policy", trained_dtype)  # of adapters alone: the frozen parameters serve both policies
-
     def reward_penalties(self) -> Iterator[RewardPenalty]:
         estimate = self.settings.reward
         if estimate is not None:
@@ -101,7 +88,7 @@ class ReferenceTerm(Term):
             yield RewardPenalty("reference.reward", "kl", self.settings.coefficient, estimate, of_tokens)
 
     def penalties(
-        self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate | None
+        self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate
     ) -> Iterator[tuple[float, Terms]]:
         """Yield the KL in the loss, with `aggregate` and `old_logp` if the function takes them."""
         if (kl := self.settings.loss) is not None:

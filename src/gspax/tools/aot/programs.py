@@ -44,8 +44,6 @@ from gspax.config import (
     trained_dtype,
     updates_per_step,
 )
-from gspax.learner.distillation import make_compare
-from gspax.learner.minibatches import selections
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.teacher import Teach, own_teacher
@@ -54,6 +52,7 @@ from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
 from gspax.model.passes import Passes
 from gspax.model.sizes import sampler_sizes, with_carried
+from gspax.model.terms.teacher import TeacherTerm
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
 from gspax.sampler import continuous_batching, sampler
@@ -151,7 +150,7 @@ def _abstract_teachers(
     """Return the teachers' parameters, the heads that updates read, and the bytes of all parameters on a device."""
     models = held_teachers(teacher, policy)
     params = tuple(abstract_params(model, mesh) for model in models)
-    if make_compare(teacher) is None:
+    if teacher is None or TeacherTerm(settings=teacher).compare is None:
         heads: tuple[Params, ...] = ()
     else:
         heads = tuple(head_params(abstract_params(model, mesh)) for model in models)
@@ -296,7 +295,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         sampler_logp_BT=rows((B, T), jnp.float32),
         ref_logp_BT=rows((B, T), jnp.float32) if passes.first_policy else None,
         version_BT=rows((B, T), jnp.int32) if passes.old_logp == "update" else None,
-        **dict.fromkeys(selections(experiment.selection, experiment.regularizers), rows((B, T), jnp.float32)),
+        **dict.fromkeys(passes.selections, rows((B, T), jnp.float32)),
         **_teacher_arrays(experiment.teacher, config, mesh, B, T),
         expert_BLTA=rows(experts, expert_id_dtype(config)) if passes.reads_experts else None,
         router_logp_BLTA=rows(experts, jnp.float32) if passes.keeps_router_logp else None,
@@ -310,7 +309,7 @@ def _teacher_arrays(
     """Return `ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
     if teacher is None:
         return {}
-    if make_compare(teacher) is None:
+    if TeacherTerm(settings=teacher).compare is None:
         return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
     models = teacher_models(teacher) or (config,)
     shape = rows, length + -length % mesh.shape["context"], max(model.hidden_size for model in models)

@@ -1,0 +1,103 @@
+"""A term that is added by one file and one line, and what the rest asks of all terms."""
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import tethers
+from small_experiment import experiment, objective_of
+from test_objective import BATCH, CONSTANTS, LOGP, MASK, OUTPUTS
+from tethers import Tether
+
+from gspax import config, losses
+from gspax.experiment.description import describe
+from gspax.experiment.overrides import override
+from gspax.experiment.validation import validate
+from gspax.model.passes import Passes
+from gspax.model.sizes import parameter_count, resident_bytes
+from gspax.model.terms import MAKERS
+from gspax.types import Batch
+
+SIZES = dict.fromkeys(("slice", "data", "fsdp", "expert", "context", "tensor"), 1)
+
+
+class Holding(Tether):
+    """Keeps a copy of the policy."""
+
+    def held(self, trained_dtype):
+        yield config.Held("a copy", trained_dtype)
+
+
+TETHERED = replace(experiment, terms=(Tether(coefficient=0.5),))
+
+
+def test_a_term_of_ones_own_is_validated():
+    assert validate(TETHERED, 1) == []
+    assert validate(replace(TETHERED, terms=(Tether(slack=-1.0),)), 1) == [
+        "terms: wanted a slack of at least 0, got -1"
+    ]
+
+    def own_loss(logp, old_logp, advantage, mask):
+        return losses.gspo(logp, old_logp, advantage, mask)
+
+    assert any("wanted a loss with an `aggregate`" in line for line in validate(replace(TETHERED, loss=own_loss), 1))
+
+
+def test_a_term_of_ones_own_gets_its_pass_and_its_memory():
+    assert Passes(TETHERED).first_policy and not Passes(experiment).first_policy
+    assert Passes(TETHERED).scored == range(1, 2), "it does not wait for the old policy"
+    assert resident_bytes(Passes(TETHERED), SIZES)["reference policy, float32"] == 4 * parameter_count(experiment.model)
+    held = replace(TETHERED, terms=(Holding(),))
+    assert resident_bytes(Passes(held), SIZES)["a copy, float32"] == 4 * parameter_count(experiment.model)
+
+
+def test_an_override_reaches_a_term():
+    changed = override(TETHERED, ["terms.0.slack=0.25"])
+    assert changed.terms == (Tether(coefficient=0.5, slack=0.25),)
+    assert describe(changed)["terms"][0]["slack"] == 0.25
+
+
+def test_a_term_of_ones_own_is_added_to_the_loss():
+    def of(variant):
+        return losses.reduce(objective_of(variant)(OUTPUTS, BATCH, CONSTANTS))
+
+    (plain, _), (value, metrics) = of(experiment), of(TETHERED)
+    square_BT = np.where(MASK, LOGP - BATCH.ref_logp_BT, 0) ** 2
+    rows = MASK.any(axis=1)
+    mean_B = square_BT.sum(1)[rows] / MASK.sum(1)[rows]
+    np.testing.assert_allclose(value - plain, 0.5 * mean_B.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["tether"], square_BT.sum() / MASK.sum(), rtol=1e-5)
+
+
+def test_the_page_shows_the_file():
+    page = Path(__file__).parents[2] / "docs" / "howto" / "add_a_term.md"
+    assert Path(tethers.__file__).read_text(encoding="utf-8") in page.read_text(encoding="utf-8")
+
+
+def test_the_page_names_each_member():
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "add_a_term.md").read_text(encoding="utf-8")
+    members = [name for name in vars(config.Term) if not name.startswith("_")]
+    assert len(members) > 10 and [name for name in members if f"`{name}`" not in page] == []
+
+
+EVERY = replace(
+    experiment,
+    correction=lambda old_logp, sampler_logp, mask: old_logp,
+    rejection=lambda logp, sampler_logp, advantage, mask: logp,
+    selection=lambda minibatch: minibatch.mask_BT,
+    reference=config.Reference(),
+    teacher=config.Teacher(),
+    regularizers=config.Regularizers(
+        entropy=0.1, kl_cov=config.CovarianceKL(), log_ratio_square=0.1, load_balance=0.1, router_z=0.1
+    ),
+)
+
+
+def test_each_setting_has_a_term_and_each_term_names_columns_that_exist():
+    assert Passes(experiment).terms == ()
+    found = Passes(EVERY).terms
+    assert len(found) == len(MAKERS)
+    columns = {field.name for field in dataclasses.fields(Batch)}
+    for term in found:
+        assert columns >= term.needs | term.selections.keys(), term
