@@ -74,7 +74,7 @@ class RowsOnHost:
     open: dict[int, Episode] = field(default_factory=dict)  # conversations of which a turn has ended, by row
 
     def find(self, row: int) -> Episode:
-        """The unfinished conversation of a row."""
+        """Find the unfinished conversation of a row."""
         if row not in self.open:
             ready = self.ready[row * len(self.ready) // len(self.ended_B)]
             assert ready is not None
@@ -96,14 +96,14 @@ class Interaction:
 def interact(
     environment: Environment, tokenizer: Tokenizer, rewards: Calls[Result], turns: Turns, grading: Grading
 ) -> Interaction:
-    """The interaction with an environment, whose steps are called as `grading` says."""
+    """Make the interaction with an environment, whose steps are called as `grading` says."""
     steps = Calls(environment.step, grading, read=read_step, fail=Failure)
     # that the tokenizer has templates of conversations is checked by `experiment.validation`
     return Interaction(environment, steps, rewards, cast(ConversationTokenizer, tokenizer), turns)
 
 
 def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> Ready:
-    """The problem with the tokens of its prompt. UserError if the environment's `reset` fails."""
+    """Begin a problem: encode its prompt. UserError if the environment's `reset` fails."""
     if interaction is None:
         prompt = encode_prompt(tokenizer, problem)
         return Ready(problem, prompt, opening=opening_of(tokenizer, prompt))
@@ -121,7 +121,7 @@ def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | Non
 
 
 def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:
-    """The tokens of a conversation's first messages; `environment.schemas()`, if any, are the template's tools."""
+    """Encode a conversation's first messages; `environment.schemas()`, if any, are the template's tools."""
     schemas = getattr(environment, "schemas", None)
     return list(tokenizer.encode_chat(messages, schemas() if schemas is not None else ()))
 
@@ -129,7 +129,7 @@ def encode_first(environment: Environment, tokenizer: ConversationTokenizer, mes
 def encode_demonstration(
     environment: Environment, tokenizer: ConversationTokenizer, problem: Problem, messages: Sequence[str]
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of demonstrated messages, which the environment answers, and which of them are the policy's.
+    """Encode demonstrated messages, which the environment answers; also return which tokens are the policy's.
 
     The conversation ends after the last message, or where the environment ends it. UserError if the environment's
     `step` gives no `Step`.
@@ -159,7 +159,7 @@ def sample_conversations(
     key: Array,
     options: SampleOptions,
 ) -> tuple[Rollout, Started]:
-    """The rollout of `sampling.group` conversations about each problem, and this process's rows of them. Collective.
+    """Sample `sampling.group` conversations about each problem; also return this process's rows of them. Collective.
 
     The arguments are those of `sampler.sample`, with problems in place of prompts (`ready`): a process needs those of
     its own rows. `sampling.max_tokens` limits all that follows the prompt, replies included. The rollout's lengths and
@@ -183,7 +183,7 @@ def sample_conversations(
 
 
 def set_finished(rollout: Rollout, started: Started) -> Rollout:
-    """The rollout of conversations with lengths, and with `finished_B` as they have ended, on the host. Collective."""
+    """Set the lengths of a rollout of conversations, and `finished_B` as they have ended, on the host. Collective."""
     finished = [started[row].finished if row in started else None for row in range(len(rollout.length_B))]
     finished_B = np.array(multihost.gather_rows(finished))
     return replace(sampler.lengths_to_host(rollout), finished_B=finished_B)  # type: ignore[arg-type]  # on the host
@@ -192,7 +192,7 @@ def set_finished(rollout: Rollout, started: Started) -> Rollout:
 def answer(
     interaction: Interaction, rows: RowsOnHost, progress: sampler.Progress, options: SampleOptions
 ) -> Replies | None:
-    """The environment's replies to the turns that have ended, on the devices; None if no conversation waits.
+    """Answer the turns that have ended by the environment's replies, on the devices; None if no conversation waits.
 
     Conversations that end get no reply; they move from `open` to `started`. Collective.
     """
@@ -240,7 +240,7 @@ def answer(
 def _take_step(
     interaction: Interaction, episode: Episode, step: Step | Failure | None, stop: int, vocab_size: int
 ) -> tuple[list[int], str]:
-    """Note a step in its episode. The tokens of the reply, none if there is no further turn; or what has failed.
+    """Note a step in its episode; return the tokens of the reply, none if there is no further turn, or what has failed.
 
     `step` is None for a turn that reached the length limit, for which the environment is not called.
     """
@@ -268,7 +268,7 @@ def _take_step(
 
 
 def _start_reward(interaction: Interaction, episode: Episode, error: str) -> StartedReward:
-    """The reward of the last message of a conversation that has ended, and its turns."""
+    """Start the reward of the last message of a conversation that has ended; also return its turns."""
     if error:
         reward: Future[Result] = Future()
         reward.set_result(Result((), error))

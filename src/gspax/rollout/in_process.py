@@ -43,7 +43,7 @@ class InProcess:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The sampler's mesh."""
+        """Return the sampler's mesh."""
         return self.sampler.mesh
 
     def push(self, params: Params, version: int) -> Weights:
@@ -64,7 +64,7 @@ class InProcess:
         return sampled
 
     def hold(self, key: Array, options: SampleOptions) -> Held:
-        """Slots of the sampler."""
+        """Make slots of the sampler."""
         return OnDevices(key, replace(options, sampling=split_groups(options.sampling, options.mesh)))
 
     def fetch(self, rollout: Rollout) -> Rollout:
@@ -103,7 +103,7 @@ class OnDevices:
         self._run(advance_chunk, weights)
 
     def progress(self) -> Progress:
-        """Arrays to come."""
+        """Return arrays to come."""
         assert self.current is not None
         return self.current
 

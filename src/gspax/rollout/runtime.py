@@ -38,12 +38,12 @@ class Runtime:
 
     @property
     def engine(self) -> RolloutSampler:
-        """The engine that samples: the sampler of this process, or servers."""
+        """Return what samples: the sampler of this process, or servers."""
         return self.servers or InProcess(self.sampler)
 
 
 def make_runtime(experiment: Experiment) -> Runtime:
-    """The mesh, optimizer, and compiled functions of an experiment. UserError if it does not fit the devices."""
+    """Make the runtime of an experiment. UserError if the experiment does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
     require_memory("model", resident_bytes(Passes(experiment), dict(mesh.shape)))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
@@ -62,5 +62,5 @@ def make_runtime(experiment: Experiment) -> Runtime:
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:
-    """The number of rollouts that a state has been trained on."""
+    """Count the rollouts that a state has been trained on."""
     return count_updates(state) // updates_per_step(runtime.experiment.schedule)

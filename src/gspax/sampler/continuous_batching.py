@@ -145,7 +145,7 @@ def admit(
     fresh_P: Array,
     version: Array | int,
 ) -> State:
-    """`start` for some of the P places of groups; their samples are queued behind those that wait.
+    """Start some of the P places of groups; their samples are queued behind those that wait.
 
     Every place is prefilled, though only the fresh ones are read: a group stays on the devices of its place, and how
     many places of a device are fresh is not known when this is compiled.
@@ -177,14 +177,14 @@ def admit(
 
 
 def _choose(fresh_X: Array, new: T, old: T) -> T:
-    """The fresh rows of the arrays of a tree, and the others of an older one."""
+    """Choose the fresh rows of the arrays of a tree, and the others of an older one."""
     return jax.tree.map(lambda x, y: jnp.where(fresh_X.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
 
 
 def _sample_first(
     params: Params, prompts: Prompts, key: Array, options: SampleOptions, *, version: Array | int = 0
 ) -> State:
-    """The prefilled prompts and the first token of every sample; only without a queue do slots have samples."""
+    """Prefill the prompts, and sample the first token of every sample; only without a queue do slots have samples."""
     model, mesh, P = options.model, options.mesh, len(prompts.length_P)
     sampling = replace(options.sampling, prompts=P)
     G, C, sizes = sampling.group, sampling.max_tokens, sampler_sizes(model, sampling, dict(mesh.shape))
@@ -242,19 +242,19 @@ def _sample_first(
 def _sample_next(
     logits_BV: Array, key: Array, id_B: Array, position_B: Array, greedy_B: Array | None, options: SampleOptions
 ) -> Draw:
-    """`sample_at` with the options, and the ids of sampling masks in the dtype that they are kept in."""
+    """Sample by `sample_at` with the options; ids of sampling masks get the dtype that they are kept in."""
     draw = sample_at(logits_BV, key, id_B, position_B, options.sampling, greedy_B, kept=options.mask_size)
     dtype = token_id_dtype(options.model)
     return draw._replace(kept_BK=jax.tree.map(lambda kept_BK: kept_BK.astype(dtype), draw.kept_BK))
 
 
 def has_queue(rows: Rows, options: SampleOptions) -> bool:
-    """Whether slots take samples from a queue. Otherwise slot b has sample b."""
+    """Return whether slots take samples from a queue. Otherwise slot b has sample b."""
     return len(rows.active_W) < len(rows.length_B) or options.admits or options.turns
 
 
 def at_one_position(rows: Rows, options: SampleOptions) -> bool:
-    """Whether all slots are at one position: slot b has sample b, and each pass gives it one token."""
+    """Return whether all slots are at one position: slot b has sample b, and each pass gives it one token."""
     return not has_queue(rows, options) and not options.sampling.drafts
 
 
@@ -295,7 +295,7 @@ def advance(
 def _decode_pass(
     params: Params, state: State, key: Array, options: SampleOptions, version: Array | int, *, drafted: bool
 ) -> State:
-    """A pass of the model over the active slots' last tokens, and over drafts of the next ones."""
+    """Run the model over the active slots' last tokens, and over drafts of the next ones."""
     rows, model, mesh = state.rows, options.model, options.mesh
     slots, id_W, greedy_W = describe_slots(rows, options)
     if drafted:
@@ -328,7 +328,7 @@ def _decode_pass(
 
 
 def _drafts_pay(rows: Rows, options: SampleOptions) -> Array:
-    """Whether a pass with drafts is expected to give more tokens than it costs.
+    """Return whether a pass with drafts is expected to give more tokens than it costs.
 
     While samples wait for slots, the mean of the active slots counts. After that the slowest one does, because the loop
     runs until the last sample finishes.
@@ -341,7 +341,7 @@ def _drafts_pay(rows: Rows, options: SampleOptions) -> Array:
 
 
 def _draft(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
-    """`drafts.look_up` for the samples of the slots."""
+    """Look up drafts for the samples of the slots."""
     assert rows.text_BH is not None, "see `Prompts.earlier_PGC`"
     text_WH, tokens_WC = rows.text_BH, rows.tokens_BC
     if has_queue(rows, options):
@@ -351,7 +351,7 @@ def _draft(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
 
 
 def _write_sampled(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows:
-    """`_write_back` for a pass without drafts; now and then it looks some up, to know whether they would be right."""
+    """Write back a pass without drafts; now and then look some up, to know whether they would be right."""
     if (share_W := rows.right_W) is None:
         return _write_back(rows, sampled, options=options)
     gets_W, token_W = sampled.gets_W, sampled.draw.token_B[:, 0]
@@ -364,7 +364,7 @@ def _write_sampled(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> R
 
 
 def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled, *, options: SampleOptions) -> Rows:
-    """`_write_back` for a pass with drafts.
+    """Write back a pass with drafts.
 
     A position's token counts if those before it were drafted right and none of them ends the turn.
     """
@@ -379,7 +379,7 @@ def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled
 
 
 def _follow(rows: Rows, token_WM: Array, options: SampleOptions) -> tuple[Array | None, Array]:
-    """`stops.follow` for the next tokens of the slots' samples."""
+    """Follow the stops through the next tokens of the slots' samples."""
     matched_W = rows.matched_B
     if matched_W is not None and not at_one_position(rows, options):
         matched_W = matched_W[rows.sample_W]
@@ -387,7 +387,7 @@ def _follow(rows: Rows, token_WM: Array, options: SampleOptions) -> tuple[Array 
 
 
 def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Array | None]:
-    """Where the next token of each active slot goes, the ids of the slots' samples, and which samples are greedy."""
+    """Describe where active slots' next tokens go, the ids of the slots' samples, and which samples are greedy."""
 
     def describe(rows: Rows) -> tuple[Slots, Array, Array | None]:
         of_sample = rows.prompt_length_B, rows.prompt_B, rows.id_B, rows.greedy_B
@@ -422,7 +422,7 @@ def _enqueue_all(state: State, fresh_P: Array, options: SampleOptions) -> State:
 
 
 def of_samples(rows: Rows, slots_W: Array) -> Array:
-    """The samples of these slots, bool [B]."""
+    """Mark the samples of these slots, bool [B]."""
     B = len(rows.length_B)
     return jnp.zeros(B, bool).at[jnp.where(slots_W, rows.sample_W, B)].set(True, mode="drop")
 
@@ -470,7 +470,7 @@ def _write_back(rows: Rows, sampled: Sampled, right_W: Array | int = 0, *, optio
     place_WM = jnp.where(index_1M <= at_W1, rows.length_W[:, None] + index_1M, beyond)
 
     def record(x_BC: PyTree, x_WM: Array | None, back: int = 0) -> PyTree:
-        """With the values of the new tokens' positions, or of those before."""
+        """Record the values of the new tokens' positions; elsewhere keep those before."""
         if x_BC is None or x_WM is None:
             return x_BC
         if sample_W is None:
@@ -537,7 +537,7 @@ def resume(
 
 
 def _replies_of_slots(rows: Rows, reply_BX: Array, count_B: Array) -> tuple[Array, Array]:
-    """The replies to the samples of waiting slots."""
+    """Return the replies to the samples of waiting slots."""
     return reply_BX[rows.sample_W], jnp.where(rows.waiting_W, count_B[rows.sample_W], 0)
 
 
@@ -566,17 +566,17 @@ def _write_replies(
 
 
 def row_axis(mesh: jax.sharding.Mesh, B: int, W: int) -> str:
-    """The logical axis of samples and slots."""
+    """Return the logical axis of samples and slots."""
     return "sample" if sample_axis(mesh, B) == sample_axis(mesh, W) == "sample" else "batch"
 
 
 def _row_shards(mesh: jax.sharding.Mesh, B: int, W: int) -> int:
-    """The number Q of devices that have rows of their own."""
+    """Count the Q devices that have rows of their own."""
     return batch_shards(mesh) * (mesh.shape["context"] if row_axis(mesh, B, W) == "sample" else 1)
 
 
 def on_devices(function: Callable[..., T], options: SampleOptions, *args: PyTree) -> T:
-    """`function(*args)` on each device's own rows. The first argument is `Rows`.
+    """Run `function(*args)` on each device's own rows. The first argument is `Rows`.
 
     Arguments but scalars, and all results, have a leading axis of rows.
     """

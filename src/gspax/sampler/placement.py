@@ -52,7 +52,7 @@ class Meshes(NamedTuple):
 def make_meshes(
     experiment: Experiment, devices: Sequence[jax.Device] | None = None, memory: int | None = None
 ) -> Meshes:
-    """The meshes of a run on `devices` (default: all), which jax sorts by process.
+    """Make the meshes of a run on `devices` (default: all), which jax sorts by process.
 
     The first are the learner's, then come those of a disaggregated sampler.
 
@@ -74,7 +74,7 @@ def make_meshes(
 
 
 def stated_memory(mesh: jax.sharding.Mesh) -> int | None:
-    """Bytes that a program may use on a device; None if the device does not state it. Equal on all processes."""
+    """Return the bytes that a program may use on a device; None if the device states none. Equal on all processes."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     stats = local[0].memory_stats() if local and local[0].platform != "cpu" else None
     limits = [limit for limit in multihost.gather((stats or {}).get("bytes_limit")) if limit]
@@ -84,7 +84,7 @@ def stated_memory(mesh: jax.sharding.Mesh) -> int | None:
 def make_sampler(
     config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Sampler:
-    """The sampler on a mesh of the learner's devices, or of devices of its own.
+    """Make the sampler on a mesh of the learner's devices, or of devices of its own.
 
     Raises:
       UserError: the devices are its own, and parameters cannot be moved there between processes.
@@ -106,17 +106,17 @@ def make_sampler(
 
 @lru_cache
 def _resharder(sharding: jax.sharding.NamedSharding) -> Callable[[Arrays], Arrays]:
-    """Moves arrays between meshes of the same devices, one compiled program for all calls."""
+    """Make what moves arrays between meshes of the same devices: one compiled program for all calls."""
     return jax.jit(lambda tree: tree, out_shardings=sharding)
 
 
 def _move_arrays(rollout: Rollout, move: Callable[[Arrays], Arrays]) -> Rollout:
-    """The rollout with its arrays on devices moved; those on the host stay there."""
+    """Move the rollout's arrays that are on devices; those on the host stay there."""
     return replace(rollout, **move({name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}))
 
 
 def find_last_ahead(staleness: int, done: int, due: Callable[[int], object]) -> int:
-    """The last batch (counted from 0) that may be sampled once `done` have been trained on.
+    """Find the last batch (counted from 0) that may be sampled once `done` have been trained on.
 
     No batch is sampled ahead past a checkpoint (`due(n)`: one is saved after n batches), so that a resumed run samples
     what the uninterrupted run did.

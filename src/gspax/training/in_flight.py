@@ -86,12 +86,12 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
 
 
 def other_devices(runtime: Runtime) -> Placement | Engine | None:
-    """What samples while the learner updates: other devices of the run, or servers; None: the learner's devices."""
+    """Return what samples during updates: other devices of the run, or servers; None: the learner's devices."""
     return runtime.experiment.placement or runtime.experiment.engine
 
 
 def is_saved(runtime: Runtime, done: int) -> bool:
-    """Whether a checkpoint is saved after this number of rollouts."""
+    """Return whether a checkpoint is saved after this number of rollouts."""
     schedule = runtime.experiment.schedule
     return progress.is_due(done, schedule.checkpoint_every, schedule.steps)
 
@@ -129,7 +129,7 @@ def start_rollout(
 
 
 def take_sampled(batch: SampledBatch) -> SampledBatch:
-    """The batch with what is pending, which must be done; with it come the rewards of conversations."""
+    """Put in what is pending of the batch, which must be done; with it come the rewards of conversations."""
     if batch.pending is None:
         return batch
     rollout, started = batch.pending.result()
@@ -137,7 +137,7 @@ def take_sampled(batch: SampledBatch) -> SampledBatch:
 
 
 def sample_options(runtime: Runtime) -> SampleOptions:
-    """The options that the sampler's programs are compiled with."""
+    """Make the options that the sampler's programs are compiled with."""
     experiment, mesh = runtime.experiment, runtime.engine.mesh
     options = replace(
         make_options(experiment.model, experiment.tokenizer, experiment.sampling, mesh),
@@ -181,7 +181,7 @@ def read_prompts(
 
 
 def rewarder(runtime: Runtime, ready: Sequence[Ready | None], started: Started) -> Finished:
-    """A function that starts the rewards of finished samples and adds them to `started`."""
+    """Make a function that starts the rewards of finished samples and adds them to `started`."""
     experiment = runtime.experiment
     return partial(
         start_rewards,
@@ -195,7 +195,7 @@ def rewarder(runtime: Runtime, ready: Sequence[Ready | None], started: Started) 
 
 
 def sampling_key(state: TrainState) -> Array:
-    """The key that all samples of a run depend on, on the host."""
+    """Make the key that all samples of a run depend on, on the host."""
     return jax.random.fold_in(multihost.key_to_host(state.key), Stream.SAMPLING)
 
 

@@ -127,7 +127,7 @@ def run_step(
 
 
 def refresh_if_due(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
-    """The state after `done` steps, with its teacher moved to the policy if that is due."""
+    """Move the state's teacher to the policy if that is due after `done` steps."""
     own = earlier_policy(teacher)
     if own is None or not own.refresh_every or done % own.refresh_every:
         return state
@@ -173,7 +173,7 @@ def replace_constant_groups(
 
 
 def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
-    """The rollout with the version of the weights that sampled each token, if old log-probs are interpolated by it."""
+    """Add the version of the weights that sampled each token, if old log-probs are interpolated by it."""
     rollout = graded.rollout
     if Passes(runtime.experiment).old_logp != "update":
         return replace(rollout, version_BT=None)
@@ -255,7 +255,7 @@ def assign_advantages(
 def select_tokens(
     runtime: Runtime, state: TrainState, batches: list[Batch], scores: Sequence[Scores | None]
 ) -> list[Batch]:
-    """The minibatches with the weights of selections, if there are any."""
+    """Give the minibatches the weights of selections, if there are any."""
     if runtime.steps.select is None:
         return batches
     key = jax.random.fold_in(multihost.key_to_host(state.key), Stream.SELECTION)
@@ -264,7 +264,7 @@ def select_tokens(
 
 
 def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[str, float]:
-    """The metrics of the rewards and the responses of a rollout."""
+    """Compute the metrics of the rewards and the responses of a rollout."""
     sampled_B, passes_B = count_sampled(graded.rollout), graded.rollout.passes_B
     return {
         **reward_metrics(graded.completions, group),
@@ -277,14 +277,14 @@ def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[st
 
 
 def age_metrics(runtime: Runtime, graded: GradedBatch, trained: int) -> dict[str, float]:
-    """The staleness of a rollout, where it may be of older weights."""
+    """Compute the staleness of a rollout, where it may be of older weights."""
     if runtime.experiment.placement is None and runtime.experiment.engine is None:
         return {}
     return staleness_metrics(graded.rollout, trained, graded.policy)
 
 
 def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelConfig) -> dict[str, float]:
-    """The metrics of minibatches, updates, the old policy, the routing of an MoE, and the diagnostics if due."""
+    """Compute the metrics of minibatches, updates, the old policy, MoE routing, and, if due, the diagnostics."""
     return {
         "learner/tokens": float(sum(layout.tokens for layout in layouts)),
         "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
@@ -296,6 +296,6 @@ def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelCon
 
 
 def is_measured(runtime: Runtime, trained: int) -> bool:
-    """Whether diagnostics are due in the step after this number of rollouts."""
+    """Return whether diagnostics are due in the step after this number of rollouts."""
     diagnostics, last = runtime.experiment.diagnostics, runtime.experiment.schedule.steps
     return diagnostics is not None and progress.is_due(trained + 1, diagnostics.every, last)
