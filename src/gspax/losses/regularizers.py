@@ -78,8 +78,8 @@ def log_ratio_square(
 ) -> Terms:
     """Compute log²(π/μ) of each response token: it holds π near the sampler's policy, also where a mask cuts the loss.
 
-    prime-rl adds 1e-3 of it to its losses, and names Kimi K2.5 (arXiv 2602.02276) as its source. Until autumn 2026 its
-    default was `dppo_tv` with the threshold 0.2 and `old_logp="sampler"`. The gradient is 2 log(π/μ) ∇log π,
+    Until autumn 2026 prime-rl added 1e-3 of it, and named Kimi K2.5 (arXiv 2602.02276) as its source. Its default then
+    was `dppo_tv` with the threshold 0.2 and `old_logp="sampler"`. The gradient is 2 log(π/μ) ∇log π,
     twice the gradient of `kl.token_kl` to μ.
 
     >>> logp, sampler_logp = jnp.array([[0.0, -1.0, -1.5]]), jnp.array([[0.0, -1.0, -2.0]])

@@ -92,7 +92,7 @@ def ipo(
       old_logp: float32 [B, T], the same under the policy that sampled the tokens.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      threshold: largest change of a probability, at least 0. The default is prime-rl's.
+      threshold: largest change of a probability, at least 0. prime-rl's default was 0.1, and is 0.3 in November 2026.
       aggregate: values [B, T] -> value and weight [B]; `by_token`, as in prime-rl.
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
