@@ -75,7 +75,7 @@ def test_a_signal_ends_the_run_at_its_next_stop_point_after_a_save(child, tmp_pa
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert (tmp_path / "saved").read_text() == "saved"
-    assert "SIGTERM: ending the run" in errors and "Traceback" not in errors
+    assert "SIGTERM: ending the run after what it is computing; again" in errors and "Traceback" not in errors
 
 
 def test_a_second_signal_ends_a_process_that_hangs_in_c_code(child, tmp_path):

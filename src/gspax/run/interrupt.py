@@ -56,7 +56,7 @@ class _Listener:
             if not self._first:
                 self._first = time.monotonic()
                 self.receive(signum)
-                _write(f"\n{signal.Signals(signum).name}: ending the run; again to end at once\n")
+                _write(f"\n{signal.Signals(signum).name}: ending the run after what it is computing; again to end at once\n")
             elif time.monotonic() - self._first > SAME:
                 self._end_now(signum)
 
