@@ -56,7 +56,8 @@ class _Listener:
             if not self._first:
                 self._first = time.monotonic()
                 self.receive(signum)
-                _write(f"\n{signal.Signals(signum).name}: ending the run after what it is computing; again to end at once\n")
+                name = signal.Signals(signum).name
+                _write(f"\n{name}: ending the run after what it is computing; again to end at once\n")
             elif time.monotonic() - self._first > SAME:
                 self._end_now(signum)
 
