@@ -5,6 +5,7 @@ import json
 import re
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -115,6 +116,12 @@ def test_adapters_answer_beside_their_base(tmp_path, monkeypatch, capsys):
     assert shown[:2] == [f"{tmp_path / name}: {answer}" for name, answer in answers.items()]
     pieces = re.sub(r" -?\d+\.\d\d( \| )?", "", shown[3].partition(": ")[2].partition(";")[0]).replace("(stop)", "")
     assert pieces == answers["lora"] and answers["lora"] != answers["base"]
+
+
+def test_a_special_token_that_ends_no_answer_is_not_called_a_stop():
+    tokenizer = SimpleNamespace(decode=lambda ids: "", stop_ids=(7,))
+    talk = SimpleNamespace(tokenizer=tokenizer, dialogue=SimpleNamespace(logp=lambda: [-1.0, -2.0]))
+    assert chat.describe_logps(talk, [5, 7]) == "(special) -1.00 | (stop) -2.00; 2 tokens, sum -3.00"
 
 
 def test_a_published_folder_answers_with_its_chat_template(tmp_path, monkeypatch, capsys):

@@ -225,7 +225,8 @@ def describe_logps(talk: Talk, ids: Sequence[int]) -> str:
     """Describe the tokens of the last answer with their log-probs, and the sum."""
 
     logps = talk.dialogue.logp()
-    pieces = [talk.tokenizer.decode([i]) or "(stop)" for i in ids]
+    stops = talk.tokenizer.stop_ids
+    pieces = [talk.tokenizer.decode([i]) or ("(stop)" if i in stops else "(special)") for i in ids]
     shown = [f"{printable(repr(piece)[1:-1])} {logp:z.2f}" for piece, logp in zip(pieces, logps, strict=True)]
     return f"{' | '.join(shown)}; {len(logps)} tokens, sum {sum(logps):z.2f}"
 
