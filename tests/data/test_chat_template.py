@@ -206,6 +206,14 @@ def test_a_reply_names_the_tool_where_the_template_writes_its_name(folders):
     assert "functions.x" not in text
 
 
+def test_a_date_that_an_override_removes_or_spoils_is_refused(folders):
+    chat = hf_chat(folders["Llama 3.1"], date="2026-01-31")
+    (told,) = chat_problems(replace(chat, date=None), None)
+    assert "prints today's date" in told
+    with pytest.raises(ValueError, match="wanted a day such as 2026-01-31, got 'today'"):
+        replace(chat, date="today")
+
+
 @pytest.mark.parametrize(("name", "date"), [("Llama 3.1", datetime.date.today().isoformat()), ("Qwen3", None)])
 def test_a_published_model_without_an_experiment_prints_today(folders, name, date):
     """As in `gspax chat` and `gspax eval --from`, which have no place for a date."""

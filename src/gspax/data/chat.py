@@ -37,8 +37,10 @@ class ChatTokenizer(HFTokenizer):
     date: str | None = None  # the date that the template prints as today's, such as 2026-01-31
 
     def __post_init__(self) -> None:
-        if self.date is not None:
-            datetime.date.fromisoformat(self.date)
+        try:
+            datetime.date.fromisoformat("2026-01-31" if self.date is None else self.date)
+        except ValueError:
+            raise ValueError(f"wanted a day such as 2026-01-31, got {self.date!r}") from None
 
     def encode(self, text: str, context: Sequence[Message] = ()) -> list[int]:
         """Encode a chat that ends with `text` as the user's message; `context` holds the messages before it."""
@@ -176,8 +178,8 @@ def hf_chat(
     check_date(found.folder, found.path, date)
     try:
         return ChatTokenizer(found.path, system, thinking, date)
-    except ValueError:
-        raise UserError(f"date: wanted a day such as 2026-01-31, got {date!r}") from None
+    except ValueError as problem:
+        raise UserError(f"date: {problem}") from None
 
 
 def end_before(tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> int:
