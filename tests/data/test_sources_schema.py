@@ -31,7 +31,14 @@ def test_a_nested_column_is_named_with_a_dot():
     assert read(row, answer="a.b").answer == "x"
 
 
-@pytest.mark.parametrize(("value", "answer"), [("2", "2"), (2, "2"), (0.5, "0.5"), (np.int64(3), "3"), (b"4", "4")])
+SINGLE = [(np.float32(0.1), "0.1"), (0.10000000149011612, "0.1"), (-0.3333333432674408, "-0.33333334")]  # as in Arrow
+DOUBLE = [(0.1 + 0.2, "0.30000000000000004"), (2.0**-20, "9.5367431640625e-07"), (1e300, "1e+300"), (2**60, str(2**60))]
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [("2", "2"), (2, "2"), (0.5, "0.5"), (np.int64(3), "3"), (b"4", "4"), *SINGLE, *DOUBLE],
+)
 def test_answers_become_text(value, answer):
     assert read({"prompt": "?", "answer": value}).answer == answer
 

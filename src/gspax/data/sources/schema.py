@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from gspax.config.protocols import Message, Problem
 from gspax.errors import shorten
 
@@ -123,8 +125,16 @@ def _text(name: str, value: object, *, may_be_empty: bool = False) -> str:
 
 def _answer(name: str, value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
+        return _decimal(value) if isinstance(value, float) else str(value)
     return _text(name, value)
+
+
+def _decimal(number: float) -> str:
+    """Write a number. One of a column of float32 reads as 0.10000000149011612, and is written as 0.1."""
+    with np.errstate(over="ignore"):
+        short = np.float32(number)
+    is_single = len(str(number).partition("e")[0].strip("-0.")) > 15 and float(short) == number
+    return str(short if is_single else number)
 
 
 def _conversation(name: str, value: object) -> tuple[list[Message], str]:
