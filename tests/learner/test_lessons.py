@@ -55,7 +55,7 @@ def read(teacher, params, schedule, prompts):
         temperature=SAMPLING.temperature,
         microbatch_rows=shape.microbatch,
         packed=shape.packed,
-        compare=TeacherTerm(settings=teacher).compare,
+        comparison=TeacherTerm(settings=teacher).comparison,
     )
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, ALONE, sharing=sharing)

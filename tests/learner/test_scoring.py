@@ -16,7 +16,7 @@ import tiny
 from gspax import config, losses
 from gspax.config import Mesh
 from gspax.learner import objective, train_step
-from gspax.learner.forward import Scoring, Target, TeacherRows, head_logp
+from gspax.learner.forward import OtherRows, Scoring, Target, head_logp
 from gspax.learner.state import abstract_state
 from gspax.parallel import sharding
 from gspax.tools.aot import hlo
@@ -74,7 +74,7 @@ def scored(mesh, head, hidden, tokens, chunk, tied=False, masked=False, sets=Fal
         params = {"embedding": head.T} if tied else {"head": head}
         target = Target(jnp.where(MASK, tokens, -1) if masked else tokens, kept)
         scoring = Scoring(0.7, None, chunk, not masked)
-        logp, entropy, _ = head_logp(params, hidden, target, scoring, mesh, TeacherRows())
+        logp, entropy, _ = head_logp(params, hidden, target, scoring, mesh, OtherRows())
         return (WEIGHT * logp + WEIGHT[:, ::-1] * entropy).sum(), (logp, entropy)
 
     return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(head, hidden)

@@ -56,7 +56,7 @@ def learn(form, schedule, mesh, microbatch_rows=0):
         temperature=SAMPLING.temperature,
         microbatch_rows=microbatch_rows or shape.microbatch,
         packed=shape.packed,
-        compare=TeacherTerm(settings=teacher).compare,
+        comparison=TeacherTerm(settings=teacher).comparison,
     )
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, mesh, sharing=sharing)

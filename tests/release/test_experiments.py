@@ -22,6 +22,7 @@ from gspax.hf.config_json import read_config
 from gspax.learner import minibatches
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
+from gspax.learner.teacher import make_passes
 from gspax.learner.train_step import fill_old_logp, make_train_step
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards
@@ -112,7 +113,9 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     batch, head = batches[0], []
     if experiment.teacher is not None:
         teacher = abstract_params(experiment.teacher.model, runtime.mesh)
-        taught = jax.eval_shape(runtime.steps.teach[0], teacher, *read)
+        how = {"sampling": experiment.sampling, "schedule": experiment.schedule}
+        (teach,) = make_passes(experiment.teacher, experiment.model, runtime.steps.settings, **how)
+        taught = jax.eval_shape(teach, teacher, *read)
         batch, head = (
             replace(batch, teacher_hidden_BTE=jnp.zeros(taught.shape, taught.dtype)),
             [(head_params(teacher),)],

@@ -14,12 +14,20 @@ if TYPE_CHECKING:
     from gspax.config.protocols import Selection
     from gspax.losses import Aggregate, Metrics, Terms
     from gspax.model.passes import Passes
-    from gspax.types import Batch
+    from gspax.types import Batch, TrainState
 
     Array = jax.Array
 
-# (the policy's logits [C, V], the other model's, the sampled tokens [C], their sampling masks) -> arrays [C, ...]
+# (the policy's logits [C, V], another model's, the sampled tokens [C], their sampling masks) -> arrays [C, ...]
 Compare = Callable[["Array", "Array", "Array", "Array | None"], Any]
+
+
+class Comparison(NamedTuple):
+    """What an update computes of the policy's logits and another model's."""
+
+    function: Compare
+    hidden: Callable[[Batch], tuple[Array, Array | None]]  # its last hidden states; of several models, each token's
+    kept: Callable[[TrainState], Any]  # its parameters, if the training state holds them
 
 
 class Held(NamedTuple):
@@ -85,9 +93,14 @@ class Term:
         return ""
 
     @property
-    def compare(self) -> Compare | None:
+    def comparison(self) -> Comparison | None:
         """What an update computes of a chunk's logits and of those of another model; None without such a model."""
         return None
+
+    @property
+    def opens(self) -> str:
+        """The class, "package.module.Class", that fills the term's columns (`training.opening`); empty without one."""
+        return ""
 
     @property
     def penalized(self) -> tuple[str, ...]:

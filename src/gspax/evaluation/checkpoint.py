@@ -42,6 +42,7 @@ from gspax.experiment.description import describe
 from gspax.hf.source import CONFIG, SMALL, locate
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, load_model, restore_state
+from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.report import evaluation_page, statistics
 from gspax.rollout.completion import Completion
@@ -87,13 +88,13 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     settings, runtime = experiment.evaluation, make_runtime(experiment)
     mesh, optimizer, rewards = runtime.mesh, runtime.optimizer, runtime.rewards
     run = place = find_run(workdir, describe(experiment))
-    stage, model, lora, teacher = experiment.warm_start, experiment.model, experiment.lora, experiment.teacher
+    stage, model, lora, terms = experiment.warm_start, experiment.model, experiment.lora, Passes(experiment).terms
     if stage is not None and not finished_steps(run.checkpoints) and finished_steps(run.warm_start.checkpoints):
-        place, teacher = run.warm_start, None
+        place, terms = run.warm_start, ()
         optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
     with Checkpoints(place.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, teacher=teacher, step=step)
+        state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, terms=terms, step=step)
     assert step is not None  # else restoring has raised
     policy, key = _make_policy(runtime, state)
     del state  # frees the optimizer's memory for the cache

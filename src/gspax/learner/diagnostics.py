@@ -46,7 +46,7 @@ class Readings(NamedTuple):
     ratio: Mapping[str, Array]  # of `ratio_spread`; empty if every ratio is 1 by construction
 
 
-# (update, state, batch, on_policy, teacher_heads) -> the result of the update, and readings; see `make_measure`
+# (update, state, batch, on_policy, other_heads) -> the result of the update, and readings; see `make_measure`
 Measure = Callable[..., tuple[TrainState, Scalars, Scores, Readings]]
 
 
@@ -70,11 +70,11 @@ def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss,
         state: TrainState,
         batch: Batch,
         on_policy: bool,
-        teacher_heads: tuple[Params, ...] | None = None,
+        other_heads: tuple[Params, ...] | None = None,
     ) -> tuple[TrainState, Scalars, Scores, Readings]:
         rows = take(batch)
         by_layer: dict[str, Array] = {}
-        gradient = compare(replace(state, opt_state=None), rows, on_policy, teacher_heads)
+        gradient = compare(replace(state, opt_state=None), rows, on_policy, other_heads)
         if has_experts(config):
             before, by_layer = confidence(state.params, rows)
             by_layer |= {"routing/changed_by_rounding": changed_by_rounding(state.params, rows)}
@@ -176,7 +176,7 @@ def changed_by_layer(before_LBTA: Array, after_LBTA: Array, num_experts: int) ->
 def make_gradient_comparison(
     settings: StepSettings, objective: Objective, loss: PolicyLoss
 ) -> Callable[..., dict[str, Array]]:
-    """Make a jitted `(state, rows, on_policy, teacher_heads) -> {"gradient/cosine", "gradient/norm_ratio"}`, scalars.
+    """Make a jitted `(state, rows, on_policy, other_heads) -> {"gradient/cosine", "gradient/norm_ratio"}`, scalars.
 
     Both compare the gradient of the objective with the plain policy gradient on policy, with nothing clipped,
     corrected, penalized, or replayed, in float32, of the same rows. 0 if either gradient is 0.
@@ -187,13 +187,15 @@ def make_gradient_comparison(
 
     @jax.jit
     def compare(
-        state: TrainState, rows: Batch, on_policy: bool | Array, teacher_heads: tuple[Params, ...] | None = None
+        state: TrainState, rows: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] | None = None
     ) -> dict[str, Array]:
         microbatch_rows = math.gcd(settings.microbatch_rows, rows.tokens_BT.shape[0])
         these = replace(settings, microbatch_rows=microbatch_rows, packed=False, worst_case=False)
-        applied = make_gradient(these, objective)(state, rows, on_policy, teacher_heads)[0]
+        applied = make_gradient(these, objective)(state, rows, on_policy, other_heads)[0]
         float32 = replace(settings.config, dtype="float32")
-        exact = make_gradient(replace(these, config=float32, routing_replay=False, compare=None), on_policy_objective)
+        exact = make_gradient(
+            replace(these, config=float32, routing_replay=False, comparison=None), on_policy_objective
+        )
         with jax.default_matmul_precision(EXACT):
             on_policy_rows = replace(rows, version_BT=None)  # old log-probs are the policy's own, and not interpolated
             wanted = exact(replace(state, params=to_float32(state.params)), on_policy_rows, True)[0]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig
-from gspax.config.term import Compare
+from gspax.config.term import Compare, Comparison
 from gspax.learner.objective import Outputs
 from gspax.losses.logprobs import logp_and_entropy, shift
 from gspax.model import transformer
@@ -60,7 +60,7 @@ class StepSettings:
     # 2507.18071).
     routing_replay: bool = False
     updates_per_rollout: int = 1  # for old log-probs that are interpolated
-    compare: Compare | None = None  # the logits of a teacher with the policy's
+    comparison: Comparison | None = None  # of the policy's logits with another model's
     bias_update_speed: float = 0.0  # `Optimizer.bias_update_speed`
 
 
@@ -75,12 +75,15 @@ class Inputs(NamedTuple):
     kept_BTK: Array | None = None  # log-probs and entropies are of the distribution over these tokens; None: over all
 
 
-class TeacherRows(NamedTuple):
-    """The teachers' heads and hidden states in a pass, for `StepSettings.compare`."""
+class OtherRows(NamedTuple):
+    """The heads and hidden states of other models in a pass, for `StepSettings.comparison`."""
 
-    heads: tuple[Params, ...] = ()  # the parameters that `transformer.head` reads, of each teacher
-    hidden_BTE: Array | None = None  # None: there is no teacher, and `compare` gets the policy's logits twice
-    number_BT: Array | None = None  # float32, of the token's teacher; None: there is one
+    heads: tuple[Params, ...] = ()  # the parameters that `transformer.head` reads, of each model
+    hidden_BTE: Array | None = None  # None: there is no other model, and `compare` gets the policy's logits twice
+    number_BT: Array | None = None  # float32, of the token's model; None: there is one
+
+
+NO_OTHERS = OtherRows()
 
 
 class Scoring(NamedTuple):
@@ -97,18 +100,18 @@ class Heads(NamedTuple):
 
     policy_DV: Array  # in the compute dtype, a constant
     summed_DV: Array  # float32; its gradient is the head's
-    teachers: tuple[Array, ...] = ()  # [E, V], constants; E may be less than that of the hidden states
+    others: tuple[Array, ...] = ()  # [E, V], constants; E may be less than that of the hidden states
 
 
 class Hidden(NamedTuple):
-    """The last hidden states, [..., D] and [..., E], and the indices of the teachers, [..., 1]."""
+    """The last hidden states, [..., D] and [..., E], and the indices of the other models, [..., 1]."""
 
     policy: Array
-    teacher: Array | None
+    other: Array | None
     number: Array | None
 
 
-def forward(params: Params, settings: StepSettings, rows: Inputs, teacher: TeacherRows | None = None) -> Outputs:
+def forward(params: Params, settings: StepSettings, rows: Inputs, others: OtherRows = NO_OTHERS) -> Outputs:
     """Compute log-probs, entropies, and routing of the rows under the policy; the first two are 0 outside the mask.
 
     Logits exist for one chunk of tokens at a time (`sizes.logit_chunk`) and are recomputed in the backward pass. With
@@ -127,12 +130,12 @@ def forward(params: Params, settings: StepSettings, rows: Inputs, teacher: Teach
         params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, forced_LBTA=forced_LBTA, mesh=mesh
     )
     chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
-    if teacher is not None:
-        teacher = teacher._replace(number_BT=pad_rows(teacher.number_BT, mesh))
-        chunk = math.ceil(chunk / (1 + len(teacher.heads)))  # the logits of as many models
+    others = others._replace(number_BT=pad_rows(others.number_BT, mesh))
+    chunk = math.ceil(chunk / (1 + len(others.heads)))  # the logits of as many models
     target_BT = Target(tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1), kept_BTK)
-    scoring = Scoring(settings.temperature, settings.compare, chunk, mask_BT is None)
-    scored = head_logp(params, hidden_BTD, target_BT, scoring, mesh, teacher or TeacherRows())
+    compare = None if settings.comparison is None else settings.comparison.function
+    scoring = Scoring(settings.temperature, compare, chunk, mask_BT is None)
+    scored = head_logp(params, hidden_BTD, target_BT, scoring, mesh, others)
     logp_BT, entropy_BT, compared = jax.tree.map(lambda x_BT: x_BT[:, :T], scored)
     routing = routing._replace(expert=routing.expert[:, :, :T], logits=routing.logits[:, :, :T])
     return Outputs(logp_BT, entropy_BT, routing, compared)
@@ -150,20 +153,20 @@ def head_logp(
     target_BT: Target,
     scoring: Scoring,
     mesh: jax.sharding.Mesh,
-    teacher: TeacherRows,
+    others: OtherRows,
 ) -> Scored:
     """Compute `losses.chunked_token_logp` with the model's head: float32 logp_BT and entropy_BT, and the comparisons.
 
     Args:
       hidden_BTD: from `transformer.apply`, in the compute dtype.
       mesh: rows and positions are sharded over it by `token_spec`, and must divide evenly.
-      teacher: rows and positions as in `hidden_BTD`.
+      others: rows and positions as in `hidden_BTD`.
     """
-    numbers, dtype = None if teacher.number_BT is None else teacher.number_BT[..., None], hidden_BTD.dtype
-    hidden_BT = Hidden(hidden_BTD, teacher.hidden_BTE, numbers)
+    numbers, dtype = None if others.number_BT is None else others.number_BT[..., None], hidden_BTD.dtype
+    hidden_BT = Hidden(hidden_BTD, others.hidden_BTE, numbers)
     if mesh.size == 1:
         head_DV = transformer.head(params)
-        heads = Heads(jax.lax.stop_gradient(head_DV).astype(dtype), head_DV.astype(jnp.float32), _heads(teacher))
+        heads = Heads(jax.lax.stop_gradient(head_DV).astype(dtype), head_DV.astype(jnp.float32), _heads(others))
         return shift(partial(_device_logp, scoring, heads, over=()), hidden_BT, target_BT)
     split = own_axes(mesh, "batch") + mesh_axes("time")
 
@@ -178,15 +181,15 @@ def head_logp(
     head_DV, hidden_BTD = jax.lax.optimization_barrier((transformer.head(params), hidden_BTD))
     copy = _copier(mesh, split)
     both = copy(jax.lax.stop_gradient(head_DV).astype(dtype)), copy(head_DV.astype(jnp.float32))
-    heads = Heads(*both, tuple(map(copy, _heads(teacher))))
+    heads = Heads(*both, tuple(map(copy, _heads(others))))
     return shift(partial(mapped, heads), hidden_BT._replace(policy=hidden_BTD), target_BT, keep_length=True)
 
 
-def _heads(teacher: TeacherRows) -> tuple[Array, ...]:
-    """Return the output projections of the teachers, in the dtype of their hidden states."""
-    if teacher.hidden_BTE is None:
+def _heads(others: OtherRows) -> tuple[Array, ...]:
+    """Return the output projections of the other models, in the dtype of their hidden states."""
+    if others.hidden_BTE is None:
         return ()
-    return tuple(transformer.head(params).astype(teacher.hidden_BTE.dtype) for params in teacher.heads)
+    return tuple(transformer.head(params).astype(others.hidden_BTE.dtype) for params in others.heads)
 
 
 def _device_logp(
@@ -235,15 +238,15 @@ def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, target_C: Targ
     logp_C, entropy_C = logp_and_entropy(logits_CV, target_C.token, scoring.temperature, target_C.kept)
     if scoring.compare is None:
         return logp_C, entropy_C, None
-    teacher_CV = logits_CV
-    if hidden_C.teacher is not None:
-        teacher_CV = jax.lax.stop_gradient(_teacher_logits(heads.teachers, hidden_C.teacher, hidden_C.number))
-    both_CV = logits_CV / scoring.temperature, teacher_CV / scoring.temperature
+    other_CV = logits_CV
+    if hidden_C.other is not None:
+        other_CV = jax.lax.stop_gradient(_other_logits(heads.others, hidden_C.other, hidden_C.number))
+    both_CV = logits_CV / scoring.temperature, other_CV / scoring.temperature
     return logp_C, entropy_C, scoring.compare(*both_CV, *target_C)
 
 
-def _teacher_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:
-    """Compute float32 logits of each token's teacher, [C, V]; with several teachers, the logits of all are computed."""
+def _other_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:
+    """Compute float32 logits of each token's other model, [C, V]; of several, the logits of all are computed."""
     with jax.named_scope("teacher_head"):
         logits = [
             jnp.matmul(hidden_CE[:, : len(head_EV)], head_EV, preferred_element_type=jnp.float32) for head_EV in heads

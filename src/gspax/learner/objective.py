@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
     logp_BT: Array  # float32  log-prob of the token; column 0 is 0
     entropy_BT: Array  # float32  of the distribution that the token was sampled from
     routing: Routing  # of the sparse layers
-    compared: PyTree = None  # with `Term.compare`, its result of each token: [B, T, ...]
+    compared: PyTree = None  # with `Term.comparison`, its result of each token: [B, T, ...]
 
 
 class Scores(NamedTuple):
@@ -56,7 +56,7 @@ class UpdateConstants(NamedTuple):
     adapted: Adapted  # `TrainState.adapted`
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
     updates: Array | int = 0  # int32: `TrainState.step`, for losses that take it
-    teacher_heads: tuple[Params, ...] = ()  # what `transformer.head` reads of each teacher whose logits are computed
+    other_heads: tuple[Params, ...] = ()  # what `transformer.head` reads of each other model whose logits are computed
 
 
 class RoutingSettings(NamedTuple):

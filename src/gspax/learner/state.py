@@ -8,7 +8,7 @@ reference policy has. With adapters the checkpoints leave out what is frozen.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax import unstable
-from gspax.config import Lora, ModelConfig, Teacher, earlier_policy
+from gspax.config import Lora, ModelConfig, Term, trained_dtype
 from gspax.errors import UserError
 from gspax.hf.parameters import named_shapes, read_params
 from gspax.hf.peft import read_adapters
@@ -176,7 +176,7 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     lora: Lora | None = None,
-    teacher: Teacher | None = None,
+    terms: Sequence[Term] = (),
 ) -> TrainState:
     """Return `ShapeDtypeStruct`s of the state: parameters and moments sharded by the table, the rest replicated.
 
@@ -193,39 +193,42 @@ def abstract_state(
     )
     rest = replace(state, params=None, opt_state=None)
     placed = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), rest)
-    return replace(placed, params=params, opt_state=moments, teacher=abstract_teacher(params, teacher))
+    return replace(
+        placed, params=params, opt_state=moments, teacher=abstract_kept(params, trained_dtype(config, lora), terms)
+    )
 
 
-def abstract_teacher(params: Params, teacher: Teacher | None) -> Params:
-    """Return `ShapeDtypeStruct`s of a teacher that is an earlier policy; None without one.
+def abstract_kept(params: Params, trained_dtype: str, terms: Sequence[Term]) -> Params:
+    """Return `ShapeDtypeStruct`s of the parameters of an earlier policy that a term keeps in the state; None if none.
 
     A moving average is in float32: in bfloat16 most of its steps would be lost.
     """
-    if (own := earlier_policy(teacher)) is None:
+    kept = [each for term in terms for each in term.held(trained_dtype) if each.in_state]
+    if not kept:
         return None
-    trained = partition(params)[0]
-    if own.refresh_share == 1:
-        return trained
-    return jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), trained)
+    trained, dtype = partition(params)[0], kept[0].dtype
+    return (
+        trained if dtype == trained_dtype else jax.tree.map(lambda leaf: leaf.update(dtype=jnp.dtype(dtype)), trained)
+    )
 
 
-def start_teacher(state: TrainState, wanted: Params) -> TrainState:
-    """Copy the state's trained parameters to its teacher, in the dtypes of `wanted`."""
+def start_kept(state: TrainState, wanted: Params) -> TrainState:
+    """Copy the state's trained parameters to those that a term keeps, in the dtypes of `wanted`."""
     copy = jax.tree.map(lambda leaf, like: jnp.copy(leaf).astype(like.dtype), partition(state.params)[0], wanted)
     return replace(state, teacher=copy)
 
 
-def refresh_teacher(state: TrainState, share: float) -> TrainState:
-    """Move the state's teacher by `share` of the way to its trained parameters; 1: make them equal."""
+def refresh_kept(state: TrainState, share: float) -> TrainState:
+    """Move the parameters that a term keeps by `share` of the way to the trained ones; 1: make them equal."""
     trained = partition(state.params)[0]
     if share == 1:
-        return start_teacher(state, state.teacher)
+        return start_kept(state, state.teacher)
     return replace(state, teacher=_move(state.teacher, trained, share))
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=2)
-def _move(teacher: Params, trained: Params, share: float) -> Params:
-    return jax.tree.map(lambda old, new: old + share * (new.astype(old.dtype) - old), teacher, trained)
+def _move(kept: Params, trained: Params, share: float) -> Params:
+    return jax.tree.map(lambda old, new: old + share * (new.astype(old.dtype) - old), kept, trained)
 
 
 def _shardings(tree: PyTree) -> PyTree:
@@ -360,9 +363,9 @@ def restore_state(
     mesh: jax.sharding.Mesh,
     *,
     lora: Lora | None = None,
-    teacher: Teacher | None = None,
+    terms: Sequence[Term] = (),
     step: int | None = None,
 ) -> TrainState:
     """Restore the whole state of a checkpoint (default: the newest). UserError if none can be read."""
-    state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora, teacher)), step)
+    state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora, terms)), step)
     return replace(state, params=_with_frozen(run, state.params, model, lora, mesh))

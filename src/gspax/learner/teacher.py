@@ -22,13 +22,12 @@ from gspax.learner.forward import Inputs, StepSettings, forward, pad_rows
 from gspax.learner.state import abstract_params, load_model
 from gspax.learner.train_step import count_held, run_microbatches
 from gspax.model import transformer
-from gspax.model.low_rank import combine, partition
 from gspax.model.terms.teacher import TeacherTerm
 from gspax.model.transformer import head_params
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
 from gspax.run import interrupt
-from gspax.types import Array, Batch, Params, PyTree, TrainState, named_leaves
+from gspax.types import Array, Batch, Params, PyTree, named_leaves
 
 # (the teacher's parameters, tokens_BT, segment_BT, mask_BT, prefix_BT) -> `teacher_logp_BT` or `teacher_hidden_BTE`
 Teach = Callable[[Params, Array, Array, Array, Array | None], Array]
@@ -37,24 +36,23 @@ ODD = 2654435761  # a multiplier that spreads positions over 32 bits (Knuth)
 
 
 class Teachers(NamedTuple):
-    """The teachers' checkpoints, in the order of `config.teacher_models`."""
+    """The teachers' checkpoints, in the order of `config.teacher_models`; none for an earlier policy."""
 
-    params: tuple[Params, ...]
-    heads: tuple[Params, ...]  # what `transformer.head` reads; none if updates compare no logits
+    params: tuple[Params, ...] = ()
+    heads: tuple[Params, ...] = ()  # what `transformer.head` reads; none if updates compare no logits
+    identity: str = ""  # a fingerprint of all
 
 
-def load_teachers(
-    teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
-) -> tuple[Teachers | None, str]:
-    """Load the teachers, with a fingerprint of all; None for an earlier policy. UserError as for `load_teacher`."""
+def load_teachers(teacher: Teacher, policy: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Teachers:
+    """Load the teachers. UserError as for `load_teacher`."""
     params, heads, prints = [], [], []
     for published, held in zip(teacher_models(teacher), held_teachers(teacher, policy), strict=True):
         own = load_teacher(published, held, mesh, tokenizer)
         prints.append(fingerprint(own))
-        if teacher is not None and TeacherTerm(settings=teacher).compare is not None:
+        if TeacherTerm(settings=teacher).comparison is not None:
             heads.append(head_params(own))
         params.append(own)
-    return (Teachers(tuple(params), tuple(heads)) if params else None), "+".join(prints)
+    return Teachers(tuple(params), tuple(heads), "+".join(prints))
 
 
 def load_teacher(model: ModelConfig, held: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Params:
@@ -75,11 +73,6 @@ def _cut(leaf: Array, wanted: jax.ShapeDtypeStruct) -> Array:
         return leaf
     size = wanted.shape
     return jax.jit(lambda x: x[tuple(map(slice, size))], out_shardings=wanted.sharding)(leaf)
-
-
-def own_teacher(state: TrainState) -> Params:
-    """Return the parameters of a teacher that is an earlier policy."""
-    return combine(state.teacher, partition(state.params)[1])
 
 
 def fingerprint(params: Params) -> str:
@@ -105,7 +98,7 @@ def _weighted_sums(params: Params) -> dict[str, Array]:
 
 
 def make_passes(
-    teacher: Teacher | None,
+    teacher: Teacher,
     policy: ModelConfig,
     settings: StepSettings,
     *,
@@ -118,7 +111,7 @@ def make_passes(
       policy: the policy's model, which a teacher that is an earlier policy shares.
       settings: the update's settings.
     """
-    if teacher is None or teacher.score is not None:
+    if teacher.score is not None:
         return ()
     shape = teacher_row_shape(teacher, sampling, schedule, batch_shards(settings.mesh))
     if shape is not None:
@@ -129,8 +122,8 @@ def make_passes(
 
 def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
     """Make a jitted `Teach`: log-probs of the sampled tokens, or last hidden states if updates compare logits."""
-    compares = settings.compare is not None
-    own = replace(settings, config=model, routing_replay=False, compare=None)
+    compares = settings.comparison is not None
+    own = replace(settings, config=model, routing_replay=False, comparison=None)
 
     def last_hidden(
         params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None, mask_BT: Array

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,10 @@ from jax.sharding import PartitionSpec
 
 from gspax import losses, unstable
 from gspax.config import AdaptiveEntropy, Guard, expert_id_dtype, has_experts
+from gspax.config.term import Comparison
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
-from gspax.learner.forward import Inputs, StepSettings, TeacherRows, forward
+from gspax.learner.forward import NO_OTHERS, Inputs, OtherRows, StepSettings, forward
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.objective import Objective, Scores, UpdateConstants, router_logp
 from gspax.learner.optimizer import balancing_steps, update_if
@@ -46,7 +47,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
 Update = Callable[..., tuple[TrainState, Scalars, Scores]]  # see `make_update`
 Score = Callable[..., Scores]  # see `make_score`
 
-# (state, batch, on_policy, teacher_heads) -> the gradient of the loss, the loss's terms of every row, the scores
+# (state, batch, on_policy, other_heads) -> the gradient of the loss, the loss's terms of every row, the scores
 Gradient = Callable[..., tuple[Params, losses.Terms, Scores]]
 
 NO_LIMITS = Guard()
@@ -70,10 +71,10 @@ def make_update(
     guard: Guard = NO_LIMITS,
     adaptive_entropy: AdaptiveEntropy | None = None,
 ) -> Update:
-    """Make a pure, jitted `(state, batch, on_policy, teacher_heads) -> (state, metrics, scores)`; the state is donated.
+    """Make a pure, jitted `(state, batch, on_policy, other_heads) -> (state, metrics, scores)`; the state is donated.
 
-    `teacher_heads` has the parameters that `transformer.head` reads, of each teacher whose logits `settings.compare`
-    takes.
+    `other_heads` has the parameters that `transformer.head` reads, of each other model whose logits
+    `settings.comparison` takes.
 
     With `on_policy` the batch's old log-probs are not read: the old log-probs are the policy's own before the update,
     without a gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the
@@ -118,9 +119,9 @@ def _update(
     exchanges = has_experts(settings.config) and exchanges_rows(settings.mesh)
 
     def update(
-        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_heads: tuple[Params, ...] | None = None
+        state: TrainState, batch: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] | None = None
     ) -> tuple[TrainState, Scalars, Scores]:
-        grads, terms, scores = gradient(state, batch, on_policy, teacher_heads)
+        grads, terms, scores = gradient(state, batch, on_policy, other_heads)
         trained, frozen = partition(state.params)
         value, metrics = losses.reduce(terms)
         grad_norm = optax.tree.norm(grads)
@@ -182,7 +183,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         def loss_sum(trained: Params, part: Batch) -> tuple[Array, PyTree]:
             expert_BLTA = known(part, "expert_BLTA") if settings.routing_replay else None
             rows = Inputs(part.tokens_BT, part.segment_BT, part.mask_BT, expert_BLTA, part.prefix_BT, part.kept_BTK)
-            outputs = forward(combine(trained, frozen), on_mesh, rows, _of_teacher(settings, part, constants))
+            outputs = forward(combine(trained, frozen), on_mesh, rows, _others(settings, part, constants))
             with jax.named_scope("loss"):
                 if part.version_BT is not None:
                     part = interpolate_old_logp(part, outputs.logp_BT, constants.updates, settings.updates_per_rollout)
@@ -200,9 +201,9 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         return run_microbatches(of_microbatch, batch, microbatch_rows // replicas, count)
 
     def gradient(
-        state: TrainState, batch: Batch, on_policy: bool | Array, teacher_heads: tuple[Params, ...] | None = None
+        state: TrainState, batch: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] | None = None
     ) -> tuple[Params, losses.Terms, Scores]:
-        load_LE, head = _response_load(batch, config.num_experts), teacher_heads or _own_head(settings, state)
+        load_LE, head = _response_load(batch, config.num_experts), other_heads or _kept_head(settings, state)
         constants = UpdateConstants(state.adapted, load_LE, state.step, head)
         shared = state.params, constants, on_policy, count_held(settings, batch.segment_BT)
         (grads, (count_LE, fallbacks)), (terms, scores) = sum_over_replicas(of_replica, batch, *shared, mesh=mesh)
@@ -224,18 +225,16 @@ def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, upd
     return replace(batch, old_logp_BT=interpolated_logp(logp_BT, sampler_logp_BT, age_BT, progress))
 
 
-def _own_head(settings: StepSettings, state: TrainState) -> tuple[Params, ...]:
-    """Return the head of a teacher that is an earlier policy, if updates compare its logits."""
-    if settings.compare is None:
-        return ()
-    return (head_params(combine(state.teacher, partition(state.params)[1])),)
+def _kept_head(settings: StepSettings, state: TrainState) -> tuple[Params, ...]:
+    """Return the head of another model that the state holds, if updates compare its logits."""
+    return () if settings.comparison is None else (head_params(settings.comparison.kept(state)),)
 
 
-def _of_teacher(settings: StepSettings, part: Batch, constants: UpdateConstants) -> TeacherRows | None:
-    """Return the teachers' heads and hidden states for the pass; None if no teacher's logits are compared."""
-    if settings.compare is None:
-        return None
-    return TeacherRows(constants.teacher_heads, known(part, "teacher_hidden_BTE"), part.teacher_BT)
+def _others(settings: StepSettings, part: Batch, constants: UpdateConstants) -> OtherRows:
+    """Return the heads and hidden states of the other models whose logits are compared."""
+    if settings.comparison is None:
+        return NO_OTHERS
+    return OtherRows(constants.other_heads, *settings.comparison.hidden(part))
 
 
 def make_score(
@@ -251,7 +250,7 @@ def make_score(
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
     It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
-    settings = replace(settings, compare=_own_score_norm if norms else None)
+    settings = replace(settings, comparison=OWN_NORM if norms else None)
 
     @partial(jax.jit, compiler_options=unstable.light_compilation(settings.mesh))
     def score(
@@ -285,6 +284,13 @@ def make_score(
 
 def _own_score_norm(logits_CV: Array, _: Array, token_C: Array, kept_CS: Array | None) -> Array:
     return losses.score_norm(logits_CV, token_C, kept_CS)
+
+
+def _no_other(_: object) -> NoReturn:
+    raise ValueError("wanted another model's rows, but the policy's logits are compared with themselves")
+
+
+OWN_NORM = Comparison(_own_score_norm, _no_other, _no_other)
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

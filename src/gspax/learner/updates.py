@@ -24,7 +24,6 @@ from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, ma
 from gspax.learner.minibatches import Select, make_select
 from gspax.learner.objective import RoutingSettings, Scores, make_objective
 from gspax.learner.state import applied_updates
-from gspax.learner.teacher import Teach, Teachers, make_passes
 from gspax.learner.train_step import (
     Gradient,
     Score,
@@ -41,7 +40,7 @@ from gspax.losses.traits import traits_of
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
-from gspax.types import Adapted, Array, Batch, PyTree, TrainState
+from gspax.types import Adapted, Array, Batch, Params, PyTree, TrainState
 
 WIDEST = 1.0  # a lower bound of 0: clips nothing
 RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
@@ -57,18 +56,18 @@ class Steps(NamedTuple):
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
     measure: Measure | None = None  # with `Experiment.diagnostics`
     select: Select | None = None  # with `Term.selections`
-    teach: tuple[Teach, ...] = ()  # of each teacher
+    settings: StepSettings | None = None  # that they share
 
 
-def bind_teachers(steps: Steps, teachers: Teachers | None) -> Steps:
-    """Bind the teachers' heads to the update and the diagnostics."""
-    if teachers is None:
+def bind_heads(steps: Steps, heads: tuple[Params, ...]) -> Steps:
+    """Bind the heads of other models, whose logits updates compare, to the update and the diagnostics."""
+    if not heads:
         return steps
 
     def update(state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
-        return steps.update(state, batch, on_policy, teachers.heads)
+        return steps.update(state, batch, on_policy, heads)
 
-    measure = None if steps.measure is None else partial(steps.measure, teacher_heads=teachers.heads)
+    measure = None if steps.measure is None else partial(steps.measure, other_heads=heads)
     return steps._replace(update=update, measure=measure)
 
 
@@ -80,7 +79,7 @@ def make_steps(
     worst_case: bool = False,
 ) -> Steps:
     """Compile the functions of an experiment, all with the same `StepSettings`."""
-    sampling, schedule, model, teacher = experiment.sampling, experiment.schedule, experiment.model, experiment.teacher
+    sampling, schedule, model = experiment.sampling, experiment.schedule, experiment.model
     passes = Passes(experiment)
     settings = StepSettings(
         config=model,
@@ -91,7 +90,7 @@ def make_steps(
         worst_case=worst_case,
         routing_replay=experiment.routing_replay != "off",
         updates_per_rollout=updates_per_step(schedule) if passes.old_logp == "update" else 1,
-        compare=passes.compare,
+        comparison=passes.comparison,
         bias_update_speed=experiment.optimizer.bias_update_speed,
     )
     objective = make_objective(
@@ -114,7 +113,7 @@ def make_steps(
         passes.scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
         make_select(passes, mesh) if passes.selections else None,
-        make_passes(teacher, model, settings, sampling=sampling, schedule=schedule),
+        settings,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from gspax.config import Experiment, Placement
 from gspax.config.functions import takes_score_norms
 from gspax.config.protocols import Selection
-from gspax.config.term import Compare, Term
+from gspax.config.term import Comparison, Term
 from gspax.losses.traits import traits_of
 from gspax.model.terms import MAKERS
 
@@ -97,9 +97,9 @@ class Passes:
         return {column: function for term in self.terms for column, function in term.selections.items()}
 
     @property
-    def compare(self) -> Compare | None:
+    def comparison(self) -> Comparison | None:
         """What updates compute of the policy's logits and another model's."""
-        return next((term.compare for term in self.terms if term.compare is not None), None)
+        return next((term.comparison for term in self.terms if term.comparison is not None), None)
 
     @property
     def first_policy(self) -> bool:

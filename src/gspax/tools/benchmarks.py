@@ -19,9 +19,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from gspax.config import earlier_policy
-from gspax.learner.state import abstract_policy, abstract_teacher, add_adapters, init_state, start_teacher
-from gspax.learner.teacher import load_teachers
+from gspax.config import trained_dtype
+from gspax.learner.state import abstract_kept, abstract_policy, add_adapters, init_state, start_kept
 from gspax.model.low_rank import partition
 from gspax.model.passes import Passes
 from gspax.model.sizes import forward_flops
@@ -29,6 +28,7 @@ from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
 from gspax.run.compilation import count_compilations
 from gspax.training.in_flight import InFlight
+from gspax.training.opening import open_terms
 from gspax.training.step import run_step
 
 PHASES = ("rollout", "old_logp", "train", "step")
@@ -140,21 +140,21 @@ def measure_steps(runtime: Runtime, trace: Path | None, number: int) -> Measured
         if experiment.lora is not None:
             state = add_adapters(state, experiment.model, experiment.lora, runtime.optimizer, runtime.mesh)
         first = jax.tree.map(jnp.copy, partition(state.params)[0]) if Passes(experiment).first_policy else None
-        teachers, _ = load_teachers(experiment.teacher, experiment.model, runtime.mesh, experiment.tokenizer)
-        if earlier_policy(experiment.teacher) is not None:
-            policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
-            state = start_teacher(state, abstract_teacher(policy, experiment.teacher))
+        opened, terms = open_terms(runtime), Passes(experiment).terms
+        policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
+        if (kept := abstract_kept(policy, trained_dtype(experiment.model, experiment.lora), terms)) is not None:
+            state = start_kept(state, kept)
         in_flight = InFlight(Skipped(experiment.sampling.max_failed))
-        state = run_step(runtime, state, first, in_flight, teachers).state
+        state = run_step(runtime, state, first, in_flight, opened).state
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
         for _ in range(number):
-            result = run_step(runtime, state, first, in_flight, teachers)
+            result = run_step(runtime, state, first, in_flight, opened)
             state = result.state
             metrics.append(result.metrics)
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
-                run_step(runtime, state, first, in_flight, teachers)
+                run_step(runtime, state, first, in_flight, opened)
     return MeasuredSteps(metrics, *first_step, peak_memory_bytes=peak_memory())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,17 +36,17 @@ def execute(options: argparse.Namespace) -> int:
     import optax
 
     from gspax import losses
-    from gspax.config import teacher_models
     from gspax.experiment.description import describe, difference, resumable
     from gspax.learner.state import restore_state
-    from gspax.learner.teacher import load_teachers
     from gspax.learner.train_step import is_healthy, largest_ratio
+    from gspax.model.terms import terms_of
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
     from gspax.rollout.runtime import make_runtime
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
     from gspax.training import run_guard
+    from gspax.training.opening import heads_of, open_terms
 
     about, batch = run_guard.read_about(options.dump), run_guard.read_minibatch(options.dump)
     experiment = load_experiment(options, about["experiment"])
@@ -57,13 +56,12 @@ def execute(options: argparse.Namespace) -> int:
     runtime = make_runtime(experiment)
     mesh, run = runtime.mesh, RunDir(options.dump.parent.parent)
     with Checkpoints(options.dump / run_guard.STATE, mesh=mesh) as checkpoints:
-        lora, teacher = experiment.lora, experiment.teacher
-        state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, teacher=teacher)
-    rows, (teachers, _) = batch, load_teachers(teacher, experiment.model, mesh, experiment.tokenizer)
-    if rows.teacher_hidden_BTE is not None:
-        (dtype,) = {model.dtype for model in teacher_models(teacher) or (experiment.model,)}
-        rows = replace(rows, teacher_hidden_BTE=rows.teacher_hidden_BTE.astype(dtype))
-    gradient, heads = jax.jit(runtime.steps.gradient), None if teachers is None else teachers.heads
+        lora, terms = experiment.lora, terms_of(experiment)
+        state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, terms=terms)
+    opened, rows = open_terms(runtime), batch
+    for term in opened:
+        rows = term.as_read(rows)
+    gradient, heads = jax.jit(runtime.steps.gradient), heads_of(opened) or None
     grads, terms, _ = gradient(state, multihost.to_devices(rows, named_sharding(mesh, "batch")), False, heads)
     loss, metrics = losses.reduce(terms)
     norm = optax.tree.norm(grads)

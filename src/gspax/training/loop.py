@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jax
 
-from gspax.config import Experiment, teacher_models
-from gspax.errors import DivergedError, UserError
+from gspax.config import Experiment, trained_dtype
+from gspax.errors import DivergedError
 from gspax.evaluation.benchmark import count_heldout
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment import plan
@@ -18,16 +18,15 @@ from gspax.experiment.description import describe
 from gspax.experiment.origin import find_origin
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner.state import (
+    abstract_kept,
     abstract_policy,
-    abstract_teacher,
     first_state,
     load_first,
     restore_state,
     save_first,
-    start_teacher,
+    start_kept,
     with_new_moments,
 )
-from gspax.learner.teacher import Teachers, load_teachers
 from gspax.learner.updates import first_adapted, noise_warnings
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
@@ -46,6 +45,7 @@ from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
 from gspax.run.trackers import Trackers
 from gspax.training.in_flight import InFlight
+from gspax.training.opening import identities, open_terms
 from gspax.training.run_guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
@@ -113,7 +113,8 @@ def train_from_newest(
     extra = read_extra(checkpoints, done) if done else {}
     guard = RunGuard(experiment, run, runtime.mesh, Watch(**extra.get("watch", {})))
     in_flight.earlier.load(extra)
-    teachers, identity = load_same_teachers(runtime, checkpoints, done)
+    opened = open_terms(runtime)
+    identity = identities(opened, extra, done)
 
     def save(is_last: bool) -> None:
         watch, earlier = asdict(guard.watch), in_flight.earlier.dump()
@@ -132,7 +133,7 @@ def train_from_newest(
         first = load_first(run, state, *others) if Passes(experiment).first_policy else None
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
-                result = run_step(runtime, state, first, in_flight, teachers)
+                result = run_step(runtime, state, first, in_flight, opened)
             state, done = result.state, done + 1
             alarm_metrics, problem = guard.after_step(done, result)
             traffic = {**recorder.measure_traffic(), **take_traffic(checkpoints)}
@@ -169,24 +170,6 @@ def longest_phases(recorder: Recorder) -> dict[str, float]:
     return {phase: recorder.largest(f"time/{lap}") for phase, lap in laps.items()}
 
 
-def load_same_teachers(runtime: Runtime, checkpoints: Checkpoints, done: int) -> tuple[Teachers | None, dict[str, str]]:
-    """Load the teachers and the entry that records their fingerprint in checkpoints; (None, {}) without a teacher.
-
-    UserError if their parameters differ from the ones that the run was trained with up to step `done`.
-    """
-    experiment = runtime.experiment
-    teachers, identity = load_teachers(experiment.teacher, experiment.model, runtime.mesh, experiment.tokenizer)
-    if teachers is None:
-        return None, {}
-    if done and identity != (recorded := read_extra(checkpoints, done).get("teacher")):
-        paths = ", ".join(model.checkpoint for model in teacher_models(experiment.teacher))
-        raise UserError(
-            f"teacher.model: wanted the parameters that the run was trained with (fingerprint {recorded}), got others "
-            f"({identity}) from {paths}"
-        )
-    return teachers, {"teacher": identity}
-
-
 def describe_unsaved(checkpoints: Path) -> str:
     """Return a phrase that names the work lost if the run ends at once."""
     finished = finished_steps(checkpoints)
@@ -199,7 +182,7 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
     model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
     if (newest := checkpoints.latest()) is not None:
         progress.say(f"{'already at' if newest >= last else 'continuing from'} step {newest} of {last}")
-        return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, teacher=experiment.teacher)
+        return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, terms=Passes(experiment).terms)
     progress.say(f"starting from {model.checkpoint or 'random parameters'}")
     if experiment.warm_start is None:
         state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
@@ -207,8 +190,9 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
         state = with_new_moments(warm_start(experiment, run, mesh, skipped), model, lora, optimizer, mesh)
     if Passes(experiment).first_policy:
         save_first(run, state, lora, mesh)
-    if (wanted := abstract_teacher(abstract_policy(model, lora, mesh), experiment.teacher)) is not None:
-        state = start_teacher(state, wanted)
+    kept = abstract_kept(abstract_policy(model, lora, mesh), trained_dtype(model, lora), Passes(experiment).terms)
+    if kept is not None:
+        state = start_kept(state, kept)
     adapted = first_adapted(experiment.calibration, experiment.regularizers)
     return replace(state, adapted=multihost.to_devices(adapted, named_sharding(mesh)))
 

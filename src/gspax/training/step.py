@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspax.config import ModelConfig, Teacher, earlier_policy, row_shape, updates_per_step
+from gspax.config import ModelConfig, row_shape, updates_per_step
 from gspax.learner import minibatches
 from gspax.learner.diagnostics import diagnostic_metrics
 from gspax.learner.metrics import (
@@ -28,9 +28,8 @@ from gspax.learner.metrics import (
 from gspax.learner.minibatches import Layout
 from gspax.learner.objective import Scores
 from gspax.learner.optimizer import learning_rate
-from gspax.learner.state import applied_updates, count_updates, refresh_teacher
-from gspax.learner.teacher import Teachers
-from gspax.learner.updates import Updated, bind_teachers, run_updates
+from gspax.learner.state import applied_updates, count_updates
+from gspax.learner.updates import Updated, bind_heads, run_updates
 from gspax.model.low_rank import combine, partition
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
@@ -50,7 +49,7 @@ from gspax.rollout.grading import (
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
-from gspax.training.teaching import teach
+from gspax.training.opening import Opened, heads_of
 from gspax.types import Batch, Params, Rollout, Stream, TrainState
 
 
@@ -65,12 +64,12 @@ class StepResult(NamedTuple):
 
 
 def run_step(
-    runtime: Runtime, state: TrainState, first: Params | None, in_flight: InFlight, teachers: Teachers | None = None
+    runtime: Runtime, state: TrainState, first: Params | None, in_flight: InFlight, opened: Sequence[Opened] = ()
 ) -> StepResult:
     """Sample one rollout, grade it, and update the policy with it.
 
     Args:
-      first, teachers: from `load_first` and `load_teachers`.
+      first, opened: from `load_first` and `open_terms`.
       in_flight: the rollouts that the sampler works on; updated to those after this step.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
@@ -90,14 +89,14 @@ def run_step(
         clock.lap("refill")
 
     progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-    batches, scores, layouts = prepare_minibatches(runtime, state, first, teachers, graded)
+    batches, scores, layouts = prepare_minibatches(runtime, state, first, opened, graded)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
     progress.phase("updating")  # advantages compare the completions of a prompt; then an update per minibatch
     batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, scores, layouts)
     batches = select_tokens(runtime, state, batches, scores)
-    steps = bind_teachers(runtime.steps, teachers)
+    steps = bind_heads(runtime.steps, heads_of(opened))
     updated = run_updates(
         steps,
         state,
@@ -108,7 +107,9 @@ def run_step(
         calibration=experiment.calibration,
         measure=steps.measure if is_measured(runtime, trained) else None,
     )
-    state = refresh_if_due(experiment.teacher, updated.state, trained + 1)
+    state = updated.state
+    for term in opened:
+        state = term.after_step(state, trained + 1)
     state = replace(state, position=state.position + graded.prompts)
     jax.block_until_ready(state)
     in_flight.earlier.keep(graded.rollout, experiment.sampling.group)  # not before: a step may be begun again
@@ -124,14 +125,6 @@ def run_step(
     }
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
-
-
-def refresh_if_due(teacher: Teacher | None, state: TrainState, done: int) -> TrainState:
-    """Move the state's teacher to the policy if that is due after `done` steps."""
-    own = earlier_policy(teacher)
-    if own is None or not own.refresh_every or done % own.refresh_every:
-        return state
-    return refresh_teacher(state, own.refresh_share)
 
 
 def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
@@ -183,9 +176,9 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
 
 
 def prepare_minibatches(
-    runtime: Runtime, state: TrainState, first: Params | None, teachers: Teachers | None, graded: GradedBatch
+    runtime: Runtime, state: TrainState, first: Params | None, opened: Sequence[Opened], graded: GradedBatch
 ) -> tuple[list[Batch], list[Scores | None], list[Layout]]:
-    """Split a rollout into minibatches, and compute what the old policy, the first one, and teachers say of them.
+    """Split a rollout into minibatches, and compute what the old policy, the first one, and opened terms say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
     demands it, they are the sampler's; with "interpolated" each update replaces these by its own. `Steps.scored` are
@@ -208,7 +201,9 @@ def prepare_minibatches(
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
     batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, first, batches, which)
     jax.block_until_ready(batches)
-    return teach(runtime, state, teachers, graded, batches, layouts), scores, layouts
+    for term in opened:
+        batches = term.fill(runtime, state, graded, batches, layouts)
+    return batches, scores, layouts
 
 
 def assign_advantages(

@@ -10,7 +10,7 @@ from typing import cast
 import jax
 import numpy as np
 
-from gspax.config import Teacher, teacher_models, teacher_row_shape
+from gspax.config import Teacher, earlier_policy, teacher_models, teacher_row_shape
 from gspax.config.protocols import Problem, TeacherPrompt, TeacherScore, Tokenizer
 from gspax.data.tokenizer import check_ids
 from gspax.errors import FailureError, UserError, describe_error
@@ -23,45 +23,86 @@ from gspax.learner.lessons import (
     with_prompts,
 )
 from gspax.learner.minibatches import Layout
-from gspax.learner.teacher import Teachers, fill_teacher, own_teacher
+from gspax.learner.state import refresh_kept
+from gspax.learner.teacher import fill_teacher, load_teachers, make_passes
+from gspax.model.terms.teacher import TeacherTerm, earlier_parameters
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Completion
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
-from gspax.types import Batch, TrainState
+from gspax.types import Batch, Params, TrainState
 
 
-def teach(
-    runtime: Runtime,
-    state: TrainState,
-    teachers: Teachers | None,
-    graded: GradedBatch,
-    batches: list[Batch],
-    layouts: Sequence[Layout],
-) -> list[Batch]:
-    """Fill the minibatches with the teacher arrays that their updates read. Collective.
+class Teaching:
+    """The teachers of a run: their parameters, their passes, and the columns that these fill (`training.opening`)."""
 
-    Args:
-      teachers: from `load_teachers`; None if the teacher is an earlier policy.
-    """
-    experiment, teacher, mesh = runtime.experiment, runtime.experiment.teacher, runtime.mesh
-    if teacher is None:
-        return batches
-    if teacher.score is not None:
-        return ask_teacher(teacher.score, prepare_lessons(runtime, teacher, graded), batches, layouts)
-    passes, params = runtime.steps.teach, (own_teacher(state),) if teachers is None else teachers.params
-    shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
-    if shape is None:
-        return fill_teacher(passes[0], params[0], batches)
-    lessons = prepare_lessons(runtime, teacher, graded)
-    number_N = number_responses(teacher, graded.problems, experiment.sampling.group)
-    width = max(model.hidden_size for model in teacher_models(teacher) or (experiment.model,))
-    for number, (read, own) in enumerate(zip(passes, params, strict=True)):
-        places = list(zip(batches, layouts, strict=True))
-        batches = read_lessons(read, own, lessons, number_N == number, places, shape=shape, width=width, mesh=mesh)
-    compares = any(batch.teacher_hidden_BTE is not None for batch in batches)
-    return number_tokens(batches, layouts, number_N) if compares and len(passes) > 1 else batches
+    def __init__(self, term: TeacherTerm, runtime: Runtime) -> None:
+        """Load the teachers. UserError if one cannot be read."""
+        experiment, shared = runtime.experiment, runtime.steps.settings
+        assert shared is not None
+        self.settings = term.settings
+        (self.dtype, *_) = (model.dtype for model in teacher_models(term.settings) or (experiment.model,))
+        self.teachers = load_teachers(term.settings, experiment.model, runtime.mesh, experiment.tokenizer)
+        self.passes = make_passes(
+            term.settings, experiment.model, shared, sampling=experiment.sampling, schedule=experiment.schedule
+        )
+
+    @property
+    def heads(self) -> tuple[Params, ...]:
+        """The heads of the teachers whose logits updates compare."""
+        return self.teachers.heads
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """A fingerprint of the teachers' parameters; none of an earlier policy."""
+        return {"teacher": self.teachers.identity} if self.teachers.identity else {}
+
+    def describe_change(self, recorded: object) -> str:
+        """Say in one sentence that the parameters are not those that the run was trained with."""
+        paths = ", ".join(model.checkpoint for model in teacher_models(self.settings))
+        return (
+            f"teacher.model: wanted the parameters that the run was trained with (fingerprint {recorded}), got others "
+            f"({self.teachers.identity}) from {paths}"
+        )
+
+    def fill(
+        self,
+        runtime: Runtime,
+        state: TrainState,
+        graded: GradedBatch,
+        batches: list[Batch],
+        layouts: Sequence[Layout],
+    ) -> list[Batch]:
+        """Fill the minibatches with the teacher arrays that their updates read. Collective."""
+        experiment, teacher, mesh = runtime.experiment, self.settings, runtime.mesh
+        if teacher.score is not None:
+            return ask_teacher(teacher.score, prepare_lessons(runtime, teacher, graded), batches, layouts)
+        params = self.teachers.params or (earlier_parameters(state),)
+        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
+        if shape is None:
+            return fill_teacher(self.passes[0], params[0], batches)
+        lessons = prepare_lessons(runtime, teacher, graded)
+        number_N = number_responses(teacher, graded.problems, experiment.sampling.group)
+        width = max(model.hidden_size for model in teacher_models(teacher) or (experiment.model,))
+        for number, (read, own) in enumerate(zip(self.passes, params, strict=True)):
+            places = list(zip(batches, layouts, strict=True))
+            batches = read_lessons(read, own, lessons, number_N == number, places, shape=shape, width=width, mesh=mesh)
+        compares = any(batch.teacher_hidden_BTE is not None for batch in batches)
+        return number_tokens(batches, layouts, number_N) if compares and len(self.passes) > 1 else batches
+
+    def as_read(self, batch: Batch) -> Batch:
+        """Return a minibatch that was read from a dump, with hidden states in the teachers' dtype."""
+        if batch.teacher_hidden_BTE is None:
+            return batch
+        return replace(batch, teacher_hidden_BTE=batch.teacher_hidden_BTE.astype(self.dtype))
+
+    def after_step(self, state: TrainState, done: int) -> TrainState:
+        """Return the state after `done` steps, with its teacher moved to the policy if that is due."""
+        own = earlier_policy(self.settings)
+        if own is None or not own.refresh_every or done % own.refresh_every:
+            return state
+        return refresh_kept(state, own.refresh_share)
 
 
 def ask_teacher(

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from gspax import losses
 from gspax.config import Teacher, earlier_policy, filters_in_use
 from gspax.config.protocols import Divergence
-from gspax.config.term import Compare, Held, Term
+from gspax.config.term import Comparison, Held, Term
 from gspax.losses import distill
 from gspax.losses.kl import k3
 from gspax.losses.terms import mean_over
+from gspax.model.low_rank import combine, partition
 from gspax.model.terms.rules import stale_problems
-from gspax.types import Array, Batch, PyTree, known, segment_ids
+from gspax.types import Array, Batch, Params, PyTree, TrainState, known, segment_ids
 
 if TYPE_CHECKING:
     from gspax.model.passes import Passes
@@ -56,18 +57,22 @@ class TeacherTerm(Term):
 
     @property
     def needs(self) -> frozenset[str]:
-        if self.compare is None:
+        if self.comparison is None:
             return frozenset({"teacher_logp_BT"})
         several = {"teacher_BT"} if len(self.settings.models) > 1 else set()
         return frozenset({"teacher_hidden_BTE", *several})
 
     @property
-    def compare(self) -> Compare | None:
+    def comparison(self) -> Comparison | None:
         """What compares a chunk's logits; None if log-probs of the sampled tokens suffice."""
         if self.settings.divergence is not None:
-            return CompareAll(self.settings.divergence)
+            return Comparison(CompareAll(self.settings.divergence), hidden_states, earlier_parameters)
         kept, by_policy = self.settings.kept, self.settings.kept_by == "policy"
-        return CompareKept(kept, by_policy) if kept else None
+        return Comparison(CompareKept(kept, by_policy), hidden_states, earlier_parameters) if kept else None
+
+    @property
+    def opens(self) -> str:
+        return "gspax.training.teaching.Teaching"
 
     @property
     def signal(self) -> str:
@@ -173,6 +178,16 @@ def _prompt_problems(teacher: Teacher, passes: Passes) -> Iterator[str]:
         )
 
 
+def hidden_states(batch: Batch) -> tuple[Array, Array | None]:
+    """Return the teachers' last hidden states, and the number of each token's teacher if there are several."""
+    return known(batch, "teacher_hidden_BTE"), batch.teacher_BT
+
+
+def earlier_parameters(state: TrainState) -> Params:
+    """Return the parameters of a teacher that is an earlier policy."""
+    return combine(state.teacher, partition(state.params)[1])
+
+
 @dataclass(frozen=True)
 class CompareAll:
     """Compares whole distributions."""
@@ -217,7 +232,7 @@ def divergence_terms(
     """Compute the teacher's divergence over the response tokens, aggregated like the policy loss.
 
     Args:
-      compared: the result of `TeacherTerm.compare` for each token, [B, T, ...]; None with `batch.teacher_logp_BT`.
+      compared: the result of `TeacherTerm.comparison` for each token, [B, T, ...]; None with `batch.teacher_logp_BT`.
     """
     mask_BT = batch.mask_BT
     if teacher.divergence is not None:

@@ -364,11 +364,11 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
         return "No estimate of a whole step: not all of it compiled."
     copied = seconds.get(PUSH, 0.0) + seconds.get(COPY, 0.0)
     rollout = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
-    teachers = sum(time for name, time in seconds.items() if name.startswith(TEACHER))
-    learner = seconds[SCORE] + teachers + seconds[TRAIN]
+    others = sum(time for name, time in seconds.items() if name.startswith(TEACHER))
+    learner = seconds[SCORE] + others + seconds[TRAIN]
     step = max(copied + rollout, learner) if ahead else copied + rollout + learner
     push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
-    taught = f"teacher {teachers:.2f}, " if teachers else ""
+    taught = f"teacher {others:.2f}, " if others else ""
     devices = topology.slices * topology.slice_devices
     tokens = sampling.prompts * sampling.group * sampling.max_tokens
     flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)

@@ -46,13 +46,13 @@ from gspax.config import (
 )
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.teacher import Teach, own_teacher
+from gspax.learner.teacher import Teach, make_passes
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
 from gspax.model.passes import Passes
 from gspax.model.sizes import sampler_sizes, with_carried
-from gspax.model.terms.teacher import TeacherTerm
+from gspax.model.terms.teacher import TeacherTerm, earlier_parameters
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
 from gspax.sampler import continuous_batching, sampler
@@ -102,7 +102,7 @@ def make_programs(
     """
     model, teacher, weights_dtype = experiment.model, experiment.teacher, experiment.sampling.weights_dtype
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
-    state = abstract_state(model, optimizer, mesh, experiment.lora, experiment.teacher)
+    state = abstract_state(model, optimizer, mesh, experiment.lora, Passes(experiment).terms)
     batch = abstract_batch(experiment, mesh)
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
@@ -125,8 +125,12 @@ def make_programs(
     )
     teaching: Iterable[Program] = ()
     if teacher is not None and teacher.score is None:
-        models, params_of = held_teachers(teacher, model) or (model,), teachers or (own_teacher(state),)
-        passes = list(zip(models, steps.teach, params_of, strict=True))
+        assert steps.settings is not None
+        models, params_of = held_teachers(teacher, model) or (model,), teachers or (earlier_parameters(state),)
+        compiled = make_passes(
+            teacher, model, steps.settings, sampling=experiment.sampling, schedule=experiment.schedule
+        )
+        passes = list(zip(models, compiled, params_of, strict=True))
         shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
         held_then, runs = learner_bytes + other_batches, experiment.schedule.minibatches
         teaching = _make_teaching(passes, batch, shape, held_then, mesh=mesh, runs=runs)
@@ -150,7 +154,7 @@ def _abstract_teachers(
     """Return the teachers' parameters, the heads that updates read, and the bytes of all parameters on a device."""
     models = held_teachers(teacher, policy)
     params = tuple(abstract_params(model, mesh) for model in models)
-    if teacher is None or TeacherTerm(settings=teacher).compare is None:
+    if teacher is None or TeacherTerm(settings=teacher).comparison is None:
         heads: tuple[Params, ...] = ()
     else:
         heads = tuple(head_params(abstract_params(model, mesh)) for model in models)
@@ -309,7 +313,7 @@ def _teacher_arrays(
     """Return `ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
     if teacher is None:
         return {}
-    if TeacherTerm(settings=teacher).compare is None:
+    if TeacherTerm(settings=teacher).comparison is None:
         return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
     models = teacher_models(teacher) or (config,)
     shape = rows, length + -length % mesh.shape["context"], max(model.hidden_size for model in models)
