@@ -60,8 +60,8 @@ OPTIMIZER = make_optimizer(BASE.optimizer)
 
 
 @functools.cache
-def score(model, keep, shift, norms):
-    return make_score(tiny.settings(model, MESH), keep_experts=keep, keep_router_logp=shift, norms=norms)
+def score(model, keep, shift, measure):
+    return make_score(tiny.settings(model, MESH), keep_experts=keep, keep_router_logp=shift, measure=measure)
 
 
 @functools.cache
@@ -96,9 +96,9 @@ def train(changes, rollouts=2, seed=0):
         read["reference"] = Reference()  # only its loss is part of the objective
     update = step(*read.values())
     passes = Passes(variant)
-    keep, shift, norms = passes.keeps_experts, passes.keeps_router_logp, passes.keeps_score_norms
+    keep, shift, measure = passes.keeps_experts, passes.keeps_router_logp, passes.measure
     select = make_select(passes, MESH) if passes.selections else None
-    scored = score(variant.model, keep, shift, norms)
+    scored = score(variant.model, keep, shift, measure)
     steps = Steps(update, scored, route(variant.model), None, passes.scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = make_sampler(variant.model, MESH, MESH)

@@ -30,7 +30,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 17),
+    "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 6),
     # The reference answer of a reward and the reference kernel of the doctor are other things.
     "reference": Feature(r"^reference|_reference|ref_logp", r"losses/kl|terms/reference|rewards/|tools/d", 5),
     # A router's correction bias is another thing.
@@ -38,7 +38,7 @@ FEATURES = {
     "selection": Feature("selection", "losses/selection|terms/selection", 5),
     "calibration": Feature("calibrat", "calibration", 8),
     "routing replay": Feature("routing_replay|router_shift|RouterShift", "router_shift", 8),
-    "score norms": Feature("score_norm", "losses/logprobs", 12),
+    "score norms": Feature("score_norm", "losses/logprobs|terms/score_norms", 3),
     "sampling masks": Feature("mask_replay|sampling_mask", "^$", 8),
     "delta nets": Feature("(?<!time)delta(?!s)", "delta|losses/correction", 6),
     "latent attention": Feature("latent", "latent_attention", 4),
@@ -48,7 +48,7 @@ FEATURES = {
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 18),
 }
-NONE_PARAMETERS, NONE_GOAL = 455, 330  # parameters that may be None
+NONE_PARAMETERS, NONE_GOAL = 445, 330  # parameters that may be None
 EXCLUSIONS, EXCLUSION_GOAL = 22, 12  # rules that forbid one feature beside another
 EXCLUSION = re.compile(
     r'wanted (0|1|null|none|None|False|no|"auto")\b[^"]*? (with|beside|without|in a model|for a model)\b'

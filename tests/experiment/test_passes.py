@@ -36,7 +36,7 @@ LOAD, COVARIANCE = config.Regularizers(load_balance=0.1), config.Regularizers(kl
         ({"selection": selection.second_moment}, ALL, {}),
         ({"regularizers": COVARIANCE}, ALL, {"keeps_experts": False}),
         ({"calibration": config.Calibration()}, ALL, {}),
-        ({"advantage": advantages.otb}, ALL, {"keeps_score_norms": True}),
+        ({"advantage": advantages.otb}, ALL, {"token_advantages": True}),
     ],
 )
 def test_a_setting_asks_for_its_passes(changes, scored, properties):

@@ -10,7 +10,7 @@ from small_experiment import experiment, objective_of
 from test_objective import BATCH, CONSTANTS, LOGP, MASK, OUTPUTS
 from tethers import Tether
 
-from gspax import config, losses
+from gspax import advantages, config, losses
 from gspax.experiment.description import describe
 from gspax.experiment.overrides import override
 from gspax.experiment.validation import validate
@@ -83,6 +83,7 @@ def test_the_page_names_each_member():
 
 EVERY = replace(
     experiment,
+    advantage=advantages.otb,
     correction=lambda old_logp, sampler_logp, mask: old_logp,
     rejection=lambda logp, sampler_logp, advantage, mask: logp,
     selection=lambda minibatch: minibatch.mask_BT,

@@ -135,6 +135,12 @@ def takes_score_norms(advantage: Function) -> bool:
     return _is_free(advantage, "score_norm_PGN")
 
 
+def advantage_axes(advantage: Function) -> tuple[dict[str, str], str]:
+    """Return the axes of each keyword that a run gives to an advantage, and of the advantages that it returns."""
+    given = {name: name.rpartition("_")[2] for name in sorted(GIVEN_KEYWORDS) if _is_free(advantage, name)}
+    return given, "PGN" if takes_score_norms(advantage) else "PG"
+
+
 def _is_free(function: Function, keyword: str) -> bool:
     return keywords(function).get(keyword, 0) in (None, inspect.Parameter.empty)
 

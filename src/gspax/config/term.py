@@ -84,7 +84,7 @@ class Term:
 
     @property
     def of_tokens(self) -> str:
-        """The field by which `mix` makes advantages those of tokens, [B, T]; empty if they stay as they are."""
+        """The field by which advantages are those of tokens, [B, T]; empty if they stay as they are."""
         return ""
 
     @property
@@ -95,6 +95,11 @@ class Term:
     @property
     def comparison(self) -> Comparison | None:
         """What an update computes of a chunk's logits and of those of another model; None without such a model."""
+        return None
+
+    @property
+    def measure(self) -> Compare | None:
+        """What the old policy's pass computes of its own logits, which take the other model's place; else None."""
         return None
 
     @property

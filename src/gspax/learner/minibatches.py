@@ -324,18 +324,18 @@ def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
     return np.bincount(number - number.min(), value_BT[there_BT])
 
 
-def gather_score_norms(
+def gather_measured(
     scores: Sequence[Scores | None], layouts: Sequence[Layout], shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """Gather the score norms into the rows of the rollout, float32 [N, T]; None without norms."""
-    norms = [of_old.score_norm_BT for of_old in scores if of_old is not None]
-    if not norms or norms[0] is None:
+    """Gather what the pass measured of tokens into the rows of the rollout, float32 [N, T]; None if it did not."""
+    measured = [of_old.measured_BT for of_old in scores if of_old is not None]
+    if not measured or measured[0] is None:
         return None
     gathered_NT = np.zeros(shape, np.float32)
-    for norm_BT, layout in zip(multihost.to_host(norms), layouts, strict=True):
+    for value_BT, layout in zip(multihost.to_host(measured), layouts, strict=True):
         row_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
         there_BT = row_BT >= 0
-        gathered_NT[row_BT[there_BT], column_BT[there_BT]] = norm_BT[there_BT]
+        gathered_NT[row_BT[there_BT], column_BT[there_BT]] = value_BT[there_BT]
     return gathered_NT
 
 

@@ -45,7 +45,7 @@ class Scores(NamedTuple):
     entropy_BT: Array  # float32
     expert_BLTA: Array | None = None  # as in `Batch`
     router_logp_BLTA: Array | None = None  # as in `Batch`
-    score_norm_BT: Array | None = None  # float32  `losses.score_norm` of the token; 0 outside the mask
+    measured_BT: Array | None = None  # float32  `Term.measure` of the token; 0 outside the mask
     count_LE: Array | None = None  # int32  tokens that each layer sent to each expert
     fallbacks: Array | None = None  # int32  exchanges of rows, a layer's of a microbatch, that fell back to the ring
 

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from gspax import losses, unstable
 from gspax.config import AdaptiveEntropy, Guard, expert_id_dtype, has_experts
-from gspax.config.term import Comparison
+from gspax.config.term import Compare, Comparison
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
 from gspax.learner.forward import NO_OTHERS, Inputs, OtherRows, StepSettings, forward
@@ -238,19 +238,24 @@ def _others(settings: StepSettings, part: Batch, constants: UpdateConstants) -> 
 
 
 def make_score(
-    settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False, norms: bool = False
+    settings: StepSettings,
+    *,
+    keep_experts: bool = False,
+    keep_router_logp: bool = False,
+    measure: Compare | None = None,
 ) -> Score:
     """Make a jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
 
-    With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs, entropies, and norms
-    are over these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the experts that they went to,
-    and the router's log-probabilities of them, and `norms` the norm of each token's score (`losses.score_norm`).
+    With `expert_BLTA`, not None, the tokens go to these experts; with `kept_BTK` all values are over these of the
+    vocabulary. `keep_experts` and `keep_router_logp` return the experts that they went to, and the router's
+    log-probabilities of them, and `measure` what it computes of each token (`Term.measure`).
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
     It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
-    settings = replace(settings, comparison=OWN_NORM if norms else None)
+    alone = None if measure is None else Comparison(measure, _no_other, _no_other)
+    settings = replace(settings, comparison=alone)
 
     @partial(jax.jit, compiler_options=unstable.light_compilation(settings.mesh))
     def score(
@@ -265,14 +270,14 @@ def make_score(
     ) -> Scores:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
-                logp_BT, entropy_BT, routing, norm_BT = forward(params, settings, Inputs(**part))
+                logp_BT, entropy_BT, routing, measured_BT = forward(params, settings, Inputs(**part))
             expert_BLTA = routing.expert.swapaxes(0, 1)
             return (), Scores(
                 logp_BT,
                 entropy_BT,
                 expert_BLTA.astype(expert_id_dtype(settings.config)) if keep_experts else None,
                 router_logp(routing, expert_BLTA, settings.config.router) if keep_router_logp else None,
-                norm_BT,
+                measured_BT,
             )
 
         arrays: dict[str, Array | None] = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}
@@ -282,15 +287,8 @@ def make_score(
     return score
 
 
-def _own_score_norm(logits_CV: Array, _: Array, token_C: Array, kept_CS: Array | None) -> Array:
-    return losses.score_norm(logits_CV, token_C, kept_CS)
-
-
 def _no_other(_: object) -> NoReturn:
-    raise ValueError("wanted another model's rows, but the policy's logits are compared with themselves")
-
-
-OWN_NORM = Comparison(_own_score_norm, _no_other, _no_other)
+    raise ValueError("wanted another model's rows, but the policy's logits are measured alone")
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

@@ -106,7 +106,7 @@ def make_steps(
             settings,
             keep_experts=passes.keeps_experts,
             keep_router_logp=passes.keeps_router_logp,
-            norms=passes.keeps_score_norms,
+            measure=passes.measure,
         ),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(settings, objective),

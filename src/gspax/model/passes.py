@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gspax.config import Experiment, Placement
-from gspax.config.functions import takes_score_norms
 from gspax.config.protocols import Selection
-from gspax.config.term import Comparison, Term
+from gspax.config.term import Compare, Comparison, Term
 from gspax.losses.traits import traits_of
 from gspax.model.terms import MAKERS
 
@@ -60,7 +59,6 @@ class Passes:
         before = (
             any(term.waits for term in self.terms),
             self.keeps_experts or self.keeps_router_logp,
-            self.keeps_score_norms,
             e.calibration is not None,
         )
         return range(0 if any(before) else 1, e.schedule.minibatches)
@@ -87,9 +85,14 @@ class Passes:
         return self.experiment.router_shift is not None
 
     @property
-    def keeps_score_norms(self) -> bool:
-        """True if the policy's pass computes the norms of the scores, which the advantage takes."""
-        return takes_score_norms(self.experiment.advantage)
+    def measure(self) -> Compare | None:
+        """What the policy's pass computes of its own logits, besides log-probs and entropies."""
+        return next((term.measure for term in self.terms if term.measure is not None), None)
+
+    @property
+    def token_advantages(self) -> bool:
+        """True if a step assigns advantages to tokens."""
+        return self.experiment.turns.credit == "turn" or self.measure is not None
 
     @property
     def selections(self) -> dict[str, Selection]:

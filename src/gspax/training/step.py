@@ -224,7 +224,7 @@ def assign_advantages(
     penalties = minibatches.sum_penalties(Passes(experiment).terms, batches, layouts)
     added_B, metrics = shape_rewards(rollout, penalties, length_reward=experiment.length_reward)
     finished_B = rollout.finished_B if experiment.filter_overlong else None
-    norm_BT = minibatches.gather_score_norms(scores, layouts, rollout.tokens_BT.shape)
+    norm_BT = minibatches.gather_measured(scores, layouts, rollout.tokens_BT.shape)
     advantage = experiment.advantage
     if norm_BT is None:
         value_B, more = compute_advantages(advantage, completions, added_B, group=group, finished_B=finished_B)

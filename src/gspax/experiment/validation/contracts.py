@@ -22,12 +22,11 @@ from gspax.config import Experiment, Optimizer, protocols
 from gspax.config.functions import (
     Function,
     Hint,
+    advantage_axes,
     free_keywords,
     is_gspax,
     keywords,
     name_of,
-    takes_lengths,
-    takes_score_norms,
     title_of,
 )
 from gspax.errors import UserError, place_of
@@ -195,7 +194,7 @@ class Context:
     def packed(self) -> bool:
         """Whether advantages are [B, T], and functions are given `segment_ids`."""
         mixed = any(term.of_tokens for term in Passes(self.of).terms)
-        of_tokens = self.of.turns.credit == "turn" or takes_score_norms(self.of.advantage)
+        of_tokens = self.of.turns.credit == "turn"
         return bool(self.of.schedule.microbatch_tokens) or of_tokens or mixed
 
     @property
@@ -267,11 +266,14 @@ def _advantage(context: Context, field: Field) -> _Call:
 def _advantage_call(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> _Call:
     groups = shape[:2]
     arguments = (_array(*shape), _array(*groups, dtype=bool))[: 1 + masked]
-    options: dict[str, object] = {"length_PG": np.ones(groups, np.int32)} if takes_lengths(advantage) else {}
-    wanted, result = "advantages [P, G]", groups
-    if takes_score_norms(advantage):
-        wanted, result = "advantages of tokens [P, G, N]", (*groups, T)
-        options["score_norm_PGN"] = np.ones(result, np.float32)
+    sizes = {"P": groups[0], "G": groups[1], "N": T}
+    given, returned = advantage_axes(advantage)
+    options: dict[str, object] = {
+        name: np.ones([sizes[axis] for axis in axes], np.float32 if "N" in axes else np.int32)
+        for name, axes in given.items()
+    }
+    wanted = "advantages of tokens [P, G, N]" if "N" in returned else "advantages [P, G]"
+    result = tuple(sizes[axis] for axis in returned)
     return _Call(advantage, arguments, f"{wanted}, here {[*result]}", _has_shape(result), options, on_host=True)
 
 

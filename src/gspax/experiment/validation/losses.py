@@ -116,13 +116,6 @@ def term_problems(passes: Passes) -> Iterator[str]:
             yield from token_advantage_problems(term.of_tokens, loss, weighing)
 
 
-def score_norm_problems(passes: Passes, terms: Mapping[str, Function]) -> Iterator[str]:
-    """Check that a pass computes old log-probs, and with them norms of scores, if the advantage needs these."""
-    if passes.keeps_score_norms:
-        yield from scored_problems("advantage", passes)
-        yield from token_advantage_problems("advantage", passes.experiment.loss, terms)
-
-
 def unscored_problems(passes: Passes) -> Iterator[str]:
     """Check that the policy's pass computes old log-probs if a setting needs these, or what comes with them."""
     e = passes.experiment

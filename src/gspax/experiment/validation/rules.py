@@ -71,7 +71,6 @@ from gspax.experiment.validation.losses import (
     old_policy_problems,
     penalty_problems,
     router_problems,
-    score_norm_problems,
     term_problems,
     unscored_problems,
 )
@@ -141,7 +140,6 @@ def validate(
         lambda: unscored_problems(passes),
         lambda: advantage_problems(passes, e.advantage, e.sampling, e.length_reward),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
-        lambda: score_norm_problems(passes, _functions(passes)),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement, e.sampling),
         lambda: credit_problems(e.turns, e.loss, e.advantage, _functions(passes)),
         lambda: _mesh(e, devices, slices),

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gspax.config import Experiment, Regularizers
+from gspax.config.functions import takes_score_norms
 from gspax.config.term import Term
 from gspax.model.terms.correction import CorrectionTerm, RejectionTerm
 from gspax.model.terms.reference import ReferenceTerm
 from gspax.model.terms.regularizers import CovarianceTerm, EntropyTerm, SamplerDistanceTerm
 from gspax.model.terms.routers import LoadBalanceTerm, RouterLogitsTerm
+from gspax.model.terms.score_norms import ScoreNormTerm
 from gspax.model.terms.selection import SelectionTerm
 from gspax.model.terms.teacher import TeacherTerm
 
 # Each makes the term of a setting, or None. Penalties are added, and weights multiplied, in this order.
 MAKERS: tuple[Callable[[Experiment], Term | None], ...] = (
+    lambda e: ScoreNormTerm() if takes_score_norms(e.advantage) else None,
     lambda e: None if e.correction is None else CorrectionTerm(function=e.correction),
     lambda e: None if e.selection is None else SelectionTerm(function=e.selection),
     lambda e: None if e.rejection is None else RejectionTerm(function=e.rejection),

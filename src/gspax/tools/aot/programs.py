@@ -288,7 +288,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
     experts = B, sparse_layers(config), T, config.num_experts_per_tok
     rows = partial(abstract_rows, mesh)
-    of_tokens = packed or experiment.turns.credit == "turn" or passes.keeps_score_norms
+    of_tokens = packed or passes.token_advantages
     return Batch(
         tokens_BT=rows((B, T), jnp.int32),
         segment_BT=rows((B, T), jnp.int32),
