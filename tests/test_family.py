@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from small_experiment import experiment, objective_of
+from tethers import Tether
 
 from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
@@ -71,7 +72,7 @@ def route(model):
 
 READ_BY_UPDATES = (
     *("model", "loss", "correction", "rejection", "selection"),
-    *("reference", "regularizers", "calibration", "routing_replay", "router_shift"),
+    *("reference", "terms", "regularizers", "calibration", "routing_replay", "router_shift"),
 )
 
 
@@ -107,10 +108,10 @@ def train(changes, rollouts=2, seed=0):
     adapted = first_adapted(variant.calibration, variant.regularizers)
     state = replace(state, adapted=jax.device_put(adapted, named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
-    reference = None if variant.reference is None else start
+    first = start if passes.first_policy else None
     found = []
     for _ in range(rollouts):
-        state, reported, samples, *_ = run_step(runtime, state, reference, InFlight())
+        state, reported, samples, *_ = run_step(runtime, state, first, InFlight())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     assert steps.score._cache_size() <= 1, "one program scores every minibatch"
@@ -193,6 +194,13 @@ def test_every_kl_trains_as_a_reward(function):
 def test_a_reference_can_be_measured_without_a_loss():
     (_, second), _, _ = train({"reference": Reference()})
     assert second["reference/kl"] > 0 and "policy/ref_kl" not in second and "reward/kl" not in second
+
+
+def test_a_term_of_ones_own_trains():
+    """The pass that fills its column is taken for it alone, and what it adds is in the metrics."""
+    (first, second), _, _ = train({"terms": (Tether(coefficient=0.1),)})
+    assert first["policy/tether"] < second["policy/tether"], "the first update of a run is of the first policy"
+    assert {"kl", "kl_k1"} <= group(second, "reference")
 
 
 def test_every_regularizer_and_routing_replay_train():

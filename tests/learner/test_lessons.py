@@ -61,7 +61,7 @@ def read(teacher, params, schedule, prompts):
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, ALONE, sharing=sharing)
     lessons = with_prompts(rollout(), PROMPTS, LONGEST, ALONE) if prompts else as_sampled(rollout())
     own = teacher_row_shape(teacher, **rows, shards=1)
-    passes = make_passes(teacher, MODEL, settings, **rows)
+    passes = make_passes(teacher, MODEL, settings, own)
     for number, (one, parameters) in enumerate(zip(passes, params, strict=True)):
         places = list(zip(batches, layouts, strict=True))
         batches = read_lessons(one, parameters, lessons, number == NUMBER_N, places, shape=own, width=24, mesh=ALONE)

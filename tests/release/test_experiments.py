@@ -113,8 +113,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     batch, head = batches[0], []
     if experiment.teacher is not None:
         teacher = abstract_params(experiment.teacher.model, runtime.mesh)
-        how = {"sampling": experiment.sampling, "schedule": experiment.schedule}
-        (teach,) = make_passes(experiment.teacher, experiment.model, runtime.steps.settings, **how)
+        (teach,) = make_passes(experiment.teacher, experiment.model, runtime.steps.settings, None)
         taught = jax.eval_shape(teach, teacher, *read)
         batch, head = (
             replace(batch, teacher_hidden_BTE=jnp.zeros(taught.shape, taught.dtype)),

@@ -35,7 +35,7 @@ from gspax.learner.forward import StepSettings
 from gspax.learner.state import abstract_state
 from gspax.learner.updates import Steps, make_steps
 from gspax.losses import kl
-from gspax.model.terms import terms_of
+from gspax.model.passes import Passes
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.rollout import in_process
@@ -79,7 +79,7 @@ def whole(runtime, tmp_path_factory):
 def final_state(run, step=None, experiment=experiment):
     runtime = make_runtime(experiment)
     with Checkpoints(run.checkpoints) as checkpoints:
-        wanted = abstract_state(experiment.model, runtime.optimizer, runtime.mesh, terms=terms_of(experiment))
+        wanted = abstract_state(experiment.model, runtime.optimizer, runtime.mesh, terms=Passes(experiment).terms)
         state, _ = checkpoints.restore(wanted, step)
     return jax.device_get(replace(state, key=jax.random.key_data(state.key)))
 

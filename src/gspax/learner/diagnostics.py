@@ -70,7 +70,7 @@ def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss,
         state: TrainState,
         batch: Batch,
         on_policy: bool,
-        other_heads: tuple[Params, ...] | None = None,
+        other_heads: tuple[Params, ...] = (),
     ) -> tuple[TrainState, Scalars, Scores, Readings]:
         rows = take(batch)
         by_layer: dict[str, Array] = {}
@@ -187,7 +187,7 @@ def make_gradient_comparison(
 
     @jax.jit
     def compare(
-        state: TrainState, rows: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] | None = None
+        state: TrainState, rows: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] = ()
     ) -> dict[str, Array]:
         microbatch_rows = math.gcd(settings.microbatch_rows, rows.tokens_BT.shape[0])
         these = replace(settings, microbatch_rows=microbatch_rows, packed=False, worst_case=False)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax import unstable
-from gspax.config import ModelConfig, Sampling, Schedule, Teacher, held_teachers, teacher_models, teacher_row_shape
+from gspax.config import ModelConfig, RowShape, Teacher, held_teachers, teacher_models
 from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
@@ -25,7 +25,7 @@ from gspax.model import transformer
 from gspax.model.terms.teacher import TeacherTerm
 from gspax.model.transformer import head_params
 from gspax.parallel import multihost
-from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens
+from gspax.parallel.sharding import constrain, constrain_tokens
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, PyTree, named_leaves
 
@@ -98,22 +98,17 @@ def _weighted_sums(params: Params) -> dict[str, Array]:
 
 
 def make_passes(
-    teacher: Teacher,
-    policy: ModelConfig,
-    settings: StepSettings,
-    *,
-    sampling: Sampling,
-    schedule: Schedule,
+    teacher: Teacher, policy: ModelConfig, settings: StepSettings, shape: RowShape | None
 ) -> tuple[Teach, ...]:
     """Make the `Teach` function of each teacher. Teachers with separate rows skip microbatches without a token.
 
     Args:
       policy: the policy's model, which a teacher that is an earlier policy shares.
       settings: the update's settings.
+      shape: `config.teacher_row_shape`.
     """
     if teacher.score is not None:
         return ()
-    shape = teacher_row_shape(teacher, sampling, schedule, batch_shards(settings.mesh))
     if shape is not None:
         settings = replace(settings, microbatch_rows=shape.microbatch, packed=True)
     models = held_teachers(teacher, policy) or (policy,)

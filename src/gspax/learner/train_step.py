@@ -119,7 +119,7 @@ def _update(
     exchanges = has_experts(settings.config) and exchanges_rows(settings.mesh)
 
     def update(
-        state: TrainState, batch: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] | None = None
+        state: TrainState, batch: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] = ()
     ) -> tuple[TrainState, Scalars, Scores]:
         grads, terms, scores = gradient(state, batch, on_policy, other_heads)
         trained, frozen = partition(state.params)
@@ -201,7 +201,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         return run_microbatches(of_microbatch, batch, microbatch_rows // replicas, count)
 
     def gradient(
-        state: TrainState, batch: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] | None = None
+        state: TrainState, batch: Batch, on_policy: bool | Array, other_heads: tuple[Params, ...] = ()
     ) -> tuple[Params, losses.Terms, Scores]:
         load_LE, head = _response_load(batch, config.num_experts), other_heads or _kept_head(settings, state)
         constants = UpdateConstants(state.adapted, load_LE, state.step, head)

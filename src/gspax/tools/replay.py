@@ -39,7 +39,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.experiment.description import describe, difference, resumable
     from gspax.learner.state import restore_state
     from gspax.learner.train_step import is_healthy, largest_ratio
-    from gspax.model.terms import terms_of
+    from gspax.model.passes import Passes
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
     from gspax.rollout.runtime import make_runtime
@@ -56,12 +56,12 @@ def execute(options: argparse.Namespace) -> int:
     runtime = make_runtime(experiment)
     mesh, run = runtime.mesh, RunDir(options.dump.parent.parent)
     with Checkpoints(options.dump / run_guard.STATE, mesh=mesh) as checkpoints:
-        lora, terms = experiment.lora, terms_of(experiment)
+        lora, terms = experiment.lora, Passes(experiment).terms
         state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, terms=terms)
     opened, rows = open_terms(runtime), batch
     for term in opened:
         rows = term.as_read(rows)
-    gradient, heads = jax.jit(runtime.steps.gradient), heads_of(opened) or None
+    gradient, heads = jax.jit(runtime.steps.gradient), heads_of(opened)
     grads, terms, _ = gradient(state, multihost.to_devices(rows, named_sharding(mesh, "batch")), False, heads)
     loss, metrics = losses.reduce(terms)
     norm = optax.tree.norm(grads)

@@ -45,7 +45,7 @@ from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
 from gspax.run.trackers import Trackers
 from gspax.training.in_flight import InFlight
-from gspax.training.opening import identities, open_terms
+from gspax.training.opening import open_same_terms
 from gspax.training.run_guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
@@ -113,8 +113,7 @@ def train_from_newest(
     extra = read_extra(checkpoints, done) if done else {}
     guard = RunGuard(experiment, run, runtime.mesh, Watch(**extra.get("watch", {})))
     in_flight.earlier.load(extra)
-    opened = open_terms(runtime)
-    identity = identities(opened, extra, done)
+    opened, identity = open_same_terms(runtime, extra, done)
 
     def save(is_last: bool) -> None:
         watch, earlier = asdict(guard.watch), in_flight.earlier.dump()

@@ -51,6 +51,22 @@ def open_terms(runtime: Runtime) -> tuple[Opened, ...]:
     return tuple(_open(term, runtime) for term in Passes(runtime.experiment).terms if term.opens)
 
 
+def open_same_terms(runtime: Runtime, recorded: JsonObject, done: int) -> tuple[tuple[Opened, ...], dict[str, str]]:
+    """Open the terms of a run, and return with them the entries of checkpoints that identify what was opened.
+
+    Args:
+      recorded: the entries of the checkpoint that the run goes on from.
+      done: its steps. UserError if they were taken with something else.
+    """
+    opened, entries = open_terms(runtime), dict[str, str]()
+    for each in opened:
+        for key, value in each.identity.items():
+            if done and value != recorded.get(key):
+                raise UserError(each.describe_change(recorded.get(key)))
+        entries |= each.identity
+    return opened, entries
+
+
 def _open(term: Term, runtime: Runtime) -> Opened:
     module, _, name = term.opens.rpartition(".")
     opened: Opened = getattr(importlib.import_module(module), name)(term, runtime)
@@ -62,17 +78,8 @@ def heads_of(opened: Sequence[Opened]) -> tuple[Params, ...]:
     return tuple(head for each in opened for head in each.heads)
 
 
-def identities(opened: Sequence[Opened], recorded: JsonObject, done: int) -> dict[str, str]:
-    """Return the entries of checkpoints that identify what was opened.
-
-    Args:
-      recorded: the entries of the checkpoint that the run goes on from.
-      done: its steps. UserError if they were taken with something else.
-    """
-    entries: dict[str, str] = {}
+def after_step(opened: Sequence[Opened], state: TrainState, done: int) -> TrainState:
+    """Return the state after `done` steps, with what the terms keep in it."""
     for each in opened:
-        for key, value in each.identity.items():
-            if done and value != recorded.get(key):
-                raise UserError(each.describe_change(recorded.get(key)))
-        entries |= each.identity
-    return entries
+        state = each.after_step(state, done)
+    return state

@@ -49,7 +49,7 @@ from gspax.rollout.grading import (
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
-from gspax.training.opening import Opened, heads_of
+from gspax.training.opening import Opened, after_step, heads_of
 from gspax.types import Batch, Params, Rollout, Stream, TrainState
 
 
@@ -107,9 +107,7 @@ def run_step(
         calibration=experiment.calibration,
         measure=steps.measure if is_measured(runtime, trained) else None,
     )
-    state = updated.state
-    for term in opened:
-        state = term.after_step(state, trained + 1)
+    state = after_step(opened, updated.state, trained + 1)
     state = replace(state, position=state.position + graded.prompts)
     jax.block_until_ready(state)
     in_flight.earlier.keep(graded.rollout, experiment.sampling.group)  # not before: a step may be begun again

@@ -44,9 +44,9 @@ class Teaching:
         self.settings = term.settings
         (self.dtype, *_) = (model.dtype for model in teacher_models(term.settings) or (experiment.model,))
         self.teachers = load_teachers(term.settings, experiment.model, runtime.mesh, experiment.tokenizer)
-        self.passes = make_passes(
-            term.settings, experiment.model, shared, sampling=experiment.sampling, schedule=experiment.schedule
-        )
+        shards = batch_shards(runtime.mesh)
+        self.shape = teacher_row_shape(term.settings, experiment.sampling, experiment.schedule, shards)
+        self.passes = make_passes(term.settings, experiment.model, shared, self.shape)
 
     @property
     def heads(self) -> tuple[Params, ...]:
@@ -79,7 +79,7 @@ class Teaching:
         if teacher.score is not None:
             return ask_teacher(teacher.score, prepare_lessons(runtime, teacher, graded), batches, layouts)
         params = self.teachers.params or (earlier_parameters(state),)
-        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
+        shape = self.shape
         if shape is None:
             return fill_teacher(self.passes[0], params[0], batches)
         lessons = prepare_lessons(runtime, teacher, graded)

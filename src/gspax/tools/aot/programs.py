@@ -124,14 +124,10 @@ def make_programs(
         resident=learner_bytes - params,
     )
     teaching: Iterable[Program] = ()
-    if teacher is not None and teacher.score is None:
-        assert steps.settings is not None
-        models, params_of = held_teachers(teacher, model) or (model,), teachers or (earlier_parameters(state),)
-        compiled = make_passes(
-            teacher, model, steps.settings, sampling=experiment.sampling, schedule=experiment.schedule
-        )
-        passes = list(zip(models, compiled, params_of, strict=True))
+    if teacher is not None and teacher.score is None and steps.settings is not None:
         shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
+        models, params_of = held_teachers(teacher, model) or (model,), teachers or (earlier_parameters(state),)
+        passes = list(zip(models, make_passes(teacher, model, steps.settings, shape), params_of, strict=True))
         held_then, runs = learner_bytes + other_batches, experiment.schedule.minibatches
         teaching = _make_teaching(passes, batch, shape, held_then, mesh=mesh, runs=runs)
     return [
