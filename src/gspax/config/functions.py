@@ -186,7 +186,7 @@ def parse(kind: type[T], described: object) -> T:
     if not isinstance(described, Mapping):
         raise TypeError(f"wanted an object, got {described!r}")
     fields = {}
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in hints_of(kind).items():
         if name not in described:
             continue
         value = described[name]
