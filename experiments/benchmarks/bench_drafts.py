@@ -56,13 +56,13 @@ def measure(experiment: Experiment) -> list[dict[str, float]]:
     """The figures of each rollout."""
     rows, sample = [], InProcess.sample
 
-    def sample_each(engine: InProcess, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
+    def sample_each(sampler: InProcess, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
         """Sample the request with every setting."""
         figures, plain = {}, None
         for name, setting in 2 * list(SETTINGS.items()):
             sampling = replace(request.options.sampling, **setting)
             before = time.process_time()
-            sampled = sample(engine, weights, replace(request, options=replace(request.options, sampling=sampling)))
+            sampled = sample(sampler, weights, replace(request, options=replace(request.options, sampling=sampling)))
             rollout = lengths_to_host(jax.block_until_ready(sampled.result()[0]))
             seconds = time.process_time() - before
             figures[f"cpu_s_{name}"] = min(seconds, figures.get(f"cpu_s_{name}", seconds))

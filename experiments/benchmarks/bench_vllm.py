@@ -86,13 +86,13 @@ def cpu_seconds(group: int | None) -> float:
 def time_rollouts(settings: Experiment, params: Any, group: int | None) -> dict[str, float]:
     """Medians of seconds and CPU-seconds of a rollout, after one that compiles."""
     runtime, taken = make_runtime(settings), []
-    weights, places = runtime.engine.push(params, 0), settings.sampling.prompts
+    weights, places = runtime.sampler.push(params, 0), settings.sampling.prompts
     ids, ready = read_prompts(runtime, {place: place for place in range(places)}, places, InFlight())
     options = sample_options(runtime)
     for number in range(1 + ROUNDS):
         key, begun, cpu = jax.random.key(number), time.monotonic(), cpu_seconds(group)
         request = Request(ready=ready, prompt_ids=[ids[place] for place in range(places)], key=key, options=options)
-        rollout, _ = runtime.engine.sample(weights, request).result()
+        rollout, _ = runtime.sampler.sample(weights, request).result()
         jax.block_until_ready(rollout)
         taken.append((time.monotonic() - begun, cpu_seconds(group) - cpu))
     seconds, cpu = (statistics.median(each) for each in zip(*taken[1:], strict=True))

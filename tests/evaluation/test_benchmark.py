@@ -61,8 +61,8 @@ TASK = config.Task(name="parity", data=Held(), reward=parity, vote=vote, samples
 @pytest.fixture(scope="module")
 def policy():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    engine = InProcess(make_sampler(experiment.model, mesh, mesh))
-    return benchmark.Policy(engine, engine.push(tiny.params(experiment.model), 0), experiment)
+    sampler = InProcess(make_sampler(experiment.model, mesh, mesh))
+    return benchmark.Policy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
 
 
 def run(policy, task=TASK, **sampling):

@@ -44,8 +44,8 @@ def small(**sampling):
 
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
-    engine = InProcess(make_sampler(experiment.model, mesh, mesh))
-    policy = Policy(engine, engine.push(tiny.params(experiment.model), 0), experiment)
+    sampler = InProcess(make_sampler(experiment.model, mesh, mesh))
+    policy = Policy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
         return benchmark.evaluate_heldout(policy, jax.random.key(seed), rewards)
 

@@ -179,7 +179,7 @@ def assert_near(params, others):
 def evaluate(runtime, state, folder):
     """A task in two chunks of the shape of a rollout, which a compiled program samples already."""
     task = config.Task(name="sort", data=DENSE.data, reward=DENSE.reward, problems=11, samples=4)
-    policy = Policy(runtime.engine, runtime.engine.push(state.params, 0), DENSE)
+    policy = Policy(runtime.sampler, runtime.sampler.push(state.params, 0), DENSE)
     return evaluate_task(task, policy, jax.random.key(1), folder)
 
 

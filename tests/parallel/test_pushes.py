@@ -96,13 +96,13 @@ runtime = make_runtime(replace(small, model=model, warm_start=None, engine=engin
 steps, progress = [], watchdog.progress
 watchdog.progress = lambda *doing: steps.append(sys._getframe(1).f_code.co_name) or progress(*doing)
 state = init_state(model, runtime.optimizer, jax.random.key(0), runtime.mesh)
-weights = runtime.engine.push(state.params, 0)
+weights = runtime.sampler.push(state.params, 0)
 batch = receive(runtime, start_rollout(runtime, weights, state, 0, InFlight()))
 rollout = batch.rollout
 own = {row for row in range(16) if batch.problems[row // 4] is not None}
 assert batch.started.keys() == own and len(own) == 8, "each process has begun the rewards of its rows"
 assert "_on_primary" in steps
-assert int(index) == 0 or runtime.engine.servers.answered == 0, "process 0 alone talks to servers"
+assert int(index) == 0 or runtime.sampler.servers.answered == 0, "process 0 alone talks to servers"
 np.save(f"tokens{index}.npy", multihost.to_host(rollout.tokens_BT))
 np.save(f"logps{index}.npy", multihost.to_host(rollout.logp_BT))
 for thread in [thread for thread in threading.enumerate() if thread.name == "gspax_lost"]:

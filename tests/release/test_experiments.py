@@ -96,7 +96,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     )
 
     def rollout(params):
-        return sampler.sample(runtime.sampler.push(params), prompts, range(P), jax.random.key(0), options)
+        return sampler.sample(runtime.sampler.push(params, 0).params, prompts, range(P), jax.random.key(0), options)
 
     sampled = jax.eval_shape(rollout, state.params)
     assert sampled.length_B.shape == (P * G,)

@@ -58,7 +58,7 @@ def push_first(experiment, version):
     """A runtime, a new state, and its weights, pushed to the servers."""
     runtime = make_runtime(experiment)
     state = fresh(runtime)
-    return runtime, state, runtime.engine.push(state.params, version)
+    return runtime, state, runtime.sampler.push(state.params, version)
 
 
 def test_a_changed_byte_is_refused_with_the_tensor(here):
@@ -66,7 +66,7 @@ def test_a_changed_byte_is_refused_with_the_tensor(here):
         fake.faults.flips_byte = True
         runtime = make_runtime(served(fake))
         with pytest.raises(FailureError, match=r"engine: http://\S+ \S+: tensor \S+: wanted the checksum"):
-            runtime.engine.push(fresh(runtime).params, 0)
+            runtime.sampler.push(fresh(runtime).params, 0)
         assert fake.loaded is None
 
 
@@ -84,10 +84,10 @@ def test_a_push_that_is_killed_halfway_leaves_nothing_that_a_server_loads(here, 
         state = fresh(runtime)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(tensors, "write", killed)
-            runtime.engine.push(state.params, 0)
+            runtime.sampler.push(state.params, 0)
         assert fake.loaded is None and not list(Path("weights").glob("weights_v??????"))
         Path("weights/weights_v000000.0123.tmp").mkdir()  # what SIGKILL leaves
-        runtime.engine.push(state.params, 0)
+        runtime.sampler.push(state.params, 0)
         assert fake.loaded["version"] == 0
         assert [path.name for path in Path("weights").iterdir()] == ["weights_v000000"]
 
@@ -97,7 +97,7 @@ def test_older_versions_are_removed(here):
         runtime = make_runtime(served(fake))
         for version in (0, 1, 12):
             state = jax.tree.map(lambda leaf: leaf * (1.01 + version), fresh(runtime).params)  # noqa: B023
-            runtime.engine.push(state, version)
+            runtime.sampler.push(state, version)
         assert [path.name for path in Path("weights").iterdir()] == ["weights_v000012"]
         manifest = json.loads(Path("weights/weights_v000012/manifest.json").read_text())
         assert manifest["version"] == 12 and manifest["digest"] == fake.loaded["digest"]
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(here):
     with fake_vllm.serve(experiment.model) as fake:
         runtime = make_runtime(served(fake))
         with pytest.raises(UserError, match=r"engine.folder: wanted a folder to write to, got weights"):
-            runtime.engine.push(fresh(runtime).params, 0)
+            runtime.sampler.push(fresh(runtime).params, 0)
 
 
 def test_a_server_that_does_not_answer_ends_the_run_within_its_timeout(here):
@@ -129,7 +129,7 @@ def test_a_server_that_is_not_there_ends_the_run_within_its_timeout(here):
         settings = served(fake, timeout=0.5)
     runtime = make_runtime(settings)
     with pytest.raises(FailureError, match=r"no server for 0.5 seconds .*not reachable: Connection refused"):
-        runtime.engine.push(fresh(runtime).params, 0)
+        runtime.sampler.push(fresh(runtime).params, 0)
 
 
 def test_a_server_that_starts_after_the_run_is_waited_for(here):
@@ -137,7 +137,7 @@ def test_a_server_that_starts_after_the_run_is_waited_for(here):
         settings, port = served(fake), fake.port
     runtime = make_runtime(settings)
     state, found = fresh(runtime), []
-    thread = threading.Thread(target=lambda: found.append(runtime.engine.push(state.params, 2)))
+    thread = threading.Thread(target=lambda: found.append(runtime.sampler.push(state.params, 2)))
     thread.start()
     time.sleep(0.7)
     assert not found
@@ -188,7 +188,7 @@ def test_a_server_that_loads_while_a_newer_version_is_pushed_is_tried_again(here
     """It was gone and is back: the version that it was told to load is deleted by the push, or is there but older."""
     with fake_vllm.serve(experiment.model) as fake:
         runtime, state, _ = push_first(served(fake), 0)
-        (server,) = runtime.engine.servers.present()
+        (server,) = runtime.sampler.servers.present()
         load = server.load
 
         def slow(written):
@@ -196,14 +196,14 @@ def test_a_server_that_loads_while_a_newer_version_is_pushed_is_tried_again(here
             if keeps_old:
                 load(written)
             factor = 1.0 if keeps_old else 1.01  # all weights change, so nothing is left of the older version
-            runtime.engine.push(jax.tree.map(lambda leaf: leaf * factor, state.params), 1)
+            runtime.sampler.push(jax.tree.map(lambda leaf: leaf * factor, state.params), 1)
             if not keeps_old:
                 load(written)
 
         monkeypatch.setattr(server, "load", slow)
         with pytest.raises(UnreachableError, match="newer weights were pushed while it loaded older ones"):
-            runtime.engine.install(server)
-        runtime.engine.install(server)
+            runtime.sampler.install(server)
+        runtime.sampler.install(server)
         assert fake.loaded["version"] == 1
 
 
@@ -249,7 +249,7 @@ def test_conversations_are_token_ids_that_only_grow(here):
     with fake_vllm.serve(model, max_tokens=64) as fake:
         runtime = make_runtime(served(fake, model=model, routing_replay="sampler", **talking))
         state = fresh(runtime)
-        batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight()))
+        batch = receive(runtime, start_rollout(runtime, runtime.sampler.push(state.params, 0), state, 0, InFlight()))
         rollout = jax.device_get(batch.sampled)
         assert len(batch.started) == 32 and rollout.reply_B.sum() > 0
         asked = [body["prompt"] for path, body in fake.seen if body and body.get("stop_token_ids")]

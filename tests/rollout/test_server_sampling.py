@@ -49,8 +49,8 @@ def fresh(runtime, seed=0):
 def test_a_server_scores_what_the_model_scores(fake):
     runtime = make_runtime(served(fake))
     state = fresh(runtime)
-    runtime.engine.push(state.params, 0)
-    (one,) = runtime.engine.servers.present()
+    runtime.sampler.push(state.params, 0)
+    (one,) = runtime.sampler.servers.present()
     for row in ([1, 2, 3, 4, 5], [7, 7]):
         logps, _ = fake_vllm.forward(jax.device_get(state.params), experiment.model, row)
         np.testing.assert_allclose(one.score(row), logps[np.arange(len(row) - 1), row[1:]], atol=2e-6)
@@ -72,7 +72,7 @@ def test_a_step_trains_on_what_a_server_has_sampled(fake):
 def test_a_rollout_is_what_the_server_answered(fake):
     runtime = make_runtime(served(fake, routing_replay="sampler"))
     state = fresh(runtime)
-    batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 3), state, 0, InFlight()))
+    batch = receive(runtime, start_rollout(runtime, runtime.sampler.push(state.params, 3), state, 0, InFlight()))
     rollout = jax.device_get(batch.sampled)
     assert batch.policy == 3
     for row in range(32):
@@ -97,7 +97,7 @@ def test_a_sample_of_a_server_ends_at_the_token_that_completes_a_stop_string(fak
     for stops in ((), stop):
         runtime = make_runtime(served(fake, sampling=replace(experiment.sampling, stop=stops)))
         state = fresh(runtime)
-        batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight()))
+        batch = receive(runtime, start_rollout(runtime, runtime.sampler.push(state.params, 0), state, 0, InFlight()))
         kept[stops] = jax.device_get(batch.sampled)
     ends = set()
     for row in range(32):
@@ -120,7 +120,7 @@ def test_a_server_tells_the_tokens_that_filters_leave(fake):
     """The learner's log-probs over them are the server's."""
     runtime = make_runtime(served(fake, sampling=FILTERED))
     state = fresh(runtime)
-    batch = receive(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight()))
+    batch = receive(runtime, start_rollout(runtime, runtime.sampler.push(state.params, 0), state, 0, InFlight()))
     rollout, V = jax.device_get(batch.sampled), experiment.model.vocab_size
     assert rollout.kept_BTK.shape[2] == 5 and rollout.kept_BTK.dtype == np.uint8 and not rollout.cut_BT.any()
     sizes = set()
@@ -172,7 +172,7 @@ def test_equal_keys_give_equal_samples(fake):
     """A resumed run samples what the uninterrupted one did, in whatever order its requests are answered."""
     runtime = make_runtime(served(fake))
     state = fresh(runtime)
-    weights = runtime.engine.push(state.params, 0)
+    weights = runtime.sampler.push(state.params, 0)
     first, again, other = (
         jax.device_get(receive(runtime, start_rollout(runtime, weights, state, start, InFlight())).rollout.tokens_BT)
         for start in (0, 0, 8)
@@ -237,6 +237,6 @@ def test_a_temperature_that_is_applied_twice_is_refused(fake):
     hot = served(fake, sampling=replace(experiment.sampling, temperature=0.5))
     runtime = make_runtime(hot)
     state = fresh(runtime)
-    runtime.engine.push(state.params, 0)
+    runtime.sampler.push(state.params, 0)
     fake.faults.temperatures = 2
     refuses(make_runtime(hot), fresh(runtime), "does not compute what the learner trained", "tokens that it sampled")

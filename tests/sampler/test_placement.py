@@ -21,6 +21,7 @@ from gspax.learner.state import add_adapters, init_state
 from gspax.losses.correction import truncate_geometric
 from gspax.parallel.sharding import make_mesh, reshape_mesh
 from gspax.rollout.grading import reward_completions
+from gspax.rollout.in_process import InProcess
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
@@ -68,19 +69,19 @@ def devices(tree):
 def test_learner_and_sampler_have_disjoint_devices(runtime):
     state = fresh(runtime)
     assert devices(state) == set(jax.devices()[:4]) and set(runtime.mesh.devices.flat) == set(jax.devices()[:4])
-    pushed = runtime.sampler.push(state.params)
+    pushed = runtime.sampler.push(state.params, 0).params
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(
         np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
-    started = start_rollout(runtime, runtime.engine.push(state.params, 0), state, 0, InFlight())
+    started = start_rollout(runtime, runtime.sampler.push(state.params, 0), state, 0, InFlight())
     assert devices(started.sampled) == set(jax.devices()[4:])
 
 
 def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime):
     """The colocated sampler's mesh has the same shape."""
     mesh = reshape_mesh(runtime.mesh, dict(runtime.sampler.mesh.shape))
-    colocated = replace(runtime, sampler=make_sampler(DISAGGREGATED.model, mesh, runtime.mesh))
+    colocated = replace(runtime, sampler=InProcess(make_sampler(DISAGGREGATED.model, mesh, runtime.mesh)))
     results = [run_step(each, fresh(runtime), None, InFlight()) for each in (runtime, colocated)]
     (state, metrics, samples, *_), (state_too, metrics_too, samples_too, *_) = results
     assert samples.to_json() == samples_too.to_json()
@@ -104,7 +105,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
     first, second = range(8, 16), range(16, 24)
 
     def texts_now(index):
-        return texts(runtime, start_rollout(runtime, runtime.engine.push(state.params, 0), state, index, InFlight()))
+        return texts(runtime, start_rollout(runtime, runtime.sampler.push(state.params, 0), state, index, InFlight()))
 
     by_first = texts_now(first[0])
     for done in (0, 1):
@@ -153,7 +154,8 @@ def test_a_rollout_is_received_before_the_next_is_sampled(runtime, monkeypatch, 
     ahead_of = replace(
         ahead_of, experiment=replace(ahead_of.experiment, placement=Placement(devices=4, staleness=staleness))
     )
-    ahead_of = replace(ahead_of, sampler=replace(runtime.sampler, push=lambda params: params))
+    on_devices = replace(runtime.sampler.sampler, push=lambda params: params)
+    ahead_of = replace(ahead_of, sampler=InProcess(on_devices))
     state = replace(fresh(runtime), params=None, opt_state=None)
 
     def start_rollout(runtime, params, state, first, skipped):

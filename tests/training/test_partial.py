@@ -117,7 +117,7 @@ def completions(rollout):
 
 def drawn_at_once(runtime, state, count):
     """The completions of the first problems, each group by the parameters of a state alone."""
-    weights, rows = runtime.engine.push(state.params, 0), []
+    weights, rows = runtime.sampler.push(state.params, 0), []
     for first in range(0, count, P):
         rows += completions(start_rollout(whole(runtime), weights, state, first, InFlight()).sampled)
     return {index: rows[index * G : (index + 1) * G] for index in range(count)}
@@ -233,7 +233,7 @@ def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
     """With replies, among conversations that were carried over."""
     runtime = make_runtime(replace(TALKING, model=experiment.model, routing_replay="sampler"))
     batches, _, states = draw_batches(runtime, renew=False)
-    weights, compared = runtime.engine.push(states[0].params, 0), 0
+    weights, compared = runtime.sampler.push(states[0].params, 0), 0
     for batch in batches[:2]:
         wanted = {}
         for first in sorted({index - index % P for index in problems_of(batch)}):

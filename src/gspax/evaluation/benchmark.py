@@ -48,7 +48,7 @@ SHOWN = 16  # held-out problems whose first sample the report shows
 class Policy:
     """A policy to evaluate, with its experiment: model, tokenizer, and the settings of evaluations."""
 
-    engine: RolloutSampler
+    sampler: RolloutSampler
     weights: Weights
     experiment: Experiment
     interaction: Interaction | None = None  # for multi-turn rollouts
@@ -145,11 +145,11 @@ def complete(
     model, tokenizer = policy.experiment.model, policy.experiment.tokenizer
     problems = [one and one.problem for one in ready]
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
-    mesh, interaction = policy.engine.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
+    mesh, interaction = policy.sampler.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
     sampling = replace(sampling, drafts=0, noise="fresh")  # both others are for training problems that come again
     options = replace(make_options(model, tokenizer, sampling, mesh), greedy=greedy)
     request = Request(ready=ready, prompt_ids=placed, key=key, options=options, interaction=interaction)
-    sampled = policy.engine.sample(policy.weights, request)
+    sampled = policy.sampler.sample(policy.weights, request)
     if not sampled.done():
         interrupt.wait([sampled])
     rollout, started = sampled.result()
@@ -174,7 +174,7 @@ def _load(
         limit=sampling.max_prompt_tokens,
         interaction=policy.interaction,
     )
-    places, by_row = sampling.prompts, named_sharding(policy.engine.mesh, "batch")
+    places, by_row = sampling.prompts, named_sharding(policy.sampler.mesh, "batch")
     ready, failed = attempt(make, dict(enumerate(ids)), places, by_row)
     left_out.reasons |= {ids[place]: reason for place, reason in failed.items()}
     usable = [place for place in range(len(ids)) if place not in failed]
@@ -213,7 +213,7 @@ def evaluate_heldout(
     group, key = settings.samples + 1, jax.random.fold_in(key, Stream.EVALUATION)  # the last of a group is greedy
     most = training.prompts * training.group // group
     problems = count_heldout(policy.experiment)
-    chunks, size = split_problems(problems, most, batch_shards(policy.engine.mesh))
+    chunks, size = split_problems(problems, most, batch_shards(policy.sampler.mesh))
     max_tokens = settings.max_tokens or training.max_tokens
     sampling = replace(training, prompts=size, group=group, max_tokens=max_tokens)
     sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -274,7 +274,7 @@ def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> 
       FailedRewardsError: the task's reward failed for every completion.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, Stream.BENCHMARKS), digest(task.name) % 2**32)
-    chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.engine.mesh))
+    chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.sampler.mesh))
     read, name = task.data.heldout, f"task {task.name}"
     completions, left_out = list[Completion](), LeftOut(name)
     with reward_calls(task.reward, policy.experiment.grading) as rewards:

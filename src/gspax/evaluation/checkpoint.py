@@ -113,8 +113,8 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
 
 def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
     """Return the policy of a state on the sampler's devices, and the run's key on the host."""
-    weights = runtime.engine.push(state.params, count_rollouts(runtime, state))
-    policy = Policy(runtime.engine, weights, runtime.experiment, runtime.interaction)
+    weights = runtime.sampler.push(state.params, count_rollouts(runtime, state))
+    policy = Policy(runtime.sampler, weights, runtime.experiment, runtime.interaction)
     return policy, multihost.key_to_host(state.key)
 
 
@@ -165,8 +165,8 @@ def evaluate_published(experiment: Experiment, workdir: Path) -> None:
     model = experiment.model
     mesh = make_meshes(experiment).learner
     params = load_model(model, abstract_params(model, mesh, model.dtype))
-    engine = InProcess(make_sampler(model, mesh, mesh, experiment.sampling.weights_dtype))
-    policy, key = Policy(engine, engine.push(params, 0), experiment), jax.random.key(experiment.seed)
+    sampler = InProcess(make_sampler(model, mesh, mesh, experiment.sampling.weights_dtype))
+    policy, key = Policy(sampler, sampler.push(params, 0), experiment), jax.random.key(experiment.seed)
     del params
     for task in experiment.evaluation.tasks:
         evaluate_task(task, policy, key, workdir, show=True)

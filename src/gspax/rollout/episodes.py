@@ -4,7 +4,7 @@ Slots are advanced until none is active (or for `sampling.chunk` tokens), the en
 ended, each in the process that has its row, and the replies are run together. Nothing that is computed depends on how
 long a reply takes. The experiment's reward grades the last message of each conversation.
 
-Axes: B conversations, as in `engine`.
+Axes: B conversations, as in `continuous_batching`.
 """
 
 from __future__ import annotations

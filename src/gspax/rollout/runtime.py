@@ -18,8 +18,8 @@ from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.contract import RolloutSampler
 from gspax.rollout.episodes import Interaction, interact
 from gspax.rollout.in_process import InProcess
-from gspax.rollout.servers.sampler import ServerSampler, connect
-from gspax.sampler.placement import Sampler, make_meshes, make_sampler
+from gspax.rollout.servers.sampler import connect
+from gspax.sampler.placement import make_meshes, make_sampler
 from gspax.types import TrainState
 
 
@@ -31,15 +31,9 @@ class Runtime:
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     steps: Steps
-    sampler: Sampler
+    sampler: RolloutSampler  # the devices of this process, or servers (`Experiment.engine`)
     rewards: Calls[Result]
     interaction: Interaction | None = None  # with an environment
-    servers: ServerSampler | None = None  # with `Experiment.engine`
-
-    @property
-    def engine(self) -> RolloutSampler:
-        """Return what samples: the sampler of this process, or servers."""
-        return self.servers or InProcess(self.sampler)
 
 
 def make_runtime(experiment: Experiment) -> Runtime:
@@ -48,17 +42,16 @@ def make_runtime(experiment: Experiment) -> Runtime:
     require_memory("model", resident_bytes(Passes(experiment), dict(mesh.shape)))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
-    sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
+    sampler: RolloutSampler = InProcess(make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype))
+    if (settings := experiment.engine) is not None:
+        keep, lengths = Passes(experiment).samples_experts, (experiment.sampling, experiment.evaluation)
+        sampler = connect(settings, experiment.model, *lengths, keep_experts=keep, mesh=mesh)
     rewards = reward_calls(experiment.reward, experiment.grading)
     interaction = None
     if experiment.environment is not None:
         tokenizer, turns, grading = experiment.tokenizer, experiment.turns, experiment.grading
         interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
-    servers = None
-    if (settings := experiment.engine) is not None:
-        keep, lengths = Passes(experiment).samples_experts, (experiment.sampling, experiment.evaluation)
-        servers = connect(settings, experiment.model, *lengths, keep_experts=keep, mesh=mesh)
-    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction, servers)
+    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:

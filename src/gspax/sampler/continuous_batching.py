@@ -1,4 +1,4 @@
-"""The decoding engine: slots that get one token in each pass, and take the next sample when theirs has finished.
+"""Continuous batching: slots that get one token in each pass, and take the next sample when theirs has finished.
 
 `start` prefills all prompts once and samples the first token of every sample; `advance` decodes until no slot is
 active; `admit` puts new groups in the places of finished ones while the others continue; `resume` continues samples
@@ -105,7 +105,7 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The engine's state between two tokens."""
+    """The state of decoding between two tokens."""
 
     rows: Rows
     step: Array  # int32    decoding passes so far

@@ -72,12 +72,12 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
         return next_partial(runtime, state, in_flight)
     first = int(multihost.to_host(state.position))
     if not ahead:
-        ahead.append(start_rollout(runtime, runtime.engine.push(state.params, done), state, first, in_flight))
+        ahead.append(start_rollout(runtime, runtime.sampler.push(state.params, done), state, first, in_flight))
     batch = receive(runtime, ahead.popleft())
     first += batch.taken + sum(pending.taken for pending in ahead)
     last = find_last_ahead(other.staleness if other else 0, done, partial(is_saved, runtime))
     missing = range(last - done - len(ahead))
-    weights = runtime.engine.push(state.params, done) if missing else None
+    weights = runtime.sampler.push(state.params, done) if missing else None
     for _ in missing:
         assert weights is not None
         ahead.append(start_rollout(runtime, weights, state, first, in_flight))
@@ -122,7 +122,7 @@ def start_rollout(
         problems=[one and one.problem for one in ready],
         sampled=None,
         started=started,
-        pending=runtime.engine.sample(weights, request),
+        pending=runtime.sampler.sample(weights, request),
         metrics=weights.metrics,
     )
     return take_sampled(batch) if batch.pending is not None and batch.pending.done() else batch
@@ -138,7 +138,7 @@ def take_sampled(batch: SampledBatch) -> SampledBatch:
 
 def sample_options(runtime: Runtime) -> SampleOptions:
     """Make the options that the sampler's programs are compiled with."""
-    experiment, mesh = runtime.experiment, runtime.engine.mesh
+    experiment, mesh = runtime.experiment, runtime.sampler.mesh
     options = replace(
         make_options(experiment.model, experiment.tokenizer, experiment.sampling, mesh),
         keep_experts=Passes(experiment).samples_experts,
@@ -174,7 +174,7 @@ def read_prompts(
         interaction=runtime.interaction,
         teachers=() if experiment.teacher is None else tuple(experiment.teacher.models),
     )
-    sharding, group = named_sharding(runtime.engine.mesh, "batch"), experiment.sampling.group
+    sharding, group = named_sharding(runtime.sampler.mesh, "batch"), experiment.sampling.group
     ids, ready = read_usable(read, indices, places, sharding, in_flight.skipped, group=group)
     ready = {place: one._replace(earlier=in_flight.earlier.find(one.prompt)) for place, one in ready.items()}
     return ids, [ready.get(place) for place in range(places)]
@@ -206,17 +206,17 @@ def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:
         batch = take_sampled(batch)
     assert batch.sampled is not None
     sampled = lengths_to_host(batch.sampled)
-    return replace(batch, sampled=sampled, rollout=runtime.engine.fetch(sampled))
+    return replace(batch, sampled=sampled, rollout=runtime.sampler.fetch(sampled))
 
 
 def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
     """Take the next rollout out of the pool, and leave the pool that the sampler works on during the updates."""
     sampling, other, done = runtime.experiment.sampling, other_devices(runtime), count_rollouts(runtime, state)
     assert other is not None and other.partial is not None
-    weights, pool = runtime.engine.push(state.params, done), in_flight.pool
+    weights, pool = runtime.sampler.push(state.params, done), in_flight.pool
     if pool is None:
         options, first = sample_options(runtime), int(multihost.to_host(state.position))
-        held = runtime.engine.hold(sampling_key(state), options)
+        held = runtime.sampler.hold(sampling_key(state), options)
         pool = new_pool(options.sampling.prompts, sampling.group, first, held)
     pool = fill(runtime, pool, done, weights, in_flight)
     while True:

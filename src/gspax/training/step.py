@@ -149,7 +149,7 @@ def replace_constant_groups(
     experiment, first = runtime.experiment, int(multihost.to_host(state.position))
 
     def sample(taken: int) -> GradedBatch:
-        weights = runtime.engine.push(state.params, count_rollouts(runtime, state))
+        weights = runtime.sampler.push(state.params, count_rollouts(runtime, state))
         pending = start_rollout(runtime, weights, state, first + taken, in_flight)
         return grade(runtime, receive(runtime, pending))
 

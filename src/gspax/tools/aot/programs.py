@@ -246,7 +246,7 @@ def _make_conversations(
     sampling, rows = options.sampling, partial(abstract_rows, options.mesh)
     version = jax.ShapeDtypeStruct((), jnp.int32)
     B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
-    state = _abstract_engine(params, prompts, key, options)
+    state = _abstract_state(params, prompts, key, options)
     reply_rows = continuous_batching.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
     turns = math.ceil(B / sampler_sizes(options.model, sampling, dict(options.mesh.shape)).slots)
     sampled = max(0, sampling.max_tokens - 1 - replies * reply)
@@ -260,8 +260,8 @@ def _make_conversations(
     ]
 
 
-def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> continuous_batching.State:
-    """Return `ShapeDtypeStruct`s, with shardings, of the decoding loop's state between two tokens."""
+def _abstract_state(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> continuous_batching.State:
+    """Return `ShapeDtypeStruct`s, with shardings, of the sampler's state between two tokens."""
     mesh = options.mesh
     state = jax.eval_shape(partial(continuous_batching.start, options=options), params, prompts, key)
     axis = continuous_batching.row_axis(mesh, len(state.rows.length_B), len(state.rows.active_W))
