@@ -389,6 +389,9 @@ def test_a_published_checkpoint_is_evaluated(tmp_path, capsys):
     task = json.loads((tmp_path / "out" / "gsm8k.json").read_text())["task"]
     assert (task["temperature"], task["top_k"], task["max_tokens"]) == (0.6, 5, 4)
     assert len(read_rows(tmp_path / "out" / "gsm8k.jsonl")) == 4
+    wrong = {"loss.clip_low=1": "unknown key 'loss.clip_low'", "model.vocab_size=9": "at least the tokenizer's 257"}
+    for override, sentence in wrong.items():
+        assert program.main([*command, override]) == 2 and sentence in capsys.readouterr().err
 
 
 def test_settings_without_names_are_of_the_tasks_of_the_experiment():

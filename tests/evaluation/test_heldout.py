@@ -47,7 +47,7 @@ def run(experiment, devices=1, seed=0):
     sampler = InProcess(make_sampler(experiment.model, mesh, mesh))
     policy = Policy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
-        return benchmark.evaluate_heldout(policy, jax.random.key(seed), rewards)
+        return benchmark.evaluate_heldout(policy, jax.random.key(seed), experiment.data, rewards)
 
 
 @dataclass(frozen=True)

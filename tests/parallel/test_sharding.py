@@ -137,6 +137,11 @@ def test_a_layout_keeps_the_order_of_the_devices():
     assert sharding.reshape_mesh(mesh, dict(mesh.shape)) is mesh
 
 
+def test_a_mesh_that_does_not_divide_the_model_is_not_made():
+    with pytest.raises(UserError, match=r"model\.hidden_size: wanted a multiple of"):
+        sharding.make_mesh(Mesh(fsdp=8), jax.devices(), replace(tiny.CONFIGS["dense"], hidden_size=12))
+
+
 def test_the_table_of_logical_axes():
     assert sharding.spec("batch", "time") == PartitionSpec(("slice", "data", "fsdp", "expert"), "context")
     assert sharding.spec("vocab", "embed") == PartitionSpec("tensor", ("fsdp", "expert"))

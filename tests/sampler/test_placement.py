@@ -206,6 +206,14 @@ def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
         assert leaf.dtype == ("float32" if "norm" in name or "router" in name else "bfloat16"), name
 
 
+def test_meshes_are_drawn_without_a_look_at_the_loss():
+    """What is drawn was checked before, by `make_runtime`."""
+    wrong = replace(DISAGGREGATED, loss=None, data=None)
+    assert make_meshes(wrong) == make_meshes(DISAGGREGATED)
+    with pytest.raises(UserError, match="loss: wanted a function"):
+        make_runtime(wrong)
+
+
 def test_parameters_are_pushed_in_8_bits(runtime):
     """Quantized where the parameters are, so that bytes are sent."""
     model, mesh = DISAGGREGATED.model, runtime.sampler.mesh

@@ -20,8 +20,7 @@ from gspax.errors import UserError
 from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
-    from gspax.config import Evaluation, Task
-    from gspax.config.protocols import DataSource, Environment, Reward
+    from gspax.config import Experiment, Published, Task
     from gspax.evaluation.tasks import Settings
 
 # options that are fields of a task
@@ -81,7 +80,7 @@ def execute(options: argparse.Namespace) -> int:
         tasks = find_tasks(options.tasks, experiment.evaluation.tasks, settings)
         experiment = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, tasks=tasks))
         check(experiment)
-    _require_needs(experiment.environment, experiment.reward, experiment.data, experiment.evaluation)
+    _require_needs(experiment)
     processes.join("eval", options, experiment)
     from gspax.evaluation.checkpoint import evaluate_run
 
@@ -90,31 +89,30 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
-    from gspax.evaluation.checkpoint import evaluate_published, find_tokenizer, generation_settings, make_experiment
-    from gspax.experiment import check, override
-    from gspax.hf import hf
+    from gspax.evaluation.checkpoint import evaluate_published, find_published, generation_settings
+    from gspax.experiment import override
+    from gspax.experiment.validation import check_published
 
     if options.tasks is None:
         raise UserError("wanted --tasks beside --from (see `gspax eval --help`)")
     if options.step is not None:
         raise UserError("--step is for the checkpoints of a run, not for --from")
     tasks = find_tasks(options.tasks, (), generation_settings(options.source) | settings)
-    experiment = make_experiment(hf(options.source), find_tokenizer(options.source), tasks)
-    experiment = override(experiment, options.overrides)
-    check(experiment)
-    _require_needs(experiment.environment, experiment.reward, experiment.data, experiment.evaluation)
+    published = override(find_published(options.source, tasks), options.overrides)
+    check_published(published)
+    _require_needs(published)
     require_possible(options.workdir)
     options.workdir.mkdir(parents=True, exist_ok=True)
-    processes.join("eval", options, experiment)
-    evaluate_published(experiment, options.workdir)
+    processes.join("eval", options, published)
+    evaluate_published(published, options.workdir)
     return 0
 
 
-def _require_needs(environment: Environment | None, reward: Reward, data: DataSource, evaluation: Evaluation) -> None:
+def _require_needs(experiment: Experiment | Published) -> None:
     """Check that all that the rewards need is there, before a checkpoint is read; else UserError."""
-    from gspax.experiment.validation.first_calls import missing_needs
+    from gspax.experiment.validation.first_calls import missing_needs, rewards_of
 
-    if missing := list(missing_needs(environment, reward, data, evaluation)):
+    if missing := list(missing_needs(getattr(experiment, "environment", None), rewards_of(experiment))):
         raise UserError("\n".join(missing))
 
 

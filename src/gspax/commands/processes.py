@@ -22,7 +22,7 @@ from gspax.errors import UserError
 from gspax.parallel import watchdog
 
 if TYPE_CHECKING:
-    from gspax.config import Experiment
+    from gspax.config import Experiment, Published
 
 # XLA's threads for the devices of a CPU, by default one per core. A collective operation holds one while it waits, and
 # several programs may run at once.
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def join(subcommand: str, options: argparse.Namespace, experiment: Experiment | None) -> bool:
+def join(subcommand: str, options: argparse.Namespace, experiment: Experiment | Published | None) -> bool:
     """Join the other processes of this command, if there are any; return whether this is the primary process.
 
     Raises:

@@ -86,6 +86,7 @@ from gspax.config.model import (
     sparse_numbers,
     token_id_dtype,
 )
+from gspax.config.published import Published
 from gspax.config.term import Held, RewardPenalty, Term
 
 __all__ = [
@@ -126,6 +127,7 @@ __all__ = [
     "Optimizer",
     "PartialRollouts",
     "Placement",
+    "Published",
     "Reference",
     "Regularizers",
     "Remat",

@@ -44,6 +44,7 @@ from gspax.config.ranges import (
     Positive,
     PositiveInt,
     Range,
+    Seed,
     Share,
     Size,
     at_least,
@@ -518,7 +519,7 @@ class Experiment:
     placement: Placement | None = None  # None: the sampler runs on the learner's devices
     sampler_mesh: Mesh | None = None  # the sampler's mesh on the learner's devices; None: chosen by `model.sizes`
     engine: Engine | None = None  # None: no server, gspax's own sampler is used
-    seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
+    seed: Seed = 0
 
 
 def trained_dtype(model: ModelConfig, lora: Lora | None) -> str:

@@ -49,3 +49,4 @@ AtLeast2 = Annotated[int, at_least(2), at_most(2**20)]
 # Larger than any model: a size beyond is a typo, which would run out of memory or take hours to estimate.
 Size = Annotated[int, at_least(1), at_most(2**24)]
 OptionalSize = Annotated[int, at_least(0), at_most(2**24)]
+Seed = Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)]

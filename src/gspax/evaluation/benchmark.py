@@ -18,7 +18,7 @@ from typing import NotRequired, TypedDict
 import jax
 import numpy as np
 
-from gspax.config import Experiment, Sampling, Task
+from gspax.config import Evaluation, Experiment, Published, Sampling, Task
 from gspax.config.protocols import HeldoutProblems
 from gspax.data.problem import Problem, count_distinct, digest
 from gspax.errors import UserError, describe_error, warn_once
@@ -46,11 +46,11 @@ SHOWN = 16  # held-out problems whose first sample the report shows
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy to evaluate, with its experiment: model, tokenizer, and the settings of evaluations."""
+    """A policy to evaluate, with its model and tokenizer and the settings of evaluations."""
 
     sampler: RolloutSampler
     weights: Weights
-    experiment: Experiment
+    settings: Experiment | Published
     interaction: Interaction | None = None  # for multi-turn rollouts
 
 
@@ -142,7 +142,7 @@ def complete(
     placed, ready, usable = _load(policy, read, ids, sampling, left_out)
     if not usable:
         return {}
-    model, tokenizer = policy.experiment.model, policy.experiment.tokenizer
+    model, tokenizer = policy.settings.model, policy.settings.tokenizer
     problems = [one and one.problem for one in ready]
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
     mesh, interaction = policy.sampler.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
@@ -169,8 +169,8 @@ def _load(
     make = partial(
         prepare,
         read,
-        tokenizer=policy.experiment.tokenizer,
-        model=policy.experiment.model,
+        tokenizer=policy.settings.tokenizer,
+        model=policy.settings.model,
         limit=sampling.max_prompt_tokens,
         interaction=policy.interaction,
     )
@@ -188,9 +188,9 @@ def _load(
     return placed, [(ready | filled).get(place) for place in range(places)], usable
 
 
-def count_heldout(experiment: Experiment) -> int:
+def count_heldout(evaluation: Evaluation, data: HeldoutProblems) -> int:
     """Count the held-out problems of an evaluation: `evaluation.problems`, or all if there are fewer."""
-    return _at_most(experiment.evaluation.problems, experiment.data)
+    return _at_most(evaluation.problems, data)
 
 
 def _at_most(problems: int, data: HeldoutProblems) -> int:
@@ -199,7 +199,7 @@ def _at_most(problems: int, data: HeldoutProblems) -> int:
 
 
 def evaluate_heldout(
-    policy: Policy, key: Array, rewards: Calls[Result], bar: Bar | None = None
+    policy: Policy, key: Array, data: HeldoutProblems, rewards: Calls[Result], bar: Bar | None = None
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
     """Compute mean held-out rewards; return them, samples for the report, and failed completions. Collective.
 
@@ -209,17 +209,19 @@ def evaluate_heldout(
     Raises:
       UserError: no problem can be used, or every reward has failed (`FailedRewardsError`).
     """
-    settings, training, read = policy.experiment.evaluation, policy.experiment.sampling, policy.experiment.data.heldout
+    settings, training = policy.settings.evaluation, policy.settings.sampling
     group, key = settings.samples + 1, jax.random.fold_in(key, Stream.EVALUATION)  # the last of a group is greedy
     most = training.prompts * training.group // group
-    problems = count_heldout(policy.experiment)
+    problems = count_heldout(settings, data)
     chunks, size = split_problems(problems, most, batch_shards(policy.sampler.mesh))
     max_tokens = settings.max_tokens or training.max_tokens
     sampling = replace(training, prompts=size, group=group, max_tokens=max_tokens)
     sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     usable, left_out = list[Completion](), LeftOut("evaluation")
     for ids in chunks:
-        found = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, left_out=left_out, greedy=1)
+        found = complete(
+            policy, key, data.heldout, ids, sampling=sampling, rewards=rewards, left_out=left_out, greedy=1
+        )
         usable += found.values()
         if ids.stop == problems:
             left_out.warn(problems)
@@ -245,11 +247,11 @@ def evaluate_heldout(
 
 
 def apply_defaults(task: Task, policy: Policy) -> Task:
-    """Fill in a task's number of problems, and the lengths that it does not set from the policy's experiment.
+    """Fill in a task's number of problems, and the lengths that it does not set from the policy's settings.
 
     The number is `task.problems`, or all problems if that is 0 or more than there are.
     """
-    evaluation, sampling = policy.experiment.evaluation, policy.experiment.sampling
+    evaluation, sampling = policy.settings.evaluation, policy.settings.sampling
     return replace(
         task,
         problems=_at_most(task.problems, task.data),
@@ -274,10 +276,10 @@ def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> 
       FailedRewardsError: the task's reward failed for every completion.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, Stream.BENCHMARKS), digest(task.name) % 2**32)
-    chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.sampler.mesh))
+    chunks, sampling = plan_chunks(task, policy.settings.sampling, batch_shards(policy.sampler.mesh))
     read, name = task.data.heldout, f"task {task.name}"
     completions, left_out = list[Completion](), LeftOut(name)
-    with reward_calls(task.reward, policy.experiment.grading) as rewards:
+    with reward_calls(task.reward, policy.settings.grading) as rewards:
         for ids in chunks:
             sampled = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, left_out=left_out)
             if ids.stop == task.problems:

@@ -16,13 +16,9 @@ from typing import cast
 
 import jax
 
-from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, ModelConfig, Sampling, Task, trained_dtype
-from gspax.config.protocols import Tokenizer
+from gspax.config import Evaluation, Experiment, Published, Sampling, Task, trained_dtype
 from gspax.data.chat import hf_chat
 from gspax.data.chat_template import prints_date
-from gspax.data.problem import Problem
-from gspax.data.sources import sequence
 from gspax.data.tokenizer import HFTokenizer, hf_tokenizer, read_settings
 from gspax.errors import UserError, display, naming
 from gspax.evaluation.benchmark import (
@@ -39,11 +35,13 @@ from gspax.evaluation.benchmark import (
 )
 from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
+from gspax.hf import hf
 from gspax.hf.source import CONFIG, SMALL, locate
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
+from gspax.parallel.sharding import make_mesh
 from gspax.report import evaluation_page, statistics
 from gspax.rollout.completion import Completion
 from gspax.rollout.in_process import InProcess
@@ -54,11 +52,10 @@ from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import append_line, as_warning, write_atomically
 from gspax.run.manifest import finished_steps
 from gspax.run.record import to_line
-from gspax.sampler.placement import make_meshes, make_sampler
+from gspax.sampler.placement import make_sampler
 from gspax.types import Array, TrainState
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # settings that generation_config.json recommends
-_UNUSED = sequence([Problem("unused", "")], heldout=[Problem("not used", "")])
 
 
 def evaluate(
@@ -73,7 +70,7 @@ def evaluate(
     """
     experiment = runtime.experiment
     policy, key = _make_policy(runtime, state)
-    values, shown, failed = evaluate_heldout(policy, key, runtime.rewards)
+    values, shown, failed = evaluate_heldout(policy, key, experiment.data, runtime.rewards)
     for task in experiment.evaluation.tasks:
         values |= metrics(task.name, evaluate_task(task, policy, key, folder))
     return values, shown, failed
@@ -100,11 +97,11 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     del state  # frees the optimizer's memory for the cache
     if tasks is None:
         tasks = settings.tasks
-        problems = count_heldout(experiment)
+        problems = count_heldout(settings, experiment.data)
         progress.say(f"step {step}: evaluating {problems} held-out problems")
         with rewards, progress.track(problems, title="held-out problems") as bar:
             progress.phase("evaluating")
-            values, _, _ = evaluate_heldout(policy, key, rewards, bar)
+            values, _, _ = evaluate_heldout(policy, key, experiment.data, rewards, bar)
         if jax.process_index() == 0:
             _record_heldout(place, step, values, settings, problems)
     for task in tasks:
@@ -132,20 +129,12 @@ def find_tokenizer(checkpoint: str) -> HFTokenizer:
     return hf_chat(folder, thinking=True, date=today)
 
 
-def make_experiment(model: ModelConfig, tokenizer: Tokenizer, tasks: tuple[Task, ...] = ()) -> Experiment:
-    """Make an experiment that samples with a model, in lengths that fit it; its training settings are placeholders."""
+def find_published(checkpoint: str, tasks: tuple[Task, ...]) -> Published:
+    """Read a checkpoint's model and tokenizer, to be sampled on the tasks in lengths that fit the model."""
+    model, tokenizer = hf(checkpoint), find_tokenizer(checkpoint)
     length = min(2048, model.max_position_embeddings // 2)
-    return Experiment(
-        name="eval",
-        model=model,
-        data=_UNUSED,
-        tokenizer=tokenizer,
-        reward=no_reward,
-        advantage=advantages.standardize,
-        loss=losses.gspo,
-        sampling=Sampling(prompts=16, group=4, max_prompt_tokens=length, max_tokens=length),
-        evaluation=Evaluation(tasks=tasks),
-    )
+    sampling = Sampling(prompts=16, group=4, max_prompt_tokens=length, max_tokens=length)
+    return Published(model=model, tokenizer=tokenizer, sampling=sampling, evaluation=Evaluation(tasks=tasks))
 
 
 def generation_settings(checkpoint: str) -> Settings:
@@ -155,20 +144,15 @@ def generation_settings(checkpoint: str) -> Settings:
     return settings if config.get("do_sample") is not False else settings | {"temperature": 0.0}
 
 
-def no_reward(problem: Problem, completion: str) -> float:
-    """Reject every completion with a UserError: the reward of an experiment that is not trained."""
-    raise UserError("reward: this experiment only holds a published checkpoint")
-
-
-def evaluate_published(experiment: Experiment, workdir: Path) -> None:
-    """Evaluate a published model (`make_experiment`) on tasks for `gspax eval --from HF`, and write to `workdir`."""
-    model = experiment.model
-    mesh = make_meshes(experiment).learner
+def evaluate_published(settings: Published, workdir: Path) -> None:
+    """Evaluate a published model on its tasks for `gspax eval --from HF`, and write to `workdir`."""
+    model = settings.model
+    mesh = make_mesh(settings.mesh, model=model)
     params = load_model(model, abstract_params(model, mesh, model.dtype))
-    sampler = InProcess(make_sampler(model, mesh, mesh, experiment.sampling.weights_dtype))
-    policy, key = Policy(sampler, sampler.push(params, 0), experiment), jax.random.key(experiment.seed)
+    sampler = InProcess(make_sampler(model, mesh, mesh, settings.sampling.weights_dtype))
+    policy, key = Policy(sampler, sampler.push(params, 0), settings), jax.random.key(settings.seed)
     del params
-    for task in experiment.evaluation.tasks:
+    for task in settings.evaluation.tasks:
         evaluate_task(task, policy, key, workdir, show=True)
 
 
@@ -176,7 +160,7 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
     """Run one task, write its files to `folder`, and return the summary on every process. Collective.
 
     Args:
-      task: the task; lengths that it does not set come from the policy's experiment.
+      task: the task; lengths that it does not set come from the policy's settings.
       policy: the policy that samples.
       key: the run's key.
       folder: the folder of TASK.json, TASK.jsonl and TASK.html.
@@ -208,7 +192,7 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
         text = describe_summary(task.name, summary)
         with as_warning(_file(path, ".html")):
             evaluation_page.write(_file(path, ".html"), path.name, text, [to_json(task, sample) for sample in samples])
-        result = {"summary": summary, "task": describe(task), "model": describe(policy.experiment.model)}
+        result = {"summary": summary, "task": describe(task), "model": describe(policy.settings.model)}
         result |= {"environment": describe_environment()}
         write_atomically(_file(path, ".json"), json.dumps(result, indent=2) + "\n")
         if show:

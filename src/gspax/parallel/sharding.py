@@ -205,17 +205,27 @@ def make_mesh(
     Args:
       mesh: the sizes in the experiment.
       devices: default: all.
-      model: determines the size of the expert axis if the experiment leaves it open.
+      model: determines the size of the expert axis if the experiment leaves it open, and has to fit the axes.
 
     Raises:
-      UserError: the axes do not fit the devices.
+      UserError: the axes do not fit the devices, or the model does not fit the axes.
     """
     chosen = jax.devices() if devices is None else list(devices)
     slices = group_by_slice(chosen)
     sizes = resolve_axes(mesh, len(chosen), model, slices=len(slices))
+    if model is not None and (misfits := list(find_mismatches(sizes, model))):
+        raise UserError("\n".join(misfits))
     shape = (sizes["slice"] // len(slices), *list(sizes.values())[1:])
     grids = [_make_grid(each, shape) for each in slices]
     return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def split_devices(
+    devices: Sequence[jax.Device], placement: config.Placement | None
+) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+    """Return the learner's devices, which come first, and those of a disaggregated sampler."""
+    count = len(devices) - (placement.devices if placement is not None else 0)
+    return devices[:count], devices[count:]
 
 
 def single_device_mesh() -> jax.sharding.Mesh:

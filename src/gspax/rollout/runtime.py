@@ -8,6 +8,7 @@ import jax
 import optax
 
 from gspax.config import Experiment, trained_dtype, updates_per_step
+from gspax.experiment.validation.devices import check_on
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
 from gspax.learner.updates import Steps, make_steps
@@ -38,14 +39,16 @@ class Runtime:
 
 def make_runtime(experiment: Experiment) -> Runtime:
     """Make the runtime of an experiment. UserError if the experiment does not fit the devices."""
+    check_on(jax.devices(), experiment)
     mesh, sampler_mesh = make_meshes(experiment)
     require_memory("model", resident_bytes(Passes(experiment), dict(mesh.shape)))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
-    sampler: RolloutSampler = InProcess(make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype))
+    model, weights_dtype = experiment.model, experiment.sampling.weights_dtype
+    sampler: RolloutSampler = InProcess(make_sampler(model, sampler_mesh, mesh, weights_dtype))
     if (settings := experiment.engine) is not None:
         keep, lengths = Passes(experiment).samples_experts, (experiment.sampling, experiment.evaluation)
-        sampler = connect(settings, experiment.model, *lengths, keep_experts=keep, mesh=mesh)
+        sampler = connect(settings, model, *lengths, keep_experts=keep, mesh=mesh)
     rewards = reward_calls(experiment.reward, experiment.grading)
     interaction = None
     if experiment.environment is not None:

@@ -22,10 +22,9 @@ import jax
 
 from gspax.config import Experiment, ModelConfig, SamplerDtype
 from gspax.errors import UserError
-from gspax.experiment.validation import check
 from gspax.model.sizes import choose_sampler_layout
 from gspax.parallel import multihost
-from gspax.parallel.sharding import group_by_slice, make_mesh, named_sharding, reshape_mesh
+from gspax.parallel.sharding import make_mesh, named_sharding, reshape_mesh, split_devices
 from gspax.parallel.transfer import size_mismatch, transfer
 from gspax.sampler.inference_weights import convert, inference_shardings, make_inference_weights
 from gspax.types import Array, Params, Rollout
@@ -60,13 +59,10 @@ def make_meshes(
       memory: bytes that a program may use on a device; default: what the device states, if it does.
 
     Raises:
-      UserError: the experiment is invalid, on these devices or on any (`validation.check`).
+      UserError: the axes do not fit the devices. The rest is checked before (`validation.devices.check_on`).
     """
-    devices = jax.devices() if devices is None else list(devices)
     placement, config = experiment.placement, experiment.model
-    count = len(devices) - (placement.devices if placement is not None else 0)
-    learners, samplers = devices[:count], devices[count:]
-    check(experiment, len(devices), (len(group_by_slice(learners)), len(group_by_slice(samplers))))
+    learners, samplers = split_devices(jax.devices() if devices is None else devices, placement)
     mesh = make_mesh(experiment.mesh, learners, config)
     sampler = mesh if placement is None else make_mesh(placement.mesh, samplers, config)
     layout = choose_sampler_layout(experiment, dict(sampler.shape), memory or stated_memory(sampler))

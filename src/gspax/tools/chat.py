@@ -270,15 +270,17 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     """
     import jax
 
-    from gspax.config import Sampling
+    from gspax.config import Evaluation, Mesh, Published, Sampling
     from gspax.data.chat import ChatTokenizer
-    from gspax.evaluation.checkpoint import find_tokenizer, generation_settings, make_experiment
+    from gspax.evaluation.checkpoint import find_tokenizer, generation_settings
+    from gspax.experiment.validation import check_published
     from gspax.experiment.validation.chats import missing_stops
     from gspax.experiment.validation.fields import range_problems, type_problems
     from gspax.hf import hf
     from gspax.learner.state import abstract_params, load_model, load_policy
+    from gspax.parallel.sharding import make_mesh
     from gspax.run.recorded import read_recorded, read_tokenizer
-    from gspax.sampler.placement import make_meshes, make_sampler
+    from gspax.sampler.placement import make_sampler
     from gspax.sampler.sampler import make_options
     from gspax.tools.dialogue import Dialogue
     from gspax.tools.prompt_form import read_forms
@@ -291,12 +293,8 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
         tokenizer = own or read_tokenizer(recorded["tokenizer"])
         filters = {name: getattr(used, name) for name in (*FILTERS, "stop", "stop_token_ids")}
         forms = read_forms(recorded, file and file.environment)
-        mesh = make_meshes(make_experiment(model, tokenizer)).learner
-        params = load_policy(run, checkpoints, model, lora, mesh, step)
     else:
         model, tokenizer, filters = hf(name), own or find_tokenizer(name), {**generation_settings(name)}
-        mesh = make_meshes(make_experiment(model, tokenizer)).learner
-        params = load_model(model, abstract_params(model, mesh, model.dtype))
     most = model.max_position_embeddings
     context = options.context or min(4096, most)
     if context > most:
@@ -307,8 +305,15 @@ def open_talk(name: str, options: argparse.Namespace) -> Talk:
     if isinstance(tokenizer, ChatTokenizer):
         for sentence in missing_stops(tokenizer, sampling.stop_token_ids):
             warn(f"{name}: {sentence}")
-    for problem in chain(type_problems(sampling), range_problems(replace(sampling, temperature=1.0))):  # 0: greedy
+    alone = replace(sampling, prompts=1, group=1, temperature=1.0)  # 0: greedy
+    for problem in chain(type_problems(sampling), range_problems(alone)):
         raise UserError(f"{name}: {problem}")
+    check_published(Published(model=model, tokenizer=tokenizer, sampling=alone, evaluation=Evaluation()))
+    mesh = make_mesh(Mesh(), model=model)
+    if located is not None:
+        params = load_policy(run, checkpoints, model, lora, mesh, step)
+    else:
+        params = load_model(model, abstract_params(model, mesh, model.dtype))
     weights = make_sampler(model, mesh, mesh).push(params)
     settings = make_options(model, tokenizer, sampling, mesh)
     dialogue = Dialogue(weights, tokenizer, settings, jax.random.key(options.seed))

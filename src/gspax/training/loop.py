@@ -200,7 +200,8 @@ def record_evaluation(
     runtime: Runtime, state: TrainState, recorder: Recorder, run: RunDir, done: int, bar: progress.Bar
 ) -> None:
     """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
-    bar.print(f"step {done}: evaluating {count_heldout(runtime.experiment)} held-out problems")
+    problems = count_heldout(runtime.experiment.evaluation, runtime.experiment.data)
+    bar.print(f"step {done}: evaluating {problems} held-out problems")
     progress.phase("evaluating")
     with keep_failures(recorder, done):
         metrics, shown, failed = evaluate(runtime, state, run.tasks_at(done))

@@ -24,6 +24,7 @@ from gspax.data.tokenizer import check_ids
 from gspax.errors import DivergedError, UserError
 from gspax.experiment.description import describe
 from gspax.experiment.origin import find_origin
+from gspax.experiment.validation.devices import check_on
 from gspax.learner import objective
 from gspax.learner.forward import StepSettings
 from gspax.learner.optimizer import make_optimizer
@@ -62,6 +63,7 @@ def run(experiment: Experiment, workdir: Path, file: str | None = None) -> None:
     """
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
+    check_on(jax.devices(), experiment)
     mesh = make_meshes(experiment).learner
     with interrupt.listen(), enter_run(workdir, describe(experiment), find_origin(experiment, file)) as run:
         skipped = Skipped(experiment.sampling.max_failed)

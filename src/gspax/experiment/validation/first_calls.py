@@ -11,13 +11,13 @@ import contextlib
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from gspax.config import Evaluation, Experiment, Grading, WarmStart
+from gspax.config import Evaluation, Experiment, Grading, Published, WarmStart
 from gspax.config.functions import hints_of, is_gspax, keywords, named_parts, title_of, unwrap
 from gspax.config.protocols import Advantage, DataSource, Environment, Problem, Reward
 from gspax.data.problem import read_problem
@@ -124,9 +124,10 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
         adds=experiment.length_reward is not None or penalized,
         masked=experiment.filter_overlong or experiment.turns.credit == "turn",
     )
-    rewards = _rewards(experiment.reward, experiment.data, experiment.evaluation)
+    sources = [experiment.data.train, *(task.data.heldout for task in experiment.evaluation.tasks)]
+    rewards = [(*each, load) for each, load in zip(rewards_of(experiment), sources, strict=True)]
     calls += _reward_calls(rewards, check_count)
-    problems = list(missing_needs(environment, experiment.reward, experiment.data, experiment.evaluation))
+    problems = list(missing_needs(environment, [(key, reward) for key, reward, _ in rewards]))
     for call in calls:
         problems += _try(call, experiment.grading, warn)
     if is_gspax(experiment.reward) and hints_of(unwrap(experiment.reward)).get("return") in (float, Score):
@@ -142,19 +143,17 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
         raise UserError("\n".join(problems))
 
 
-def missing_needs(
-    environment: Environment | None, reward: Reward, data: DataSource, evaluation: Evaluation
-) -> Iterator[str]:
+def missing_needs(environment: Environment | None, rewards: Iterable[tuple[str, Reward]]) -> Iterator[str]:
     """One sentence for each package, program, or setting that a reward or a tool needs and that is not there."""
     functions = [("environment", tool.run) for tool in getattr(environment, "tools", ())]
-    functions += [(key, reward) for key, reward, _ in _rewards(reward, data, evaluation)]
-    yield from (f"{key}: {reason}" for key, function in functions for reason in find_missing(function))
+    yield from (f"{key}: {reason}" for key, function in [*functions, *rewards] for reason in find_missing(function))
 
 
-def _rewards(reward: Reward, data: DataSource, evaluation: Evaluation) -> list[_Reward]:
-    tasks = named_parts(evaluation.tasks, "evaluation.tasks.")
-    of_tasks = [(f"{key}.reward", task.reward, task.data.heldout) for key, task in tasks.items()]
-    return [("reward", reward, data.train), *of_tasks]
+def rewards_of(experiment: Experiment | Published) -> list[tuple[str, Reward]]:
+    """Return the experiment's reward, if there is one, and those of the tasks, each with its key."""
+    tasks = named_parts(experiment.evaluation.tasks, "evaluation.tasks.")
+    own = [("reward", experiment.reward)] if isinstance(experiment, Experiment) else []
+    return [*own, *((f"{key}.reward", task.reward) for key, task in tasks.items())]
 
 
 def _check_count(count: int, *, advantage: Advantage, shape: tuple[int, int], adds: bool, masked: bool) -> str:

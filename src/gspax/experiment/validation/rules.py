@@ -23,6 +23,7 @@ from gspax.config import (
     Optimizer,
     PartialRollouts,
     Placement,
+    Published,
     Sampling,
     Schedule,
     Term,
@@ -61,7 +62,7 @@ from gspax.experiment.validation.fields import (
     type_problems,
     without,
 )
-from gspax.experiment.validation.first_calls import first_problems
+from gspax.experiment.validation.first_calls import first_problems, rewards_of
 from gspax.experiment.validation.held import held_problems, held_widths
 from gspax.experiment.validation.layers import layer_problems
 from gspax.experiment.validation.losses import (
@@ -119,14 +120,12 @@ def validate(
     passes = Passes(e)
     problems += _run(
         lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=e.warm_start is not None),
-        lambda: chain(stop_problems(e.sampling, e.tokenizer), architecture_problems(e.model)),
-        lambda: _async_rewards(e.reward, e.evaluation),
-        lambda: chain(_lengths(e.model, e.sampling, e.evaluation), _tasks(e.evaluation, e.sampling, e.model)),
+        *_sampling_checks(e),
         lambda: chain(_drafts(e.sampling), _rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
         lambda: layer_problems(e.model, e.schedule, e.sampling, e.engine),
         lambda: chain(_shared_prompts(e.schedule), _sampled_ahead(e.sampling, e.placement or e.engine)),
         lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
-        lambda: chain(_tokens(e.sampling), _updates(e.schedule), _filters(e.sampling), _collapse(e.guard)),
+        lambda: chain(_updates(e.schedule), _filters(e.sampling), _collapse(e.guard)),
         lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule),
@@ -155,6 +154,16 @@ def _own_problems(make: Callable[[Experiment], Term | None], passes: Passes) -> 
     return () if term is None else term.problems(passes)
 
 
+def _sampling_checks(e: Experiment | Published) -> tuple[Callable[[], Iterable[str]], ...]:
+    """Checks of what samples: the model, the lengths, and the tasks of evaluations."""
+    return (
+        lambda: chain(stop_problems(e.sampling, e.tokenizer), architecture_problems(e.model)),
+        lambda: _async_rewards(rewards_of(e)),
+        lambda: chain(_lengths(e.model, e.sampling, e.evaluation), _tasks(e.evaluation, e.sampling, e.model)),
+        lambda: _tokens(e.sampling),
+    )
+
+
 def _run(*checks: Callable[[], Iterable[str]]) -> Iterator[str]:
     """The sentences of checks, each up to where it reads a field with an error."""
     for check in checks:
@@ -170,6 +179,21 @@ def _key(sentence: str) -> str:
 def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> None:
     """Raise UserError with the sentences of `validate`, if there are any."""
     problems = validate(experiment, devices, slices)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def check_published(published: Published) -> None:
+    """Raise UserError with a sentence for each error of an evaluation without an experiment, if there are any."""
+    problems = list(type_problems(published))
+    e = without(published, map(_key, problems))
+    problems += dict.fromkeys(_run(lambda: range_problems(e), lambda: function_problems(e)))
+    e = without(published, map(_key, problems))
+    problems += _run(
+        lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=False),
+        *_sampling_checks(e),
+        lambda: layer_problems(e.model, Schedule(), e.sampling, None),
+    )
     if problems:
         raise UserError("\n".join(problems))
 
@@ -260,11 +284,9 @@ def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:
         yield f"lora.delta: wanted False for a model without gated delta nets, got {lora.delta}"
 
 
-def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
+def _async_rewards(rewards: Iterable[tuple[str, Reward]]) -> Iterator[str]:
     """Rewards inside a composition are plain functions."""
-    tasks = named_parts(evaluation.tasks, "evaluation.tasks.")
-    of_tasks = {f"{key}.reward": task.reward for key, task in tasks.items()}
-    for key, function in ({"reward": reward} | of_tasks).items():
+    for key, function in rewards:
         for composition, member in find_async_members(function):
             yield f"{key}: wanted plain functions inside {title_of(composition)}, got the async {title_of(member)}"
 

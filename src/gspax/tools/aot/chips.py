@@ -28,6 +28,7 @@ import numpy as np
 from gspax import unstable
 from gspax.config import Experiment, Placement
 from gspax.errors import UserError, did_you_mean, how_to_install
+from gspax.experiment.validation.devices import check_on
 from gspax.sampler.placement import make_meshes
 from gspax.tools.aot.hlo import UNKNOWN
 
@@ -205,6 +206,7 @@ def make_targets(experiment: Experiment, topology: Topology) -> Targets:
     if sampler is not None:
         learner = replace(topology, slices=topology.slices - sampler.slices)
     devices = [device for part in (learner, sampler) if part is not None for device in describe_devices(part)]
+    check_on(devices, experiment)
     meshes = make_meshes(experiment, devices, topology.chip.memory)
     return Targets(
         Target(mesh=meshes.learner, topology=learner),
