@@ -42,7 +42,7 @@ FEATURES = {
     "sampling masks": Feature("mask_replay|sampling_mask", "^$", 8),
     "delta nets": Feature("(?<!time)delta(?!s)", "delta|losses/correction", 6),
     "latent attention": Feature("latent", "latent_attention", 4),
-    "buckets": Feature("bucket", "storage/", 21),
+    "buckets": Feature("bucket", "storage/", 1),
     "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 11),
     "drafts": Feature("draft", "drafts", 9),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gspax.errors import UserError, display, tell, warn
-from gspax.storage.paths import is_bucket, require_usable, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -170,7 +171,7 @@ def _check_workdir(workdir: Path, description: Mapping[str, object], checkpoint:
     from gspax.run.directory import RunDir, require_same
 
     require_same(RunDir(workdir), description)
-    if is_bucket(workdir):
+    if not open_storage(workdir).has_folders:
         return
     nearest = next(parent for parent in (workdir.absolute(), *workdir.absolute().parents) if parent.exists())
     free = shutil.disk_usage(nearest).free
@@ -211,8 +212,10 @@ def require_file(path: Path) -> None:
 
 def require_possible(path: Path) -> None:
     """Check that a directory can be at `path` and files can be created there; else UserError."""
-    if is_bucket(path):
-        return require_usable(path)
+    storage = open_storage(path)
+    storage.require_usable(path)
+    if not storage.has_folders:
+        return
     try:  # a name that is too long raises
         nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     except (OSError, ValueError) as problem:

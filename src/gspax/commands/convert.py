@@ -56,7 +56,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     from gspax.run.manifest import write_manifest
 
     origin = str(Path(source).resolve()) if Path(source).exists() else source
-    with atomic_folder(target) as temporary, _checkpoint(source, target, dtype) as folder:
+    with atomic_folder(target) as temporary, _checkpoint(source, temporary, dtype) as folder:
         config = read_config(folder)
         devices = jax.devices()
         mesh = make_mesh(Mesh(), devices[: math.gcd(len(devices), config.hidden_size)])
@@ -71,16 +71,14 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
 
 
 @contextlib.contextmanager
-def _checkpoint(source: str, target: Path, dtype: str) -> Iterator[Path]:
-    """Yield the folder of a checkpoint; for a GGUF file, a temporary one next to `target`, in the same dtype."""
+def _checkpoint(source: str, beside: Path, dtype: str) -> Iterator[Path]:
+    """Yield the folder of a checkpoint; for a GGUF file, a temporary one next to `beside`, in the same dtype."""
     from gspax.hf.gguf import is_gguf, unpack
     from gspax.hf.source import locate
-    from gspax.storage.paths import is_bucket
 
     if not is_gguf(source):
         yield locate(source)
         return
-    beside = None if is_bucket(target) else target.absolute().parent  # a bucket's files are written here first
-    with tempfile.TemporaryDirectory(dir=beside, prefix=f".{target.name}-") as unpacked:
+    with tempfile.TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}-") as unpacked:
         unpack(Path(source), Path(unpacked), dtype)
         yield Path(unpacked)

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gspax.errors import warn
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 VARIABLE = "GSPAX_COMPILATION_CACHE"  # a folder, also in a bucket, or 0 for no cache
 KEPT_DAYS = 30  # a program that is older is compiled again, so the folder cannot grow for ever
@@ -98,7 +99,7 @@ def use_compilation_cache() -> None:
     if folder is None or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     try:
-        if not is_bucket(folder):
+        if open_storage(folder).has_folders:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if hasattr(os, "getuid") and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022):
                 raise PermissionError("other users can write to it")

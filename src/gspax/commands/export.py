@@ -21,7 +21,8 @@ from gspax.hf.config_json import OF_WRAPPER, read_config, to_json
 from gspax.hf.families import OF_MTP, WRAPPERS
 from gspax.hf.source import HUB_NAME, RUN, SMALL, copy_companions, locate
 from gspax.run.folders import atomic_folder
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
     from gspax.hf.tensors import Stored
@@ -218,7 +219,7 @@ def check_push(name: str, target: Path) -> None:
     """Check, before anything is computed, that a new repository can be pushed to; else UserError or FailureError."""
     from huggingface_hub import HfApi
 
-    if is_bucket(target):
+    if not open_storage(target).has_folders:
         raise UserError(f"--push: wanted --to with a folder of this machine, got {target}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"--push: wanted OWNER/NAME, got {name!r}")
@@ -332,7 +333,7 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     is_run = bool(checkpoint) and (to_path(checkpoint) / RUN).is_file()
     name = checkpoint if is_run else _find_origin(checkpoint)  # PEFT cannot load what `gspax convert` wrote
     folder = to_path(name)
-    if name and not is_run and not is_bucket(folder) and folder.is_dir():
+    if name and not is_run and open_storage(folder).has_folders and folder.is_dir():
         return str(folder.resolve()), None
     if not name:
         warn("the adapters have no base: the run started from random parameters; without --adapter the model is whole")

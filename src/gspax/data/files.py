@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from gspax.errors import UserError, brief, describe_error
-from gspax.storage.paths import is_bucket
+from gspax.storage.files import open_storage
 
 LONGEST = 2**26  # bytes of a JSON file
 DEEPEST = 64  # nested containers
@@ -93,7 +93,7 @@ def require_own_files(folder: Path) -> None:
     The cache of the Hugging Face Hub is made of links from `snapshots/REVISION` to `blobs`, which are permitted. A
     bucket has neither pipes nor links.
     """
-    if is_bucket(folder):
+    if not open_storage(folder).has_links:
         return
     place = Path(os.path.realpath(folder))  # `resolve` raises where links lead in a circle
     permitted = [place, *([place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [])]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from gspax.data.files import require_own_files, why_not_on_hub
 from gspax.errors import UserError, describe_error
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 SMALL = ("*.json", "*.txt", "*.jinja")  # everything except the weights
@@ -24,7 +25,7 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
         the folder.
     """
     folder = to_path(checkpoint)
-    if is_bucket(folder) or folder.is_dir():
+    if not open_storage(folder).has_folders or folder.is_dir():
         require_own_files(folder)
         return folder
     if folder.exists():

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from gspax.data.files import Json, read_object, reading, require_own_files, why_
 from gspax.data.hub import HUB_NAME, locate
 from gspax.data.token_bytes import read_token_bytes
 from gspax.errors import UserError, brief
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -219,7 +219,7 @@ def locate_tokenizer(path: str) -> Path:
     UserError if the folder has no `tokenizer.json`, or a link leads out of it.
     """
     folder = to_path(path)
-    if not is_bucket(folder) and not folder.is_dir() and not why_not_on_hub(path, HUB_NAME):
+    if open_storage(folder).has_folders and not folder.is_dir() and not why_not_on_hub(path, HUB_NAME):
         folder = locate(path, _READ)
     with reading(folder):
         if not (folder / "tokenizer.json").is_file():
@@ -255,14 +255,8 @@ def _parsing(path: str) -> Iterator[None]:
 def _local(folder: Path) -> Iterator[Path]:
     """Provide a local folder for transformers, which cannot read buckets; UserError if a link leads out of it."""
     require_own_files(folder)
-    if not is_bucket(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as copy:
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                Path(copy, name).write_bytes((folder / name).read_bytes())
-        yield Path(copy)
+    with open_storage(folder).copied(folder, TOKENIZER_FILES) as copy:
+        yield copy
 
 
 def has_other_ids(tokenizer: object, folder: Path) -> bool:

@@ -31,7 +31,8 @@ from gspax.errors import UserError, brief
 from gspax.rewards import answers, code, math, program_tests
 from gspax.rewards.calls import compares_answers, concurrent, needs
 from gspax.rewards.scores import Score
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 StrPath = str | os.PathLike[str]
 Row = Mapping[str, Any]
@@ -181,7 +182,7 @@ def livecodebench(
 def open_table(path: StrPath, *, split: str = "test", config: str | None = None) -> Table:
     """Open the table of a path, one of those in the module's docstring. It is read when its first row is needed."""
     name, suffixes = os.fspath(path), Path(path).suffixes
-    if not suffixes if is_bucket(name) else Path(path).is_dir():
+    if Path(path).is_dir() if open_storage(name).has_folders else not suffixes:
         for suffix, kind in ((".jsonl", JsonLines), (".parquet", Parquet)):
             if files := sorted(map(str, to_path(name).glob(f"{split}*{suffix}"))):
                 return kind(tuple(files))

@@ -20,8 +20,7 @@ import numpy as np
 
 from gspax.data.files import SHOWN, parse_json, read_object, show
 from gspax.errors import UserError
-from gspax.storage import objects
-from gspax.storage.paths import is_bucket
+from gspax.storage.files import open_storage
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES = np.dtype(np.uint8)
@@ -151,8 +150,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def read_header(file: Path) -> dict[str, Stored]:
     """Read the tensors of one file by name. UserError unless the header describes the whole file."""
-    header, size = _read_object_start(file) if is_bucket(file) else _read_start(file)
-    length = len(header)
+    storage = open_storage(file)
+    size, length = storage.size(file), int.from_bytes(_read_part(file, 0, 8), "little")
+    most = LONGEST_HEADER if size is None else min(size - 8, LONGEST_HEADER)
+    header = _read_part(file, 8, length) if 0 < length <= most else b""
+    if not header:
+        bytes_ = "" if size is None else f"{size} bytes, "
+        raise UserError(f"{file}: no safetensors file, or a truncated one ({bytes_}header of {length})")
     try:
         entries = parse_json(header)
     except ValueError:
@@ -166,31 +170,16 @@ def read_header(file: Path) -> dict[str, Stored]:
         if stored.start != end:
             raise UserError(f"{file}: corrupt: tensor {name} begins at byte {stored.start}, wanted {end}")
         end += stored.nbytes
-    if size is None and not objects.ends_at(file, end):
-        raise UserError(f"{file}: truncated or corrupt: its header wants {end} bytes, it has more or fewer")
-    if size not in (None, end):
-        raise UserError(f"{file}: truncated or corrupt: its header wants {end} bytes, it has {size}")
+    if not storage.ends_at(file, end):
+        has = "more or fewer" if size is None else size
+        raise UserError(f"{file}: truncated or corrupt: its header wants {end} bytes, it has {has}")
     return tensors
 
 
-def _read_start(file: Path) -> tuple[bytes, int]:
-    """Read the header and the size of a file. UserError if it is too short."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise UserError(f"{file}: no safetensors file, or a truncated one ({size} bytes, header of {length})")
-        return opened.read(length), size
-
-
-def _read_object_start(file: Path) -> tuple[bytes, None]:
-    """Read the header of an object in a bucket, whose size is unknown. UserError if it is too short."""
-    (start,) = objects.read_ranges(file, [(0, 8)]) or [b""]
-    length = int.from_bytes(start, "little")
-    found = objects.read_ranges(file, [(8, length)]) if 0 < length <= LONGEST_HEADER else None
-    if found is None:
-        raise UserError(f"{file}: no safetensors file, or a truncated one (header of {length})")
-    return found[0], None
+def _read_part(file: Path, start: int, length: int) -> bytes:
+    """Read bytes of a file; none if it is too short."""
+    part = bytearray(length)
+    return bytes(part) if open_storage(file).read_into(file, [(start, length)], memoryview(part)) else b""
 
 
 def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
@@ -235,19 +224,9 @@ def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = N
     nbytes = sum(length for _, length in pieces)
     if buffer is None or buffer.size < nbytes:
         buffer = np.empty(nbytes, np.uint8)
-    flat, filled = buffer[:nbytes], 0
-    if is_bucket(stored.file):
-        ranges = objects.read_ranges(stored.file, pieces)
-        if ranges is None:
-            raise UserError(f"{stored.file}: became shorter while being read")
-        flat[:] = np.frombuffer(b"".join(ranges), np.uint8)
-    else:
-        with stored.file.open("rb") as opened:
-            for start, length in pieces:
-                opened.seek(start)
-                if opened.readinto(flat[filled : filled + length].data) < length:
-                    raise UserError(f"{stored.file}: became shorter while being read")
-                filled += length
+    flat = buffer[:nbytes]
+    if not open_storage(stored.file).read_into(stored.file, pieces, flat.data):
+        raise UserError(f"{stored.file}: became shorter while being read")
     return _require_finite(stored, flat.view(stored.dtype).reshape(stored.shape if part is None else -1))
 
 

@@ -19,7 +19,7 @@ from gspax.report.run_page import TASK_COLUMNS, read_task
 from gspax.run.directory import RunDir, read_attempts
 from gspax.run.record import read_metrics, read_rows
 from gspax.run.redaction import is_secret, redact
-from gspax.storage.paths import is_bucket
+from gspax.storage.objects import SCHEME
 from gspax.types import JsonObject
 
 PARTS = (  # sections of the experiment in the table of settings
@@ -74,7 +74,7 @@ def _data(run: RunDir) -> str:
         if key.partition(".")[0] == "data" and RULES.isdisjoint(key.split(".")) and isinstance(values, list)
         for path in values
     ]
-    names = [*dict.fromkeys(_public(path.rpartition("/")[2] if is_bucket(path) else path) for path in paths)]
+    names = [*dict.fromkeys(_public(path) for path in paths)]
     return _names(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
@@ -144,7 +144,7 @@ def _versions(run: RunDir) -> Iterator[str]:
 
 def _public(text: str) -> str:
     """Return the text of a value on one line, without secrets or the folders of an absolute path."""
-    text = os.path.basename(text.rstrip("/")) if os.path.isabs(text) else text
+    text = os.path.basename(text.rstrip("/")) if os.path.isabs(text) or text.startswith(SCHEME) else text
     return " ".join(redact(text).split()).replace("|", "\\|").replace("`", "'")
 
 

@@ -30,9 +30,8 @@ from gspax.parallel import multihost
 from gspax.run import lock, manifest
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
-from gspax.storage import objects
 from gspax.storage.files import open_storage
-from gspax.storage.paths import is_bucket, read_bytes, to_path
+from gspax.storage.paths import read_bytes, to_path
 from gspax.types import Array, JsonObject, PyTree, named_leaves
 from gspax.unstable import key_impl_name
 
@@ -64,7 +63,8 @@ class Checkpoints:
         note: Path | None = None,
     ) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self.directory, self.note = _absolute(to_path(directory)), note
+        path = to_path(directory)
+        self.directory, self.note = open_storage(path).absolute(path), note
         self._is_read_only = keep is None
         self._files = _Files(self.directory, keep, note, mesh, concurrent_gb)
         self._verified: set[int] = set()
@@ -346,7 +346,8 @@ class _Files:
         )
         save_args = {name: _save_args(name, leaf) for name, leaf in table.items()}
         arguments = ocp.args.PyTreeSave(dict(table), save_args=save_args, ocdbt_target_data_file_size=FILE_BYTES)
-        before = objects.measure_traffic()
+        storage = open_storage(self.directory)
+        before = storage.traffic()
         writer.save(self.directory / str(step), args=arguments)
 
         def finish() -> None:
@@ -359,8 +360,8 @@ class _Files:
                 if self.note is not None:
                     write_atomically(self.note, json.dumps({"newest": step}) + "\n")
                 manifest.prune(self.directory, self.keep)
-                if is_bucket(self.directory):
-                    self.traffic = objects.measure_traffic().since(before, "bucket/save_")
+                if (sent := storage.traffic()) is not None and before is not None:
+                    self.traffic = sent.since(before, "bucket/save_")
 
         self.saving = _run_in_thread(finish)
 
@@ -437,10 +438,6 @@ def _run_in_thread(work: Callable[[], None]) -> futures.Future[None]:
 
     threading.Thread(target=run, name="gspax_checkpoints", daemon=True).start()
     return future
-
-
-def _absolute(path: Path) -> Path:
-    return path if is_bucket(path) else path.absolute()
 
 
 def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
@@ -537,7 +534,8 @@ class StoredArray:
 def open_array(directory: Path, step: int, name: str, shape: tuple[int, ...]) -> StoredArray:
     """Open an array by its path, such as `params/embedding`. UserError if it is missing or of another shape."""
     where = f"{name} of checkpoint {step} in {directory}"
-    base = _absolute(directory / str(step)).as_uri() + "/"
+    folder = directory / str(step)
+    base = open_storage(folder).absolute(folder).as_uri() + "/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     try:  # without asking for the manifest again at each read: a checkpoint stays as it is
         store = tensorstore.open(spec, open=True, read=True, recheck_cached_data="open").result()

@@ -26,7 +26,7 @@ from gspax.run.folders import as_warning, remove_folder, set_aside, write_atomic
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact, redact_arguments
 from gspax.storage.files import open_storage
-from gspax.storage.paths import is_bucket, read_bytes, require_usable, to_path
+from gspax.storage.paths import read_bytes, to_path
 from gspax.types import JsonObject
 
 # An evaluation may change these keys too: the number of completions sampled at once, and their devices
@@ -153,9 +153,9 @@ def require_same(run: RunDir, description: Mapping[str, object]) -> JsonObject |
     it is damaged, lost, or of another experiment, the description in the newest checkpoint is compared instead, because
     the run continues from that checkpoint. UserError as `open_run`.
     """
-    if is_bucket(run.path):
-        require_usable(run.path)
-    elif run.path.exists() and not run.path.is_dir():
+    storage = open_storage(run.path)
+    storage.require_usable(run.path)
+    if storage.has_folders and run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file, not a run directory")
     old, saved = _read_object(run.experiment), _read_saved(run)
     if old and not _has_begun(run):

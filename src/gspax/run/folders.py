@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspax.errors import UserError, naming, warn
+from gspax.errors import UserError, warn
 from gspax.run import lock
 from gspax.storage.files import open_storage
-from gspax.storage.paths import is_bucket, require_usable
 
 LAST = ("adapter_config.json", "config.json")  # of a checkpoint, which is none without it
 
@@ -33,12 +28,12 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, which ends in a newline, to a rarely written file: in a bucket all of it is written again."""
-    if is_bucket(path):
-        write_atomically(path, (path.read_text(encoding="utf-8") if path.exists() else "") + line)
-        return
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(line)
+    """Append a line, which ends in a newline, to a rarely written file: in a bucket all of it is written again.
+
+    LostError as `write_atomically`.
+    """
+    lock.require_held()
+    open_storage(path).append(path, line.encode())
 
 
 @contextlib.contextmanager
@@ -78,37 +73,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     Raises:
       UserError: `target` exists and is not an empty folder, or cannot be written, as in a bucket that does not exist.
     """
-    if is_bucket(target):
-        require_usable(target)
+    storage = open_storage(target)
+    storage.require_usable(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: wanted a new or an empty folder, it exists and is not empty")
-    if is_bucket(target):
-        with tempfile.TemporaryDirectory() as local:
-            yield Path(local)
-            _copy_to_bucket(Path(local), target)
-        return
-    if os.path.ismount(target):
-        raise UserError(f"{target}: wanted a folder that can be replaced, it is a mount point: take a folder in it")
-    place = target.resolve()
-    temporary = place.with_name(f"{place.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as problem:
-        raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
-    try:
-        yield temporary
-        os.replace(temporary, place)
-    except OSError as problem:
-        raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _copy_to_bucket(folder: Path, target: Path) -> None:
-    """Copy all files of a folder. UserError if one cannot be written."""
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name in LAST, path))
-    try:
-        for path in files:
-            (target / path.relative_to(folder)).write_bytes(path.read_bytes())
-    except OSError as problem:
-        raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
+    with storage.build(target, LAST) as folder:
+        yield folder

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from gspax.run import lock
 from gspax.run.folders import write_atomically
-from gspax.storage.paths import is_bucket, read_bytes
+from gspax.storage.files import open_storage
+from gspax.storage.paths import read_bytes
 
 PART = 2**20  # bytes
 WAIT, WAIT_AFTER_FAILURE = 10.0, 60.0  # seconds
@@ -74,7 +75,7 @@ class Parts:
 
 def open_growing(path: Path) -> File | Parts:
     """Open a file to add lines to. OSError if it cannot be opened."""
-    return Parts(path) if is_bucket(path) else File(path)
+    return File(path) if open_storage(path).appends else Parts(path)
 
 
 def read_growing(path: Path) -> bytes:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from gspax.errors import FailureError, naming, tell, warn
 from gspax.storage import objects
+from gspax.storage.files import open_storage
 from gspax.storage.paths import is_bucket, read_bytes
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
@@ -52,7 +53,8 @@ def hold(path: Path) -> Iterator[None]:
     is_primary = jax.process_index() == 0
     multihost.all_or_raise(lambda: lock.acquire() if is_primary else None)
     done = threading.Event()
-    repeats = objects.Repeats(path.parent) if is_bucket(path) else None  # counts from here, not from the thread's start
+    is_object = isinstance(lock, _ObjectLock)
+    repeats = objects.Repeats(path.parent) if is_object else None  # counts from here, not from the thread's start
     beating = threading.Thread(target=_beat, args=(lock, done, repeats), name="gspax_heartbeat", daemon=True)
     if is_primary:
         _held.append(lock)
@@ -231,18 +233,14 @@ def _is_stale(path: Path, text: str, holder: dict[str, object]) -> bool:
 def _is_touched(path: Path, text: str) -> bool:
     """Return whether the file changes within `STALE` seconds. Clocks of two hosts are not compared: they may differ."""
     with contextlib.suppress(FileNotFoundError):
-        first, deadline = _version(path), time.monotonic() + STALE
+        version = open_storage(path).version
+        first, deadline = version(path), time.monotonic() + STALE
         tell(f"{path} belongs to another host: waiting up to {STALE:.0f} s for its heartbeat")
         while time.monotonic() < deadline:
             time.sleep(min(0.5, STALE / 10))
-            if _version(path) != first or _read(path) != text:
+            if version(path) != first or _read(path) != text:
                 return True
     return False
-
-
-def _version(path: Path) -> int | bytes:
-    """Return a value that changes whenever the lock is renewed."""
-    return objects.read_object(path)[1] if is_bucket(path) else path.stat().st_mtime_ns
 
 
 def _describe() -> dict[str, object]:

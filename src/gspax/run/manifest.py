@@ -31,10 +31,10 @@ from typing import NamedTuple
 
 from gspax.errors import UserError, warn
 from gspax.run import lock
-from gspax.run.folders import remove_folder, set_aside, write_atomically
-from gspax.storage import objects
-from gspax.storage.files import open_storage, sync_folder
-from gspax.storage.paths import is_bucket, open_file, read_bytes
+from gspax.run.folders import remove_folder, set_aside
+from gspax.storage.files import open_storage
+from gspax.storage.local import sync_folder
+from gspax.storage.paths import open_file, read_bytes
 
 MANIFEST, EXTRA, DAMAGED = "manifest.json", "extra.json", "damaged_manifest.json"
 VERSION = 1  # of the format
@@ -59,18 +59,8 @@ def write_manifest(folder: Path) -> None:
         sync_folder(parent)
     files = {name: entry._asdict() for name, entry in zip(names, entries, strict=True)}
     content = {"version": VERSION, "packages": installed_versions(PACKAGES), "files": files, "name": folder.name}
-    if is_bucket(folder):
-        _finish(folder / MANIFEST, _render(content).encode())
-    else:
-        write_atomically(folder / MANIFEST, _render(content))
-
-
-def _finish(path: Path, content: bytes) -> None:
-    """Write a manifest to a bucket. OSError if another process has finished the step."""
     lock.require_held(fresh=True)
-    there, generation = objects.read_object(path)
-    if there is not None or objects.write_if(path, content, generation) is None:
-        raise FileExistsError(errno.EEXIST, "another process has finished this step", str(path))
+    open_storage(folder).create(folder / MANIFEST, _render(content).encode())
 
 
 def has_manifest(folder: Path) -> bool:
@@ -98,7 +88,7 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = T
         return [str(error)]
     if folder.name.isdecimal() and (name := _name(folder)).isdecimal() and name != folder.name:
         return [f"it is checkpoint {name} under another name"]
-    if is_bucket(folder) and not hashes:
+    if not (hashes or open_storage(folder).has_sizes):
         return [f"{name} is missing" for name in sorted({*files} - {*_list_files(folder)})]
     with ThreadPoolExecutor(open_storage(folder).readers) as pool:
         checked = pool.map(lambda name: _compare(folder, name, files[name], hashes=hashes), sorted(files)[part::parts])
@@ -141,15 +131,16 @@ def _name(folder: Path) -> str:
 def _digest(path: Path, *, sync: bool = False) -> Entry:
     with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if sync and not is_bucket(path):
-            os.fsync(file.fileno())
+        if sync:
+            open_storage(path).sync(file)
         return Entry(file.seek(0, os.SEEK_END), digest)
 
 
 def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | None:
     path = folder / name
     try:
-        if not is_bucket(folder) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        storage = open_storage(folder)
+        if storage.has_links and not storage.resolve(path).is_relative_to(storage.resolve(folder)):
             return f"{name} is outside of the checkpoint"
         got = _digest(path) if hashes else wanted._replace(bytes=path.stat().st_size)
     except OSError as error:
@@ -170,20 +161,18 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
 
 def list_steps(directory: Path) -> list[int]:
     """List all steps that have a folder, finished or not, in order."""
-    if is_bucket(directory):  # one request
-        heads = [name.partition("/")[0] for name in objects.list_files(directory) if "/" in name]
-        return sorted({int(head) for head in heads if head.isdecimal()})
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+    return sorted(int(name) for name in open_storage(directory).folders(directory) if name.isdecimal())
 
 
 def finished_steps(directory: Path) -> list[int]:
     """List the steps with a finished save, damaged since or not, in order."""
-    if is_bucket(directory):
-        heads = [name.removesuffix(f"/{MANIFEST}") for name in objects.list_files(directory)]
-        return sorted(int(head) for head in heads if head.isdecimal())
-    return [step for step in list_steps(directory) if has_manifest(directory / str(step))]
+    return sorted(int(name) for name in open_storage(directory).folders(directory, MANIFEST) if name.isdecimal())
+
+
+def _own_steps(directory: Path) -> list[int]:
+    """List all steps that are not set aside where they are."""
+    aside = open_storage(directory).folders(directory, DAMAGED)
+    return [step for step in list_steps(directory) if str(step) not in aside]
 
 
 def lost_step(directory: Path, note: Path) -> int | None:
@@ -208,17 +197,17 @@ def remove_steps(directory: Path, steps: Sequence[int]) -> None:
         lock.require_held(fresh=True)
     for step in steps:
         target = directory / str(step)
-        if is_bucket(directory):
-            (target / MANIFEST).unlink()
-        else:
+        if open_storage(directory).has_folders:
             target = target.rename(directory / f"{DELETED}{step}")
+        else:
+            (target / MANIFEST).unlink(missing_ok=True)
         remove_folder(target)
 
 
 def set_step_aside(directory: Path, step: int, why: str) -> None:
     """Set a damaged step aside for the user, and warn of it: as folder `damaged_STEP`, in a bucket without manifest."""
     folder = directory / str(step)
-    if not is_bucket(directory):
+    if open_storage(directory).has_folders:
         return set_aside(folder, why)
     (folder / DAMAGED).write_bytes((folder / MANIFEST).read_bytes())
     (folder / MANIFEST).unlink()
@@ -228,7 +217,7 @@ def set_step_aside(directory: Path, step: int, why: str) -> None:
 def remove_unfinished(directory: Path) -> None:
     """Delete the steps without a finished save, and other remains of a failed save."""
     remove_leftovers(directory)
-    remove_steps(directory, sorted({*list_steps(directory)} - {*finished_steps(directory)}))
+    remove_steps(directory, sorted({*_own_steps(directory)} - {*finished_steps(directory)}))
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -236,7 +225,7 @@ def remove_leftovers(directory: Path) -> None:
 
     In a bucket there are none: a step is overwritten where it is, or deleted by `prune`.
     """
-    if is_bucket(directory):
+    if not open_storage(directory).has_folders:
         return
     for folder in [*directory.glob(f"{DELETED}*"), *directory.glob(f"*{UNFINISHED}*")]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -248,8 +237,8 @@ def prune(directory: Path, keep: int) -> None:
     """Delete all but the newest `keep` steps. A step with missing or truncated files does not count as kept."""
     steps = finished_steps(directory)
     kept = [step for step in steps if not find_damage(directory / str(step), hashes=False)][-keep:]
-    if kept and is_bucket(directory):  # where a process that is killed leaves steps without a manifest
-        steps = [step for step in list_steps(directory) if not (directory / str(step) / DAMAGED).exists()]
+    if kept and not open_storage(directory).has_folders:  # a process that is killed leaves steps without a manifest
+        steps = _own_steps(directory)
     if kept:
         remove_steps(directory, [step for step in steps if step < kept[0]])
 
@@ -264,7 +253,7 @@ def require_space(directory: Path) -> None:
 
 def require_writable(directory: Path) -> None:
     """Raise OSError if this process cannot write a file there: no space, quota or permission. A bucket is not asked."""
-    if is_bucket(directory):
+    if not open_storage(directory).has_folders:
         return
     probe = directory / f"{socket.gethostname()}.{os.getpid()}{PROBE_SUFFIX}"
     try:

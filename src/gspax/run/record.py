@@ -22,8 +22,7 @@ from gspax.run.directory import RunDir, step_of
 from gspax.run.folders import unused_name, write_atomically
 from gspax.run.growing import merge_parts, open_growing, read_growing
 from gspax.run.trackers import Trackers
-from gspax.storage import objects
-from gspax.storage.paths import is_bucket
+from gspax.storage.files import open_storage
 from gspax.types import JsonObject
 
 if TYPE_CHECKING:
@@ -49,9 +48,10 @@ class Recorder:
         self._events: EventFile | None = None
         self._failing: set[Path] = set()
         self._kept: list[dict[str, float]] = []
-        self._thread = ThreadPoolExecutor(1, "gspax_logs") if is_bucket(run.path) else None
+        self._storage = open_storage(run.path)
+        self._thread = None if self._storage.appends else ThreadPoolExecutor(1, "gspax_logs")
         self._problem: Exception | None = None  # of the thread
-        self._traffic = objects.measure_traffic() if is_bucket(run.path) else None
+        self._traffic = self._storage.traffic()
         if not self._writes:
             return
         run.samples.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,8 @@ class Recorder:
 
     def measure_traffic(self) -> dict[str, float]:
         """Return this process's bucket requests since the last call, as metrics; {} for a local run."""
-        if self._traffic is None:
-            return {}
-        before, self._traffic = self._traffic, objects.measure_traffic()
-        return self._traffic.since(before, "bucket/")
+        before, self._traffic = self._traffic, self._storage.traffic()
+        return {} if self._traffic is None or before is None else self._traffic.since(before, "bucket/")
 
     def flush(self) -> Callable[[], object]:
         """Write buffered metrics, for a save: a run that is killed has the metrics up to its checkpoint.
@@ -263,7 +261,7 @@ def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
         kept = [row for row in rows if row["step"] < first]
         merge_parts(run.metrics, "".join(map(to_line, kept)))
         _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
-    elif is_bucket(run.metrics):
+    elif not open_storage(run.metrics).appends:
         write_atomically(run.metrics, "\n")  # which says that there are metrics: the lines go to parts
     for path in run.samples.glob("*.jsonl"):
         step = step_of(path.stem)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
 from gspax.errors import UserError, did_you_mean, display, warn
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 METRICS = (  # compared unless --metrics names others; those that no run has are left out
     "eval/reward",
@@ -78,4 +78,4 @@ def _split(text: str) -> tuple[str, Path]:
     if separator and name and "/" not in name:
         return name, to_path(folder)
     path = to_path(text)
-    return (path if is_bucket(path) else Path(os.path.realpath(path))).name, path
+    return open_storage(path).resolve(path).name, path

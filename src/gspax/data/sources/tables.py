@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gspax.data.files import reading, why_not_on_hub
 from gspax.errors import UserError, brief, describe_error, how_to_install
-from gspax.storage.paths import is_bucket, open_file, to_path
+from gspax.storage.paths import open_file, to_path
 
 _SHOWN = 5  # different reasons that a message lists
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -307,7 +307,7 @@ def _open(path: str) -> io.BufferedIOBase:
 def _source(path: str) -> io.BufferedIOBase | str:
     """Return the path or stream for pyarrow, which reads local files faster by path but would wait for a pipe."""
     stream = _open(path)
-    if is_bucket(path):
+    if isinstance(stream, io.BytesIO):  # an object, read as a whole
         return stream
     stream.close()
     return path

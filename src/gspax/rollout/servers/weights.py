@@ -33,7 +33,7 @@ from gspax.hf.tensors import Part
 from gspax.model.low_rank import dense
 from gspax.parallel import multihost
 from gspax.run.folders import atomic_folder, write_atomically
-from gspax.storage.files import sync_folder
+from gspax.storage.local import sync_folder
 from gspax.types import Params, named_leaves
 
 MANIFEST = "manifest.json"

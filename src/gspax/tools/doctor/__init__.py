@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, require_directory, require_file, subcommand_parser
 from gspax.errors import naming
-from gspax.storage.paths import is_bucket, require_usable, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -51,8 +52,10 @@ def make_parser() -> Parser:
 def execute(options: argparse.Namespace) -> int:
     """Print the table of versions and a line for each result; return 1 if one is wrong."""
     if options.workdir is not None:
-        require = require_usable if is_bucket(options.workdir) else require_directory
-        require(options.workdir)
+        storage = open_storage(options.workdir)
+        storage.require_usable(options.workdir)
+        if storage.has_folders:
+            require_directory(options.workdir)
     for file in filter(None, (options.output, options.json)):
         require_file(file)
     is_primary = processes.join("doctor", options, None)

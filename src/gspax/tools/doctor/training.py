@@ -30,7 +30,8 @@ from gspax.run.folders import remove_folder
 from gspax.sampler import sampler
 from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
-from gspax.storage.paths import is_bucket, to_path
+from gspax.storage.files import open_storage
+from gspax.storage.paths import to_path
 from gspax.tools.benchmarks import time_calls
 from gspax.tools.doctor import hardware
 from gspax.tools.doctor.results import Result, compare, rate, skipped
@@ -211,7 +212,7 @@ def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
 
 def make_folder(directory: Path | None) -> str:
     """Make a new folder in `directory`, by default in the system's folder for temporary files."""
-    if directory is not None and is_bucket(directory):
+    if directory is not None and not open_storage(directory).has_folders:
         return str(directory / f"gspax-doctor-{secrets.token_hex(8)}")
     return tempfile.mkdtemp(prefix="gspax-doctor-", dir=directory)
 
