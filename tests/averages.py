@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import CacheSize, Mixer
-from gspax.model.kernels.quantization import contract
+from gspax.model.kernels.weights import contract
 from gspax.model.layers import init_weight
 
 

@@ -46,7 +46,7 @@ FEATURES = {
     "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 11),
     "drafts": Feature("draft", "drafts", 9),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
-    "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 18),
+    "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 8),
 }
 NONE_PARAMETERS, NONE_GOAL = 445, 330  # parameters that may be None
 EXCLUSIONS, EXCLUSION_GOAL = 22, 12  # rules that forbid one feature beside another

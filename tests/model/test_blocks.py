@@ -72,7 +72,7 @@ def make_segments(k, v, kernel):
     sizes = segments.segment_sizes(k.shape[2], kernel=kernel)
     ends = np.cumsum(sizes)
     return tuple(
-        segments.make_segment(*(jnp.asarray(x[:, :, end - size : end]) for x in (k, v)), int8=False, kernel=kernel)
+        segments.make_segment(*(jnp.asarray(x[:, :, end - size : end]) for x in (k, v)), "auto", kernel=kernel)
         for size, end in zip(sizes, ends, strict=True)
     )
 

@@ -17,7 +17,7 @@ from gspax.experiment import validate
 from gspax.model import decoding
 from gspax.model.decoding import Slots
 from gspax.model.delta_net import DeltaState
-from gspax.model.kernels.quantization import is_quantized
+from gspax.model.kernels.quantization import Quantized
 from gspax.model.sizes import sampler_sizes
 from gspax.parallel import sharding
 from gspax.rewards.environments import ToolUse
@@ -87,7 +87,7 @@ def test_the_memory_of_states_and_keys_is_that_of_their_arrays():
 def test_matrices_are_quantized_and_rates_and_taps_are_not():
     weights = make_inference_weights(tiny.params(DELTA), DELTA, tiny.one_device(), weights_dtype="int8")
     mixer = weights["layers"][0]["mixer"]
-    assert {name for name, leaf in mixer.items() if is_quantized(leaf)} == {
+    assert {name for name, leaf in mixer.items() if isinstance(leaf, Quantized)} == {
         *("query", "key", "value", "gate", "decay", "beta", "out")
     }
     low = make_inference_weights(tiny.params(DELTA), replace(DELTA, dtype="bfloat16"), tiny.one_device())

@@ -20,7 +20,8 @@ from gspax.learner.state import init_state
 from gspax.losses import correction
 from gspax.model import decoding, low_rank, transformer
 from gspax.model.kernels import segments
-from gspax.model.kernels.quantization import Quantized, is_quantized
+from gspax.model.kernels.quantization import Quantized
+from gspax.model.kernels.weights import is_compound
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.runtime import make_runtime
 from gspax.sampler import sampler
@@ -70,7 +71,7 @@ def mismatch(config, learner_params, **settings):
 def test_an_empty_cache_is_not_rounded():
     """XLA would find the largest of all its zeros when it compiles, which takes seconds for a cache of some size."""
     values = jax.ShapeDtypeStruct((2, tiny.MOE.num_key_value_heads, 5, tiny.MOE.head_dim), np.float32)
-    prompt = jax.eval_shape(partial(segments.make_segment, int8=True, kernel=False), values, values)
+    prompt = jax.eval_shape(partial(segments.make_segment, dtype="int8", kernel=False), values, values)
 
     def make():
         prompts, mesh = [(prompt,)] * tiny.MOE.num_hidden_layers, tiny.one_device()
@@ -148,7 +149,7 @@ def test_matrices_are_in_8_bits_and_nothing_else():
     copies = {tied: replace(tiny.CONFIGS["biases"], tie_word_embeddings=tied) for tied in (True, False)}
     for tied, config in copies.items():
         copy = make_inference_weights(tiny.params(config), config, tiny.one_device(), weights_dtype="int8")
-        leaves, _ = jax.tree_util.tree_flatten_with_path(copy, is_leaf=is_quantized)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(copy, is_leaf=is_compound)
         names = {path[-1].key for path, leaf in leaves if isinstance(leaf, Quantized)}
         assert names == {"query", "key", "value", "out", "gate", "up", "down", "embedding" if tied else "head"}
         attention = copy["layers"][0]["attention"]

@@ -316,7 +316,7 @@ def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
     """Raise a ValueError unless every key is known, and has a permitted value if no field represents it."""
     known = {name for key in family.copied.values() for name in (key.name, key.other)} - {""}
     known |= {*TRANSLATED, *filter(is_harmless, raw), *family.harmless}
-    if family.quantized and _object(raw, "quantization_config").get("quant_method") == family.quantized:
+    if family.quant_method and _object(raw, "quantization_config").get("quant_method") == family.quant_method:
         known |= {"quantization_config"}
     permitted = _permitted(family, raw)
     for key, value in raw.items():

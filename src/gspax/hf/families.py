@@ -149,7 +149,7 @@ class Family:
     ungrouped: Json = None  # the `topk_method` whose router ignores groups; None: there is none
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # supported rope_types besides "default"
-    quantized: str = ""  # the `quant_method` of files that can be read
+    quant_method: str = ""  # the `quant_method` of files that can be read
     ahead: bool = False  # whether files may have layers that predict several tokens ahead (MTP), which are copied
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
     layer: tuple[Row, ...] = rows.LAYER  # the tensors of a layer without its MLP,
@@ -380,7 +380,7 @@ FAMILIES = {
         sliding_window=128,
         theta=1.5e5,
         rope={"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},
-        quantized="mxfp4",
+        quant_method="mxfp4",
         sparse=rows.GPT_OSS,
     ),
     "olmoe": Family(

@@ -92,12 +92,12 @@ def _mlp_rows(family: Family, *, sparse: bool, fused: bool) -> tuple[Row, ...]:
     """Return the rows of a layer's MLP."""
     if not sparse:
         return family.dense
-    return fused_rows(family.sparse, mxfp4=family.quantized == "mxfp4") if fused else family.sparse
+    return fused_rows(family.sparse, mxfp4=family.quant_method == "mxfp4") if fused else family.sparse
 
 
 def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
     """Return whether these tensors have the fused layout of experts (`list_chunks`)."""
-    name = MXFP4_NAME if FAMILIES[family_of(config)].quantized else FUSED_NAME
+    name = MXFP4_NAME if FAMILIES[family_of(config)].quant_method else FUSED_NAME
     return any(tensor.endswith(name) for tensor in tensors)
 
 

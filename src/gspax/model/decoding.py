@@ -36,8 +36,8 @@ from gspax.model import transformer
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
 from gspax.model.kernels.online_softmax import MASKED
-from gspax.model.kernels.quantization import contract, is_quantized, look_up
 from gspax.model.kernels.segments import Segments
+from gspax.model.kernels.weights import look_up, project
 from gspax.model.layers import Advance, Attend, Heads, LayerInputs, attend_within_segments, rms_norm, rotary_angles
 from gspax.model.transformer import layer_graph
 from gspax.parallel import sharding
@@ -152,7 +152,7 @@ def _prefill(
         context_PSNU, _ = within(heads, cache, layer)
         cached = (heads.k_BTKH, heads.v_BTKU) if heads.cached_BT1Z is None else (None, heads.cached_BT1Z)
         k_PKSH, v_PKSU = jax.tree.map(lambda x: place_cache(x.swapaxes(1, 2), mesh, "batch"), cached)
-        segment = segments.make_segment(k_PKSH, v_PKSU, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
+        segment = segments.make_segment(k_PKSH, v_PKSU, kv_cache_dtype, kernel=on_tpu(mesh))
         return context_PSNU, (segment,)
 
     def advance(run: Callable[..., tuple[Array, PyTree]], cache: None) -> tuple[Array, PyTree]:
@@ -185,7 +185,7 @@ def new_cache(
         for size in sizes:
             values = jax.ShapeDtypeStruct((slots, given.v_XKSH.shape[1], size, width), config.dtype)
             keys = None if given.k_XKHS is None else values
-            make = partial(segments.make_segment, int8=kv_cache_dtype == "int8", kernel=kernel)
+            make = partial(segments.make_segment, dtype=kv_cache_dtype, kernel=kernel)
             # zeros, not rounded ones: XLA would compute their scales, one by one, when it compiles
             segment = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, keys, values))
             made.append(jax.tree.map(lambda x: place_cache(x, mesh, rows), segment))
@@ -301,11 +301,9 @@ def decode_block(
 
 def logits(params: Params, hidden_BD: Array) -> Array:
     """Compute the float32 logits `[B, V]` of final hidden states."""
-    weight = params.get("head", params["embedding"])
-    if not is_quantized(weight):
-        return transformer.logits(params, hidden_BD)
+    tied = "head" not in params
     with jax.named_scope("head"):
-        return contract("bd,dv->bv" if "head" in params else "bd,vd->bv", hidden_BD, weight, jnp.float32)
+        return project(hidden_BD, params["embedding" if tied else "head"], transposed=tied)
 
 
 def _run_layers(

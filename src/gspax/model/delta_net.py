@@ -26,7 +26,7 @@ from gspax.model.kernels.gated_delta import (
     gated_rms_norm,
     recurrent_step,
 )
-from gspax.model.kernels.quantization import contract
+from gspax.model.kernels.weights import contract
 from gspax.model.layers import LayerInputs, init_weight
 from gspax.types import Array, PyTree
 

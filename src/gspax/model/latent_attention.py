@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import LatentAttention, ModelConfig, Yarn
-from gspax.model.kernels.quantization import Weight, contract, unpack
+from gspax.model.kernels.weights import Weight, contract, unpack
 from gspax.model.layers import Heads, LayerInputs, RMSNorm, init_weight, mscale, rotate
 from gspax.types import Array, PyTree
 

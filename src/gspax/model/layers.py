@@ -35,7 +35,7 @@ from gspax.config import (
     layers_of,
 )
 from gspax.model.kernels.attention import Rows, row_attention
-from gspax.model.kernels.quantization import contract
+from gspax.model.kernels.weights import contract
 from gspax.parallel.sharding import spec, token_spec
 from gspax.types import Array, PyTree
 

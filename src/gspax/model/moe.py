@@ -23,10 +23,10 @@ from gspax.model.kernels.expert_parallel import (
     has_ragged_all_to_all,
     ring,
 )
-from gspax.model.kernels.quantization import Quantized, Weight, cast, contract, is_quantized
+from gspax.model.kernels.weights import array_axes, cast, contract, is_compound
 from gspax.model.layers import DenseMlp, LayerInputs, add_bias, expand_dims_like, init_bias, init_weight
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
-from gspax.types import Array, PyTree
+from gspax.types import Array
 
 # (x [N, D], expert [N, A], gate [N, A], experts) -> y [N, D], and perhaps whether it fell back to the ring
 Ffn = Callable[[Array, Array, Array, Experts], Array | tuple[Array, Array]]
@@ -176,7 +176,9 @@ def _run_experts(
             ffn = partial(expert_parallel, exchange=by_platform(axis) if direct else ring(axis))
     into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")
     biases = (None, None) if experts.gate_bias_EF is None else (("expert", "mlp"), ("expert", "mlp"))
-    axes = jax.tree.map(_leaf_axes, experts, Experts._make((into, into, out, *biases)), is_leaf=is_quantized)
+    axes = jax.tree.map(
+        partial(array_axes, summed=(1,)), experts, Experts._make((into, into, out, *biases)), is_leaf=is_compound
+    )
 
     def on_device(x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts) -> tuple[Array, Array]:
         whole = jax.tree.map(_gather_embed, experts, axes)
@@ -187,11 +189,6 @@ def _run_experts(
     specs = jax.tree.map(lambda _, axes: spec(*axes), experts, axes)
     mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, spec()))
     return mapped(x_BTD, expert_BTA, gate_BTA, experts)
-
-
-def _leaf_axes(weight: Weight, axes: tuple[str, ...]) -> PyTree:
-    """Return the logical axes of the arrays of a weight [E, I, O]: a scale has no axis I."""
-    return Quantized._make((axes, (axes[0], axes[2]))) if is_quantized(weight) else axes
 
 
 def _gather_embed(x: Array, axes: tuple[str, ...]) -> Array:

@@ -14,7 +14,8 @@ import jax
 
 from gspax.config import ModelConfig, SamplerDtype, layer_places
 from gspax.model import transformer
-from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, quantize
+from gspax.model.kernels.quantization import quantize
+from gspax.model.kernels.weights import Weight, array_axes, is_compound
 from gspax.model.low_rank import dense
 from gspax.parallel.sharding import INFERENCE_RULES, Rules, named_sharding
 from gspax.types import Array, Params, PyTree
@@ -74,15 +75,15 @@ def inference_shardings(
     def shardings(leaf: Weight, axes: tuple[str, ...]) -> PyTree:
         axes = axes[len(axes) - len(leaf.shape) :]
         rules = expert_rules if "expert_embed" in axes else INFERENCE_RULES
-        whole = named_sharding(mesh, *axes, rules=rules)
-        if not is_quantized(leaf):
-            return whole
-        summed = _summed_axes(axes, config)
-        kept = [axis for number, axis in enumerate(axes) if number not in summed]
-        return Quantized._make((whole, named_sharding(mesh, *kept, rules=rules)))
+        of_arrays = array_axes(leaf, axes, _summed_axes(axes, config))
+        return jax.tree.map(lambda own: named_sharding(mesh, *own, rules=rules), of_arrays, is_leaf=_is_axes)
 
     axes = _unstack(transformer.logical_axes(config), config, axes=True)
-    return jax.tree.map(shardings, _abstract(config, weights_dtype), axes, is_leaf=is_quantized)
+    return jax.tree.map(shardings, _abstract(config, weights_dtype), axes, is_leaf=is_compound)
+
+
+def _is_axes(node: object) -> bool:
+    return type(node) is tuple
 
 
 def abstract_inference_weights(

@@ -97,7 +97,7 @@ def test_latents_are_written_and_read(kernel, int8, monkeypatch):
     """In the kernel's layout they are padded to whole lanes, which changes no score."""
     monkeypatch.setattr(segments, "decode_attention", decode_attention)
     q, cache, new = slots(N=4, K=1)
-    segment = segments.make_segment(None, cache, int8=int8, kernel=kernel)
+    segment = segments.make_segment(None, cache, "int8" if int8 else "auto", kernel=kernel)
     assert segment.k_XKHS is None and segment.v_XKSH.shape[-1] == (128 if kernel else 8)
     position = np.array([0, 19, 7, 7, 7, 19, 4])
     written = segments.write((segment,), None, new[:, :, 0], jnp.asarray(position), kernel=kernel)

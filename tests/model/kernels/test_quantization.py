@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax.model.kernels.quantization import Quantized, cast, contract, look_up, quantize
+from gspax.model.kernels.quantization import Quantized, quantize
+from gspax.model.kernels.weights import cast, contract, look_up
 
 KEY = jax.random.key(0)
 

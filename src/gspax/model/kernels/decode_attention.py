@@ -23,7 +23,8 @@ from jax import Array, lax
 from gspax import unstable
 from gspax.model.kernels.expert_ffn import vary_alike
 from gspax.model.kernels.online_softmax import OnlineSoftmax
-from gspax.model.kernels.quantization import Quantized, Weight
+from gspax.model.kernels.quantization import Quantized
+from gspax.model.kernels.weights import Weight
 
 KERNEL = "decode_attention"  # its name in compiled programs
 KERNEL_BLOCK = 512  # positions; of 4 key heads of 128 bfloat16 numbers, 0.5 MB each of keys and values

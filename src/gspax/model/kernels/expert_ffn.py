@@ -34,7 +34,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gspax.model.kernels.quantization import Quantized, Weight, cast, dequantize
+from gspax.model.kernels.quantization import Quantized
+from gspax.model.kernels.weights import Weight, cast, dequantize
 from gspax.types import PyTree
 
 BLOCK = 40  # rows, the least padding of an expert's last block; XLA:CPU multiplies such blocks with one thread
@@ -351,6 +352,14 @@ def dot(subscripts: str, a: Array, b: Weight) -> Array:
     if isinstance(b, Quantized):
         return dot(subscripts, a, b.values.astype(a.dtype)) * b.scale[..., None, :]
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def dot_and_sum(subscripts: str, a: Array, b: Weight) -> Array:
+    """Compute `dot` and sum over the matrices, whose axis is k and not in the result of `subscripts`, in a's dtype."""
+    if isinstance(b, Quantized):  # each matrix has scales of its own
+        factors, result = subscripts.split("->")
+        return dot(f"{factors}->k{result}", a, b).sum(0).astype(a.dtype)
+    return dot(subscripts, a, b).astype(a.dtype)
 
 
 # --- ragged ----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from jax import Array, lax
 
 from gspax.model.kernels import expert_ffn as local
 from gspax.model.kernels.expert_ffn import BLOCK, Experts, Permutation, vary_alike
-from gspax.model.kernels.quantization import Quantized, cast
+from gspax.model.kernels.weights import cast
 from gspax.types import PyTree
 
 CAPACITY_FACTOR = 1.5  # of a receive buffer, in even shares; with a few devices the busiest rarely gets more
@@ -418,9 +418,7 @@ def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) ->
     gate_KR = jnp.where(own_KR, gate_R.astype(jnp.float32)[None], 0)
     product_KRF = local.gated_product(a_KRF, u_KRF, w, lambda b_KF: b_KF[:, None])
     h_KRF = (product_KRF * gate_KR[..., None]).astype(x_RD.dtype)
-    if isinstance(w.down_EFD, Quantized):
-        return local.dot("krf,kfd->krd", h_KRF, w.down_EFD).sum(0).astype(x_RD.dtype)
-    return local.dot("krf,kfd->rd", h_KRF, w.down_EFD).astype(x_RD.dtype)
+    return local.dot_and_sum("krf,kfd->rd", h_KRF, w.down_EFD)
 
 
 def _sum_rows(row_R: Array, y_RD: Array, rows: int) -> Array:

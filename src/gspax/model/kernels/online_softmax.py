@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from gspax.model.kernels.quantization import Weight, unpack
+from gspax.model.kernels.weights import Weight, unpack
 
 MASKED = -1e30  # finite: a fully masked row gives a harmless mean instead of NaN
 TINY = 1e-30  # the sum of no weights

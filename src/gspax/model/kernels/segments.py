@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gspax import unstable
+from gspax.config import SamplerDtype
 from gspax.model.kernels.decode_attention import decode_attention, merge, write_positions
 from gspax.model.kernels.online_softmax import MASKED
-from gspax.model.kernels.quantization import Quantized, Weight, quantize, unpack
+from gspax.model.kernels.quantization import Quantized, quantize
+from gspax.model.kernels.weights import Weight, unpack
 
 SEGMENT = 64  # positions
 LANES = 128  # numbers of a TPU's vector
@@ -38,11 +40,11 @@ class Segment(NamedTuple):
 Segments = tuple[Segment, ...]  # that follow one another
 
 
-def make_segment(k_XKSH: Array | None, v_XKSH: Array, *, int8: bool, kernel: bool) -> Segment:
-    """Lay out keys and values for the cache, in 8 bits on request; `kernel`: `decode_attention` reads them."""
+def make_segment(k_XKSH: Array | None, v_XKSH: Array, dtype: SamplerDtype, *, kernel: bool) -> Segment:
+    """Lay out keys and values for the cache, in a dtype; `kernel`: `decode_attention` reads them."""
     if kernel and k_XKSH is None:
         v_XKSH = _pad(v_XKSH)
-    segment = _round(k_XKSH, v_XKSH) if int8 else Segment(k_XKSH, v_XKSH)
+    segment = _round(k_XKSH, v_XKSH) if dtype == "int8" else Segment(k_XKSH, v_XKSH)
     if kernel or k_XKSH is None:
         return segment
     return segment._replace(k_XKHS=jax.tree.map(lambda x: x.swapaxes(2, 3) if x.ndim == 4 else x, segment.k_XKHS))
@@ -102,7 +104,8 @@ def write_block(
 
     Both are int32 `[B]`. Row after row, M positions are updated in place: positions that get none do not change.
     """
-    new = make_segment(k_BKMH, v_BKMH, int8=isinstance(segments[0].v_XKSH, Quantized), kernel=kernel)
+    dtype: SamplerDtype = "int8" if isinstance(segments[0].v_XKSH, Quantized) else "auto"
+    new = make_segment(k_BKMH, v_BKMH, dtype, kernel=kernel)
 
     def put_row(b: Array, segments: Segments) -> Segments:
         begin, written = 0, []

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from gspax.model import decoding, moe
 from gspax.model import latent_attention as latents
-from gspax.model.kernels import expert_ffn, gated_delta, quantization, segments
+from gspax.model.kernels import expert_ffn, gated_delta, quantization, segments, weights
 from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.expert_ffn import Experts
 from gspax.parallel import multihost, sharding
@@ -90,7 +90,9 @@ def decode_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
         @jax.jit
         def attend(q: Array, k: Array, v: Array, int8: bool = int8) -> tuple[Array, Array]:
             cache = tuple(
-                segments.make_segment(k[:, :, first:last], v[:, :, first:last], int8=int8, kernel=kernel)
+                segments.make_segment(
+                    k[:, :, first:last], v[:, :, first:last], "int8" if int8 else "auto", kernel=kernel
+                )
                 for first, last in pairwise(bounds)
             )
             return segments.attend(q, cache, jnp.asarray(start_B), jnp.asarray(stop_B), kernel=kernel)
@@ -140,7 +142,7 @@ def latent_attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
         cached = jnp.concatenate([latent, key], axis=-1)[:, None]
         absorbed = latents.absorb(q[:, None, :, :H], jnp.asarray(w_key))[:, 0] * ((C + rotated) / (H + rotated)) ** 0.5
         rescaled = q[..., H:] * ((C + rotated) / (H + rotated)) ** 0.5
-        made = (segments.make_segment(None, cached[:, :, a:b], int8=False, kernel=kernel) for a, b in pairwise(bounds))
+        made = (segments.make_segment(None, cached[:, :, a:b], "auto", kernel=kernel) for a, b in pairwise(bounds))
         query = jnp.concatenate([absorbed, rescaled], axis=-1)
         attended_BNC, _ = segments.attend(query, tuple(made), jnp.zeros(2, int), jnp.asarray(stop_B), kernel=kernel)
         return jnp.einsum("bnc,cnu->bnu", attended_BNC[..., :C], w_value, preferred_element_type=jnp.float32)
@@ -199,7 +201,7 @@ def delta_net(mesh: Mesh, dtype: str) -> Iterator[Result]:
 def int8(mesh: Mesh, dtype: str) -> Iterator[Result]:
     """Check a product with weights in 8 bits."""
     x, w = normal(2, (96, D), (D, F), dtype=dtype)
-    got = jax.jit(lambda x, w: quantization.contract("rd,df->rf", x, quantization.quantize(w, axes=(0,))))(x, w)
+    got = jax.jit(lambda x, w: weights.contract("rd,df->rf", x, quantization.quantize(w, axes=(0,))))(x, w)
     want = np.asarray(x, np.float64) @ references.rounded(w, axis=0)
     yield compare(f"product with int8 weights, {dtype}", got, want, INT8_TOLERANCE[dtype])
 
