@@ -63,8 +63,8 @@ def test_a_run_with_servers_is_valid():
             },
             "sampling.top_k: wanted no filter with an SGLang server",
         ),
-        ({"placement": Placement(devices=1)}, "placement: wanted null with an engine"),
-        ({"sampler_mesh": Mesh()}, "sampler_mesh: wanted null with an engine"),
+        ({"placement": Placement(devices=1)}, "placement: wanted null beside engine"),
+        ({"sampler_mesh": Mesh()}, "sampler_mesh: wanted null beside engine"),
         (
             {"engine": Engine(staleness=1), "sampling": replace(experiment.sampling, max_refills=2)},
             "sampling.max_refills: wanted 0 with engine.staleness=1, got 2",

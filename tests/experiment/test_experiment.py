@@ -240,7 +240,7 @@ COMBINATIONS = {
     "reference=gspax.config.Reference reference.loss=gspax.losses.kl.token_kl reference.reward=gspax.losses.kl.k1": (
         "reference: wanted the KL in the loss or in the reward"
     ),
-    "turns.credit=turn": 'turns.credit: wanted "conversation" without an environment',
+    "turns.credit=turn": 'turns.credit: wanted "conversation" without environment',
     "old_logp=sampler routing_replay=old": "routing_replay: wanted old_logp=learner, got sampler",
 }
 # Numbers that are wrong by themselves, one of each part. No combination above depends on them.

@@ -339,7 +339,7 @@ def test_where_memory_is_short_the_sampler_takes_a_smaller_layout():
         ),
         (
             {"sampler_mesh": config.Mesh(), "placement": config.Placement(devices=2)},
-            "sampler_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh",
+            "sampler_mesh: wanted null beside placement, whose placement.mesh is the sampler's, got a Mesh",
         ),
     ],
 )

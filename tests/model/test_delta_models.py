@@ -127,7 +127,7 @@ REFUSED = {
     ),
     "adapters": (
         {"lora": Lora(delta=True), "model": replace(DELTA, delta=None, delta_layers=())},
-        "lora.delta: wanted False for a model without gated delta nets, got True",
+        "lora.delta: wanted False in a model without gated delta nets, got True",
     ),
     "value heads": (
         {"model": replace(DELTA, delta=replace(DELTA.delta, value_heads=3))},

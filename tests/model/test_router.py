@@ -170,8 +170,8 @@ def test_routers_and_rotations_that_cannot_be_are_one_sentence(changes, sentence
 def test_correction_biases_can_only_be_moved_where_they_are_trained():
     optimizer = Optimizer(bias_update_speed=0.001)
     balanced = replace(stub_experiment.experiment, optimizer=optimizer)
-    without = "optimizer.bias_update_speed: wanted 0 with a model without correction biases, got 0.001"
-    frozen = "optimizer.bias_update_speed: wanted 0 with lora, which does not train the routers, got 0.001"
+    without = "optimizer.bias_update_speed: wanted 0 in a model without correction biases, got 0.001"
+    frozen = "optimizer.bias_update_speed: wanted 0 beside lora, which does not train the routers, got 0.001"
     assert without in validate(balanced)
     assert frozen in validate(replace(balanced, model=SIGMOIDS, lora=config.Lora(rank=2)))
     stage = config.WarmStart(demonstration=lambda problem, rng: "", optimizer=optimizer)

@@ -46,7 +46,10 @@ def no_mask(rewards):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"environment": None}, 'turns.credit: wanted "conversation" without an environment, got "turn"'),
+        (
+            {"environment": None},
+            'turns.credit: wanted "conversation" without environment, whose turns it tells apart, got "turn"',
+        ),
         ({"environment": ToolUse}, "environment: wanted an instance, got the class ToolUse (write ToolUse(...))"),
         ({"environment": object()}, "environment: wanted an object with reset and step, object has no reset"),
         ({"tokenizer": sort.tokenizer}, "tokenizer: wanted one for conversations with an environment (data.hf_chat, "),

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from gspax.config import Engine, Feature, ModelConfig, Sampling, Schedule, obstacle
+from gspax.config import (
+    Engine,
+    Feature,
+    ModelConfig,
+    Sampling,
+    Schedule,
+    obstacle,
+)
+from gspax.experiment.validation.pairs import describe
 
 
 def layer_problems(model: ModelConfig, schedule: Schedule, sampling: Sampling, engine: Engine | None) -> Iterator[str]:
@@ -19,3 +28,20 @@ def layer_problems(model: ModelConfig, schedule: Schedule, sampling: Sampling, e
     for feature, (is_asked, wanted, got) in asked.items():
         if is_asked and (found := obstacle(model, feature)):
             yield f"{wanted} in a model with {found}, got {got}"
+
+
+class Asked(NamedTuple):
+    """A setting of a part of the model, such as its correction biases."""
+
+    key: str
+    off: object
+    value: object
+    part: str
+    is_there: bool
+
+
+def part_problems(settings: Iterable[Asked]) -> Iterator[str]:
+    """One sentence for each setting of a part that the model has not."""
+    for asked in settings:
+        if asked.value and not asked.is_there:
+            yield f"{asked.key}: wanted {asked.off} in a model without {asked.part}, got {describe(asked.value)}"

@@ -27,7 +27,6 @@ from gspax.config import (
     Sampling,
     Schedule,
     Term,
-    Turns,
     WarmStart,
     adapted_weights,
     filters_in_use,
@@ -64,7 +63,7 @@ from gspax.experiment.validation.fields import (
 )
 from gspax.experiment.validation.first_calls import first_problems, rewards_of
 from gspax.experiment.validation.held import held_problems, held_widths
-from gspax.experiment.validation.layers import layer_problems
+from gspax.experiment.validation.layers import Asked, layer_problems, part_problems
 from gspax.experiment.validation.losses import (
     calibration_problems,
     clip_range_problems,
@@ -75,6 +74,7 @@ from gspax.experiment.validation.losses import (
     term_problems,
     unscored_problems,
 )
+from gspax.experiment.validation.pairs import BESIDE, NEEDS, pair_problems
 from gspax.experiment.validation.servers import engine_problems, engine_warnings
 from gspax.model.passes import Passes
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
@@ -121,12 +121,14 @@ def validate(
     problems += _run(
         lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=e.warm_start is not None),
         *_sampling_checks(e),
-        lambda: chain(_drafts(e.sampling), _rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
+        lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
+        *(partial(pair_problems, e, pair, needed=True) for pair in NEEDS),
+        *(partial(pair_problems, e, pair, needed=False) for pair in BESIDE),
         lambda: layer_problems(e.model, e.schedule, e.sampling, e.engine),
         lambda: chain(_shared_prompts(e.schedule), _sampled_ahead(e.sampling, e.placement or e.engine)),
-        lambda: engine_problems(e.engine, e.sampling, e.placement, e.sampler_mesh),
+        lambda: engine_problems(e.engine, e.sampling),
         lambda: chain(_updates(e.schedule), _filters(e.sampling), _collapse(e.guard)),
-        lambda: chain(_adapters(e.lora, e.model), _balancing(e.optimizer, e.warm_start, e.model, e.lora)),
+        lambda: chain(_adapters(e.lora), part_problems(_asked(e.model, e.lora, e.optimizer, e.warm_start))),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule),
         lambda: penalty_problems(passes),
@@ -139,7 +141,7 @@ def validate(
         lambda: unscored_problems(passes),
         lambda: advantage_problems(passes, e.advantage, e.sampling, e.length_reward),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
-        lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement, e.sampling),
+        lambda: _conversation(e.environment, e.tokenizer, e.placement, e.sampling),
         lambda: credit_problems(e.turns, e.loss, e.advantage, _functions(passes)),
         lambda: _mesh(e, devices, slices),
     )
@@ -263,25 +265,21 @@ def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> I
             yield f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {name!r}{hint and f'; {hint}'}"
 
 
-def _balancing(own: Optimizer, stage: WarmStart | None, model: ModelConfig, lora: Lora | None) -> Iterator[str]:
-    """There are correction biases to move, and they are trained parameters."""
-    optimizers = {"optimizer": own} | ({} if stage is None else {"warm_start.optimizer": stage.optimizer})
-    for key, optimizer in optimizers.items():
-        speed = optimizer.bias_update_speed
-        if speed and not (has_experts(model) and model.router.correction_bias):
-            yield f"{key}.bias_update_speed: wanted 0 with a model without correction biases, got {speed:g}"
-        elif speed and lora is not None:
-            yield f"{key}.bias_update_speed: wanted 0 with lora, which does not train the routers, got {speed:g}"
+def _asked(model: ModelConfig, lora: Lora | None, own: Optimizer, stage: WarmStart | None) -> Iterator[Asked]:
+    """The settings of parts that not every model has."""
+    has_biases = has_experts(model) and model.router.correction_bias
+    speeds = {"optimizer": own.bias_update_speed, "warm_start.optimizer": stage and stage.optimizer.bias_update_speed}
+    for key, speed in speeds.items():
+        yield Asked(f"{key}.bias_update_speed", 0, speed, "correction biases", has_biases)
+    yield Asked("lora.delta", False, lora and lora.delta, "gated delta nets", model.delta is not None)
 
 
-def _adapters(lora: Lora | None, model: ModelConfig) -> Iterator[str]:
+def _adapters(lora: Lora | None) -> Iterator[str]:
     """There is something to train."""
     if lora is not None and not (lora.attention or lora.mlp or lora.delta):
         yield "lora: wanted attention or mlp, got neither, which trains nothing"
     if lora is not None and lora.checkpoint and not (to_path(lora.checkpoint) / "adapter_config.json").is_file():
         yield f"lora.checkpoint: wanted a folder with adapter_config.json, there is none at {lora.checkpoint!r}"
-    if lora is not None and lora.delta and model.delta is None:
-        yield f"lora.delta: wanted False for a model without gated delta nets, got {lora.delta}"
 
 
 def _async_rewards(rewards: Iterable[tuple[str, Reward]]) -> Iterator[str]:
@@ -349,9 +347,7 @@ def _rows(sampling: Sampling, schedule: Schedule) -> Iterator[str]:
     minibatches, micro = schedule.minibatches, schedule.microbatch_rows
     if rows % minibatches:
         yield f"schedule.minibatches: wanted a divisor of the {rows} rows of a rollout batch, got {minibatches}"
-    elif micro and schedule.microbatch_tokens:
-        yield f"schedule.microbatch_rows: wanted 0 beside schedule.microbatch_tokens, got {micro}"
-    elif micro and rows // minibatches % micro:
+    elif micro and not schedule.microbatch_tokens and rows // minibatches % micro:
         yield f"schedule.microbatch_rows: wanted a divisor of a minibatch's {rows // minibatches} rows, got {micro}"
 
 
@@ -370,12 +366,6 @@ def _shared_prompts(schedule: Schedule) -> Iterator[str]:
     """Prompts are shared in packed rows."""
     if schedule.share_prompts and not schedule.microbatch_tokens:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
-
-
-def _drafts(sampling: Sampling) -> Iterator[str]:
-    """A cost of drafts needs drafts."""
-    if sampling.draft_cost and not sampling.drafts:
-        yield f"sampling.draft_cost: wanted 0 without sampling.drafts, got {sampling.draft_cost:g}"
 
 
 def _sampled_ahead(sampling: Sampling, sampler: Placement | Engine | None) -> Iterator[str]:
@@ -470,9 +460,7 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
     if experiment.sampler_mesh is None:
         if placement is None and sampling.cache_gib:
             yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes))
-    elif placement is not None:
-        yield "sampler_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh"
-    else:
+    elif placement is None:
         own = experiment.sampler_mesh
         yield from _sampler_mesh(
             "sampler_mesh", own, devices, sizes["slice"], sampling=sampling, held=sampling, model=model
@@ -509,7 +497,6 @@ def _sampler_mesh(
 
 def _conversation(
     environment: Environment | None,
-    turns: Turns,
     tokenizer: Tokenizer,
     placement: Placement | None,
     sampling: Sampling,
@@ -517,8 +504,6 @@ def _conversation(
     """The environment has its methods, the tokenizer encodes turns, and the placement waits for replies."""
     yield from chat_problems(tokenizer, environment, sampling.stop_token_ids)
     if environment is None:
-        if turns.credit == "turn":
-            yield 'turns.credit: wanted "conversation" without an environment, got "turn"'
         return
     yield from interface_problems("environment", environment, ("reset", "step"))
     lacks = [name for name in CHAT_METHODS if not callable(getattr(tokenizer, name, None))]

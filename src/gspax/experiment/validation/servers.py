@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from gspax.config import Engine, Mesh, ModelConfig, Placement, Sampling, filters_in_use
+from gspax.config import Engine, ModelConfig, Sampling, filters_in_use
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30.0 on a CPU
 IN_PROCESS = (
@@ -14,9 +14,7 @@ IN_PROCESS = (
 )
 
 
-def engine_problems(
-    engine: Engine | None, sampling: Sampling, placement: Placement | None, sampler_mesh: Mesh | None
-) -> Iterator[str]:
+def engine_problems(engine: Engine | None, sampling: Sampling) -> Iterator[str]:
     """The addresses can be called, and nothing is asked for that servers do not have."""
     if engine is None:
         return
@@ -41,10 +39,6 @@ def engine_problems(
             f"sampling.top_k: wanted 1 to {size} (sampling.mask_replay) with an engine and a filter: a server returns "
             f"a limited number of the tokens that filters leave, got {sampling.top_k}"
         )
-    if placement is not None:
-        yield "placement: wanted null with an engine, which has its own devices, got a Placement"
-    if sampler_mesh is not None:
-        yield "sampler_mesh: wanted null with an engine, which has its own devices, got a mesh"
 
 
 def is_address(address: str) -> bool:
