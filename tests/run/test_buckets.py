@@ -378,7 +378,7 @@ def test_two_processes_do_not_finish_one_step(bucket):
     path, _ = bucket
     (path / "a").write_text("1")
     manifest.write_manifest(path)
-    with pytest.raises(FileExistsError, match="another process has finished this step"):
+    with pytest.raises(FileExistsError, match="another process has finished this folder"):
         manifest.write_manifest(path)
 
 

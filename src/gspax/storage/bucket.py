@@ -39,7 +39,7 @@ class Bucket:
     def create(self, path: Path, data: bytes) -> None:
         there, generation = objects.read_object(path)
         if there is not None or objects.write_if(path, data, generation) is None:
-            raise FileExistsError(errno.EEXIST, "another process has written this file", str(path))
+            raise FileExistsError(errno.EEXIST, "another process has finished this folder", str(path))
 
     def append(self, path: Path, data: bytes) -> None:
         path.write_bytes((path.read_bytes() if path.exists() else b"") + data)
