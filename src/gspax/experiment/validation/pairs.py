@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gspax.config import Experiment
@@ -51,10 +50,11 @@ def _is_on(experiment: Experiment, key: str) -> bool:
 
 def _read(experiment: Experiment, key: str) -> tuple[Any, Any]:
     """Return a setting and its default; None twice if the part that has it is not there."""
-    place, _, name = key.rpartition(".")
-    owner = attrgetter(place)(experiment) if place else experiment
-    if owner is None:
-        return None, None
+    owner: Any = experiment
+    *parts, name = key.split(".")
+    for part in parts:
+        if (owner := getattr(owner, part)) is None:
+            return None, None
     field = next(each for each in dataclasses.fields(owner) if each.name == name)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return getattr(owner, name), default
