@@ -43,8 +43,8 @@ FEATURES = {
     "delta nets": Feature("(?<!time)delta(?!s)", "delta|losses/correction", 6),
     "latent attention": Feature("latent", "latent_attention", 4),
     "buckets": Feature("bucket", "storage/", 1),
-    "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 11),
-    "drafts": Feature("draft", "drafts", 9),
+    "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 8),
+    "drafts": Feature("draft", "drafts", 8),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 8),
 }

@@ -521,6 +521,11 @@ class Experiment:
     engine: Engine | None = None  # None: no server, gspax's own sampler is used
     seed: Seed = 0
 
+    @property
+    def apart(self) -> Placement | Engine | None:
+        """The settings of a sampler that is not on the learner's devices."""
+        return self.placement or self.engine
+
 
 def trained_dtype(model: ModelConfig, lora: Lora | None) -> str:
     """Return the dtype of the trained arrays: the parameters' dtype, or float32 for adapters."""

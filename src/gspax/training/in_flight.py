@@ -87,7 +87,7 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
 
 def other_devices(runtime: Runtime) -> Placement | Engine | None:
     """Return what samples during updates: other devices of the run, or servers; None: the learner's devices."""
-    return runtime.experiment.placement or runtime.experiment.engine
+    return runtime.experiment.apart
 
 
 def is_saved(runtime: Runtime, done: int) -> bool:

@@ -271,7 +271,7 @@ def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[st
 
 def age_metrics(runtime: Runtime, graded: GradedBatch, trained: int) -> dict[str, float]:
     """Compute the staleness of a rollout, where it may be of older weights."""
-    if runtime.experiment.placement is None and runtime.experiment.engine is None:
+    if runtime.experiment.apart is None:
         return {}
     return staleness_metrics(graded.rollout, trained, graded.policy)
 

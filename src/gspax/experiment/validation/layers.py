@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from gspax.config import (
-    Engine,
     Feature,
     ModelConfig,
     Sampling,
@@ -16,14 +15,14 @@ from gspax.config import (
 from gspax.experiment.validation.pairs import describe
 
 
-def layer_problems(model: ModelConfig, schedule: Schedule, sampling: Sampling, engine: Engine | None) -> Iterator[str]:
+def layer_problems(model: ModelConfig, schedule: Schedule, sampling: Sampling, *, served: bool) -> Iterator[str]:
     """One sentence for each setting that a kind of layer in the model does not support."""
     asked: dict[Feature, tuple[bool, str, object]] = {
         Feature.SHARED_PROMPTS: (schedule.share_prompts, "schedule.share_prompts: wanted False", True),
         Feature.DRAFTS: (sampling.drafts > 0, "sampling.drafts: wanted 0", sampling.drafts),
         Feature.INT8_CACHE: (sampling.kv_cache_dtype == "int8", 'sampling.kv_cache_dtype: wanted "auto"', '"int8"'),
         Feature.INT8_WEIGHTS: (sampling.weights_dtype == "int8", 'sampling.weights_dtype: wanted "auto"', '"int8"'),
-        Feature.SERVERS: (engine is not None, "engine: wanted null", "an Engine"),
+        Feature.SERVERS: (served, "engine: wanted null", "an Engine"),
     }
     for feature, (is_asked, wanted, got) in asked.items():
         if is_asked and (found := obstacle(model, feature)):

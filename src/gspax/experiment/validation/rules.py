@@ -124,8 +124,8 @@ def validate(
         lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
         *(partial(pair_problems, e, pair, needed=True) for pair in NEEDS),
         *(partial(pair_problems, e, pair, needed=False) for pair in BESIDE),
-        lambda: layer_problems(e.model, e.schedule, e.sampling, e.engine),
-        lambda: chain(_shared_prompts(e.schedule), _sampled_ahead(e.sampling, e.placement or e.engine)),
+        lambda: layer_problems(e.model, e.schedule, e.sampling, served=e.engine is not None),
+        lambda: chain(_shared_prompts(e.schedule), _sampled_ahead(e.sampling, e.apart)),
         lambda: engine_problems(e.engine, e.sampling),
         lambda: chain(_updates(e.schedule), _filters(e.sampling), _collapse(e.guard)),
         lambda: chain(_adapters(e.lora), part_problems(_asked(e.model, e.lora, e.optimizer, e.warm_start))),
@@ -137,7 +137,7 @@ def validate(
         lambda: chain(term_problems(passes), held_problems(passes)),
         lambda: _packing(e.schedule, e.loss, _functions(passes)),
         lambda: router_problems(e.model, e.routing_replay, e.router_shift),
-        lambda: old_policy_problems(passes, e.engine or e.placement),
+        lambda: old_policy_problems(passes, e.apart),
         lambda: unscored_problems(passes),
         lambda: advantage_problems(passes, e.advantage, e.sampling, e.length_reward),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
@@ -194,7 +194,7 @@ def check_published(published: Published) -> None:
     problems += _run(
         lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=False),
         *_sampling_checks(e),
-        lambda: layer_problems(e.model, Schedule(), e.sampling, None),
+        lambda: layer_problems(e.model, Schedule(), e.sampling, served=False),
     )
     if problems:
         raise UserError("\n".join(problems))
