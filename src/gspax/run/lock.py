@@ -20,7 +20,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gspax.errors import FailureError, naming, tell, warn
@@ -53,9 +53,8 @@ def hold(path: Path) -> Iterator[None]:
     is_primary = jax.process_index() == 0
     multihost.all_or_raise(lambda: lock.acquire() if is_primary else None)
     done = threading.Event()
-    is_object = isinstance(lock, _ObjectLock)
-    repeats = objects.Repeats(path.parent) if is_object else None  # counts from here, not from the thread's start
-    beating = threading.Thread(target=_beat, args=(lock, done, repeats), name="gspax_heartbeat", daemon=True)
+    watch = lock.watch()  # counts from here, not from the thread's start
+    beating = threading.Thread(target=_beat, args=(lock, done, watch), name="gspax_heartbeat", daemon=True)
     if is_primary:
         _held.append(lock)
         beating.start()
@@ -85,11 +84,10 @@ def require_held(*, fresh: bool = False) -> None:
             raise LostError(f"{lock.path} is no longer the lock of this run: another may write here, so this one ends")
 
 
-def _beat(lock: _FileLock | _ObjectLock, done: threading.Event, repeats: objects.Repeats | None = None) -> None:
-    """Renew the lock until `done`, or until another process has taken it; a line for requests that were repeated."""
+def _beat(lock: _FileLock | _ObjectLock, done: threading.Event, watch: Callable[[], None]) -> None:
+    """Renew the lock until `done`, or until another process has taken it, and call `watch` each time."""
     while not done.wait(HEARTBEAT):
-        if repeats is not None:
-            repeats.warn()
+        watch()
         with contextlib.suppress(OSError):
             if not lock.renew():
                 return
@@ -118,6 +116,9 @@ class _FileLock:
                         raise _just_taken(path) from None
         finally:
             temporary.unlink(missing_ok=True)
+
+    def watch(self) -> Callable[[], None]:
+        return lambda: None
 
     def is_held(self, _age: float = 0.0) -> bool:
         with contextlib.suppress(OSError):
@@ -159,6 +160,10 @@ class _ObjectLock:
                     warn(f"{self.path}: took the lock of a run that has ended")
                 return
         raise _just_taken(self.path)
+
+    def watch(self) -> Callable[[], None]:
+        """Return a function that prints a line for requests that were repeated."""
+        return objects.Repeats(self.path.parent).warn
 
     def is_held(self, age: float = 0.0) -> bool:
         """Return whether the lock was renewed at most `age` seconds ago, or can be renewed."""

@@ -125,10 +125,13 @@ def validate(
         *(partial(pair_problems, e, pair, needed=True) for pair in NEEDS),
         *(partial(pair_problems, e, pair, needed=False) for pair in BESIDE),
         lambda: layer_problems(e.model, e.schedule, e.sampling, served=e.engine is not None),
-        lambda: chain(_shared_prompts(e.schedule), _sampled_ahead(e.sampling, e.apart)),
-        lambda: engine_problems(e.engine, e.sampling),
+        lambda: chain(_shared_prompts(e.schedule), () if e.apart is None else _sampled_ahead(e.sampling, e.apart)),
+        lambda: () if e.engine is None else engine_problems(e.engine, e.sampling),
         lambda: chain(_updates(e.schedule), _filters(e.sampling), _collapse(e.guard)),
-        lambda: chain(_adapters(e.lora), part_problems(_asked(e.model, e.lora, e.optimizer, e.warm_start))),
+        lambda: chain(
+            () if e.lora is None else _adapters(e.lora),
+            part_problems(_asked(e.model, e.lora, e.optimizer, e.warm_start)),
+        ),
         lambda: clip_range_problems(e.loss),
         lambda: calibration_problems(e.loss, e.calibration, e.schedule),
         lambda: penalty_problems(passes),
@@ -228,7 +231,7 @@ def warnings(experiment: Experiment) -> list[str]:
         *loss_warnings(experiment.loss, experiment.calibration),
         *unused_turns(experiment.environment, experiment.turns),
         *chain.from_iterable(term.warnings(passes) for term in passes.terms),
-        *engine_warnings(experiment.engine, sampling, experiment.model),
+        *(() if experiment.engine is None else engine_warnings(experiment.engine, sampling, experiment.model)),
     ]
 
 
@@ -274,11 +277,11 @@ def _asked(model: ModelConfig, lora: Lora | None, own: Optimizer, stage: WarmSta
     yield Asked("lora.delta", False, lora and lora.delta, "gated delta nets", model.delta is not None)
 
 
-def _adapters(lora: Lora | None) -> Iterator[str]:
+def _adapters(lora: Lora) -> Iterator[str]:
     """There is something to train."""
-    if lora is not None and not (lora.attention or lora.mlp or lora.delta):
+    if not (lora.attention or lora.mlp or lora.delta):
         yield "lora: wanted attention or mlp, got neither, which trains nothing"
-    if lora is not None and lora.checkpoint and not (to_path(lora.checkpoint) / "adapter_config.json").is_file():
+    if lora.checkpoint and not (to_path(lora.checkpoint) / "adapter_config.json").is_file():
         yield f"lora.checkpoint: wanted a folder with adapter_config.json, there is none at {lora.checkpoint!r}"
 
 
@@ -368,10 +371,8 @@ def _shared_prompts(schedule: Schedule) -> Iterator[str]:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
 
 
-def _sampled_ahead(sampling: Sampling, sampler: Placement | Engine | None) -> Iterator[str]:
+def _sampled_ahead(sampling: Sampling, sampler: Placement | Engine) -> Iterator[str]:
     """A rollout that is sampled ahead has fixed problems, and the host does not wait for it."""
-    if sampler is None:
-        return
     key = "engine" if isinstance(sampler, Engine) else "placement"
     if sampler.partial is not None:
         yield from _partial_rollouts(key, sampling, sampler.staleness, sampler.partial)

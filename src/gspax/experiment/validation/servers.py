@@ -14,10 +14,8 @@ IN_PROCESS = (
 )
 
 
-def engine_problems(engine: Engine | None, sampling: Sampling) -> Iterator[str]:
+def engine_problems(engine: Engine, sampling: Sampling) -> Iterator[str]:
     """The addresses can be called, and nothing is asked for that servers do not have."""
-    if engine is None:
-        return
     for address in engine.addresses:
         if not is_address(address):
             yield f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}"
@@ -50,10 +48,8 @@ def is_address(address: str) -> bool:
         return False
 
 
-def engine_warnings(engine: Engine | None, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
+def engine_warnings(engine: Engine, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
     """Settings of the sampler in this process, which servers do not read, and a model that vLLM has no kernel for."""
-    if engine is None:
-        return
     if engine.server == "vllm" and model.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         yield f"model.head_dim={model.head_dim}: vLLM on a CPU wants one of {known}, and ends at the first prompt"
