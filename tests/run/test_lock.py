@@ -118,7 +118,7 @@ def test_the_heartbeat_of_another_host_decides(path, quick):
     holder, done = lock._FileLock(path), threading.Event()
     holder._content = json.dumps(json.loads(holder._content) | {"machine": "another", "host": "far"})
     holder.acquire()
-    beating = threading.Thread(target=lock._beat, args=(holder, done))
+    beating = threading.Thread(target=lock._beat, args=(holder, done, holder.watch()))
     beating.start()
     with pytest.raises(FailureError, match="on far since"):
         lock.require_free(path)
