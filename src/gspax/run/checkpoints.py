@@ -63,8 +63,7 @@ class Checkpoints:
         note: Path | None = None,
     ) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        path = to_path(directory)
-        self.directory, self.note = open_storage(path).absolute(path), note
+        self.directory, self.note = _absolute(to_path(directory)), note
         self._is_read_only = keep is None
         self._files = _Files(self.directory, keep, note, mesh, concurrent_gb)
         self._verified: set[int] = set()
@@ -440,6 +439,10 @@ def _run_in_thread(work: Callable[[], None]) -> futures.Future[None]:
     return future
 
 
+def _absolute(path: Path) -> Path:
+    return open_storage(path).absolute(path)
+
+
 def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
     return UserError(f"checkpoint {step} in {directory} cannot be read: {shorten(error)}")
 
@@ -534,8 +537,7 @@ class StoredArray:
 def open_array(directory: Path, step: int, name: str, shape: tuple[int, ...]) -> StoredArray:
     """Open an array by its path, such as `params/embedding`. UserError if it is missing or of another shape."""
     where = f"{name} of checkpoint {step} in {directory}"
-    folder = directory / str(step)
-    base = open_storage(folder).absolute(folder).as_uri() + "/"
+    base = _absolute(directory / str(step)).as_uri() + "/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     try:  # without asking for the manifest again at each read: a checkpoint stays as it is
         store = tensorstore.open(spec, open=True, read=True, recheck_cached_data="open").result()

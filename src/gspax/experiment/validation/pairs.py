@@ -43,12 +43,12 @@ def pair_problems(experiment: Experiment, pair: Pair, *, needed: bool) -> Iterat
         yield f"{pair.key}: wanted {describe(default)} {word} {pair.other}{pair.why}, got {describe(value)}"
 
 
-def _is_on(experiment: Experiment, key: str) -> bool:
+def _is_on(experiment: object, key: str) -> bool:
     value, default = _read(experiment, key)
     return bool(value != default)
 
 
-def _read(experiment: Experiment, key: str) -> tuple[Any, Any]:
+def _read(experiment: object, key: str) -> tuple[Any, Any]:
     """Return a setting and its default; None twice if the part that has it is not there."""
     owner: Any = experiment
     *parts, name = key.split(".")
