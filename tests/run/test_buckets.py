@@ -223,7 +223,7 @@ def test_the_lock_of_another_host_is_free_once_it_is_not_renewed(bucket, quick):
     other, done = lock._ObjectLock(path / "lock.json"), threading.Event()
     other._description |= {"machine": "another", "host": "far"}
     other.acquire()
-    beating = threading.Thread(target=lock._beat, args=(other, done))
+    beating = threading.Thread(target=lock._beat, args=(other, done, other.watch()))
     beating.start()
     with pytest.raises(FailureError, match="on far since"), lock.hold(path / "lock.json"):
         pass
