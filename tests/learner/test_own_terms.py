@@ -44,6 +44,13 @@ def test_a_term_of_ones_own_is_validated():
     assert any("wanted a loss with an `aggregate`" in line for line in validate(replace(TETHERED, loss=own_loss), 1))
 
 
+def test_only_one_term_reads_the_logits_of_a_pass():
+    measuring = type("Measuring", (Tether,), {"measure": lambda *_: None})
+    assert validate(replace(TETHERED, terms=(measuring(),)), 1) == []
+    told = validate(replace(TETHERED, terms=(measuring(), measuring())), 1)
+    assert told == ["terms: wanted at most one with a `measure`, got Measuring and Measuring"]
+
+
 def test_a_term_of_ones_own_gets_its_pass_and_its_memory():
     assert Passes(TETHERED).first_policy and not Passes(experiment).first_policy
     assert Passes(TETHERED).scored == range(1, 2), "it does not wait for the old policy"

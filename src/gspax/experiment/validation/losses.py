@@ -106,8 +106,12 @@ def token_advantage_problems(key: str, loss: Loss, terms: Mapping[str, Function]
 
 
 def term_problems(passes: Passes) -> Iterator[str]:
-    """Check that the loss takes the weights and the advantages of the terms."""
+    """Check that the loss takes the terms' weights and advantages, and that at most one term reads logits in a pass."""
     loss = passes.experiment.loss
+    for member in ("comparison", "measure"):
+        having = [type(term).__name__ for term in passes.terms if getattr(term, member) is not None]
+        if len(having) > 1:
+            yield f"terms: wanted at most one with a `{member}`, got {' and '.join(having)}"
     weighing = {field: each for term in passes.terms if term.weighs for field, each in term.functions.items()}
     for term in passes.terms:
         if term.weighs and weight_level(loss) is None:
