@@ -211,10 +211,10 @@ def _write_no_report(monkeypatch):
     The fixtures of a module come before this one: their runs write theirs.
     """
     if "gspax.training.loop" in sys.modules:
-        monkeypatch.setattr("gspax.training.loop.run_page", SimpleNamespace(write=lambda workdir: None))
+        monkeypatch.setattr("gspax.training.open_training.run_page", SimpleNamespace(write=lambda workdir: None))
 
 
 @pytest.fixture
 def unevaluated(monkeypatch):
     """Runs of the test's own process evaluate nothing, which takes an eighth of the time of a run of a few steps."""
-    monkeypatch.setattr("gspax.training.loop.record_evaluation", lambda *_: None)
+    monkeypatch.setattr("gspax.training.run_log.RunLog.write_evaluation", lambda *_: None)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from gspax.experiment.validation import pairs
+
 SOURCE = Path(__file__).parents[1] / "src" / "gspax"
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -141,6 +143,7 @@ def main():
         print(f"{name:18}{len(modules_outside(feature)):16}{feature.goal:6}")
     print(f"{'None parameters':18}{len(list(none_parameters())):16}{NONE_GOAL:6}")
     print(f"{'exclusion rules':18}{len(list(exclusions())):16}{EXCLUSION_GOAL:6}")
+    print(f"one of these rules is a table of {len(pairs.NEEDS) + len(pairs.BESIDE)} pairs of settings")
 
 
 if __name__ == "__main__":

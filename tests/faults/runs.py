@@ -119,9 +119,9 @@ def _resumed(output: Path) -> Path:
 
 def _watch_start(resumed: Path) -> None:
     """Write down the step that the run continues from, and mark the moments until then."""
-    from gspax.training import loop
+    from gspax.training import loop, run_log
 
-    class Recorder(loop.Recorder):
+    class Recorder(run_log.Recorder):
         def __init__(self, run: Any, resume_step: int, *others: Any) -> None:
             super().__init__(run, resume_step, *others)
             resumed.write_text(str(resume_step))
@@ -132,7 +132,7 @@ def _watch_start(resumed: Path) -> None:
         return original(*args)
 
     original, loop.restore_or_start = loop.restore_or_start, restore_or_start
-    loop.Recorder = Recorder  # type: ignore[misc]
+    run_log.Recorder = Recorder  # type: ignore[misc]
 
 
 def metrics(workdir: Path) -> list[dict[str, str]]:

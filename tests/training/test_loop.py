@@ -46,8 +46,9 @@ from gspax.run import interrupt, manifest, progress, record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
-from gspax.training import loop, run_guard, warm_start
+from gspax.training import loop, open_training, run_guard, warm_start
 from gspax.training.in_flight import InFlight
+from gspax.training.run_log import RunLog
 from gspax.training.step import StepResult, run_step
 from gspax.types import Rollout, TrainState
 
@@ -71,7 +72,7 @@ def whole(runtime, tmp_path_factory):
     """An uninterrupted run of four steps."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_runtime", lambda _: runtime)
+        patch.setattr(open_training, "make_runtime", lambda _: runtime)
         loop.train(experiment, workdir)
     return RunDir(workdir)
 
@@ -177,7 +178,7 @@ def test_resumption_is_bit_exact(whole, runtime, monkeypatch, tmp_path, capsys):
     shutil.rmtree(run.checkpoints / "4")
     with run.metrics.open("a") as file:
         file.write('{"step": 5, "reward/mean": 99}\n{"step": 6, "rew')
-    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
+    monkeypatch.setattr(open_training, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
     assert len(json.loads(run.environment.read_text())) == 2
@@ -268,11 +269,11 @@ def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, ru
 
     run = RunDir(tmp_path / "run")
     signalled = replace(runtime, steps=runtime.steps._replace(update=update))
-    monkeypatch.setattr(loop, "make_runtime", lambda _: signalled)
+    monkeypatch.setattr(open_training, "make_runtime", lambda _: signalled)
     with pytest.raises(interrupt.Interrupted, match="SIGTERM: completed steps are saved"):
         loop.train(experiment, run.path)
     assert len(updates) == 6 and manifest.finished_steps(run.checkpoints)[-1] == 3
-    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
+    monkeypatch.setattr(open_training, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
 
@@ -387,7 +388,7 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(runtime, monkeypatch, 
 
     monkeypatch.setattr(loop, "run_step", fail_from_now_on)
     rewards = reward_calls(reward, experiment.grading)
-    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
+    monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     place = r"\(tests/training/test_loop.py:\d+\)"
     with pytest.raises(UserError, match=rf"reward failed for 32 of 32 .*: KeyError: .* {place}"):
         loop.train(experiment, tmp_path / "run")
@@ -407,7 +408,7 @@ def test_an_evaluation_with_some_failed_rewards_ends_no_run(runtime, monkeypatch
 
     heldout = [experiment.data.heldout(index).prompt for index in range(16)]
     rewards = reward_calls(reward, experiment.grading)
-    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
+    monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     loop.train(experiment, tmp_path / "run")
     shares = [row.get("eval/reward_failed") for row in timeless(RunDir(tmp_path / "run"))]
     assert [share for share in shares if share is not None] == [0.25] * 3
@@ -422,7 +423,7 @@ def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(runtime, monkey
         return 1e38 if len(completion) % 2 else -1e38
 
     rewards = reward_calls(huge, replace(experiment.grading, max_failed=allowed))
-    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
+    monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     if allowed < 1:
         with pytest.raises(UserError, match=r"huge failed for .* wanted finite numbers up to ±1e18, got -?1e\+38 for"):
             loop.train(experiment, tmp_path / "run")
@@ -615,7 +616,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
             kill()
 
     monkeypatch.setattr(loop, "run_step", run_step)
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(RunLog, "write_evaluation", lambda *args: None)
     monkeypatch.setattr(Checkpoints, "save", killed_save)
     run = tmp_path / "run"
     with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
@@ -637,7 +638,7 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
         written.append(f"of_step_{int(state.step)}".encode() in events.read_bytes())
 
     monkeypatch.setattr(loop, "run_step", run_step)
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(RunLog, "write_evaluation", lambda *args: None)
     monkeypatch.setattr(run_guard, "save_checkpoint", save)
     loop.train(replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None), run.path)
     assert written == [True] * 3
@@ -658,8 +659,8 @@ def test_trackers_get_every_step_of_a_run_and_a_resumed_one_continues(monkeypatc
         return workdir / "report.html"
 
     monkeypatch.setattr(loop, "run_step", run_step)
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
-    monkeypatch.setattr(loop, "run_page", SimpleNamespace(write=write))
+    monkeypatch.setattr(RunLog, "write_evaluation", lambda *args: None)
+    monkeypatch.setattr(open_training, "run_page", SimpleNamespace(write=write))
     has_space = [True, False]
     for steps in (2, 3):
         changed = replace(experiment, schedule=replace(experiment.schedule, steps=steps, checkpoint_every=1))
@@ -692,7 +693,7 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, ru
     def stop(latest, **changes):
         nonlocal calls
         calls = 0
-        monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, **changes))
+        monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, **changes))
         with pytest.raises(interrupt.Interrupted):
             loop.train(experiment, run.path)
         with Checkpoints(run.checkpoints) as checkpoints:
@@ -705,7 +706,7 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, ru
     assert stop(2, rewards=rewards(at=1)) == 3
     assert stop(3, rewards=rewards(at=33)) == 4, "without the evaluation of step 3"
     assert stop(3, steps=runtime.steps._replace(score=score)) == 5
-    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
+    monkeypatch.setattr(open_training, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
 

@@ -104,7 +104,7 @@ class Term:
 
     @property
     def opens(self) -> str:
-        """The class, "package.module.Class", that fills the term's columns (`training.opening`); empty without one."""
+        """The class that fills the term's columns, "package.module.Class" (`training.open_terms`); empty: none."""
         return ""
 
     @property

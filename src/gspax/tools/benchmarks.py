@@ -28,7 +28,7 @@ from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
 from gspax.run.compilation import count_compilations
 from gspax.training.in_flight import InFlight
-from gspax.training.opening import open_terms
+from gspax.training.open_terms import open_terms
 from gspax.training.step import run_step
 
 PHASES = ("rollout", "old_logp", "train", "step")

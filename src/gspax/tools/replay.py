@@ -46,7 +46,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
     from gspax.training import run_guard
-    from gspax.training.opening import heads_of, open_terms
+    from gspax.training.open_terms import heads_of, open_terms
 
     about, batch = run_guard.read_about(options.dump), run_guard.read_minibatch(options.dump)
     experiment = load_experiment(options, about["experiment"])

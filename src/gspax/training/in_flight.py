@@ -129,7 +129,7 @@ def start_rollout(
 
 
 def take_sampled(batch: SampledBatch) -> SampledBatch:
-    """Put in what is pending of the batch, which must be done; with it come the rewards of conversations."""
+    """Return the batch with the samples that it waited for; the rewards of conversations have begun with them."""
     if batch.pending is None:
         return batch
     rollout, started = batch.pending.result()

@@ -49,7 +49,7 @@ from gspax.rollout.grading import (
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
-from gspax.training.opening import Opened, after_step, heads_of
+from gspax.training.open_terms import Opened, after_step, heads_of
 from gspax.types import Batch, Params, Rollout, Stream, TrainState
 
 

@@ -35,7 +35,7 @@ from gspax.types import Batch, Params, TrainState
 
 
 class Teaching:
-    """The teachers of a run: their parameters, their passes, and the columns that these fill (`training.opening`)."""
+    """The teachers of a run: their parameters, passes, and the columns that these fill (`training.open_terms`)."""
 
     def __init__(self, term: TeacherTerm, runtime: Runtime) -> None:
         """Load the teachers. UserError if one cannot be read."""
