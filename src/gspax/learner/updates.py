@@ -248,6 +248,13 @@ def _geometric_mean(sums: np.ndarray) -> float:
     return float(np.exp(np.mean(np.log(sums[sums > 0])))) if (sums > 0).any() else 0.0
 
 
+def first_warnings(experiment: Experiment, metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """Return `noise_warnings` of a run's first step; none with a calibrated range."""
+    if experiment.calibration is not None:
+        return ()
+    return noise_warnings(experiment.loss, metrics.get("policy/noise_floor", 0.0))
+
+
 def noise_warnings(loss: Callable[..., Terms], floor: float) -> tuple[str, ...]:
     """Return a sentence for each side of a loss's fixed clip range on sequence ratios that is below the noise floor."""
     traits, options = traits_of(loss), keywords(loss)

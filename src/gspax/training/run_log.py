@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gspax.evaluation.benchmark import count_heldout
 from gspax.evaluation.checkpoint import evaluate
-from gspax.learner.updates import noise_warnings
+from gspax.learner.updates import first_warnings
 from gspax.parallel import multihost
 from gspax.rollout.completion import to_json
 from gspax.rollout.grading import FailedRewardsError
@@ -39,7 +39,8 @@ class RunLog:
         if done == self.start + 1:
             self.bar.print(f"first step done; {self.training.compiled}")
         if done == 1:
-            self._warn_of_noise(result)
+            for sentence in first_warnings(self.training.runtime.experiment, result.metrics):
+                multihost.warn_from_primary(sentence)
 
     def write_evaluation(self, done: int, state: TrainState) -> None:
         """Evaluate on the held-out problems and the tasks, and write metrics and completions. Collective."""
@@ -62,13 +63,6 @@ class RunLog:
         except FailedRewardsError as problem:
             self.recorder.write_failures(step, map(to_json, problem.completions))
             raise
-
-    def _warn_of_noise(self, result: StepResult) -> None:
-        """Warn of a clip range that is narrower than the rounding of the log-probs, unless it is calibrated."""
-        experiment = self.training.runtime.experiment
-        if experiment.calibration is None:
-            for sentence in noise_warnings(experiment.loss, result.metrics.get("policy/noise_floor", 0.0)):
-                multihost.warn_from_primary(sentence)
 
 
 @contextlib.contextmanager
