@@ -10,7 +10,8 @@ from published import load
 from safetensors.numpy import save_file
 
 from gspax.errors import UserError
-from gspax.hf import parameters, tensors
+from gspax.hf import parameters
+from gspax.hf.packed import unpack
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 pytest.importorskip("transformers")
@@ -87,5 +88,5 @@ def test_blocks_without_scales_are_no_part_of_a_model(folders):
 
 def test_numbers_are_read_by_their_4_bits():
     blocks = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2], np.uint8)
-    got = tensors._unpack(blocks, np.array([128], np.uint8)).astype(np.float32).reshape(2, 16)
+    got = unpack(blocks, np.array([128], np.uint8)).astype(np.float32).reshape(2, 16)
     np.testing.assert_array_equal(got[0], [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])

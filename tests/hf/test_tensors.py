@@ -172,7 +172,7 @@ GOOD = file_of({"a": entry(0, 8), "b": entry(8, 16)}, bytes(16))
         (file_of({"a": entry(0, 8, (2.0,))}, bytes(8)), "corrupt: the header's entry of tensor a"),
         (file_of({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "corrupt: the header's entry of tensor a"),
         (file_of({"a": 3}, bytes(8)), "corrupt: the header's entry of tensor a"),
-        (file_of({"a": entry(0, 8, (8,), "F8_E4M3")}, bytes(8)), "tensor a: wanted one of F32, BF16, F16, got F8_E4M3"),
+        (file_of({"a": entry(0, 8, (8,), "F8_E5M2")}, bytes(8)), "tensor a: wanted one of F32, BF16, F16, got F8_E5M2"),
     ],
 )
 def test_a_corrupt_file_is_rejected(content, said, tmp_path):

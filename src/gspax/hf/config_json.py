@@ -38,6 +38,7 @@ from gspax.config.model import RopeScaling, architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
 from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
+from gspax.hf.packed import FP8_BLOCK
 from gspax.storage.paths import to_path
 
 T = TypeVar("T")
@@ -316,7 +317,7 @@ def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
     """Raise a ValueError unless every key is known, and has a permitted value if no field represents it."""
     known = {name for key in family.copied.values() for name in (key.name, key.other)} - {""}
     known |= {*TRANSLATED, *filter(is_harmless, raw), *family.harmless}
-    if family.quant_method and _object(raw, "quantization_config").get("quant_method") == family.quant_method:
+    if _is_read(_object(raw, "quantization_config"), family):
         known |= {"quantization_config"}
     permitted = _permitted(family, raw)
     for key, value in raw.items():
@@ -324,6 +325,14 @@ def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
             raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(value)}")
         if key not in known:
             expect(key, value, permitted[key])
+
+
+def _is_read(packing: Mapping[str, Json], family: Family) -> bool:
+    """Return whether `hf.packed` decodes tensors of this `quantization_config`."""
+    method = packing.get("quant_method")
+    if method == "fp8":
+        return packing.get("fmt", "e4m3") == "e4m3" and packing.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    return bool(family.quant_method) and method == family.quant_method
 
 
 def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from gspax.config import ModelConfig
 from gspax.errors import UserError
-from gspax.hf import config_json, names, tensors
+from gspax.hf import config_json, names, packed, tensors
 from gspax.hf.names import Chunk
 from gspax.hf.tensors import Part, Stored
 from gspax.model import transformer
@@ -81,12 +81,9 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
             "not read; they are not trained, and `gspax export` copies them"
         )
     leaves = named_leaves(wanted)
-    fused, read_as = names.is_fused(config, stored), tensors.join_mxfp4(stored)
-    if len(read_as) < len(stored):
-        multihost.warn_from_primary(
-            f"{folder}: the experts' numbers of 4 bits (mxfp4) are read as bfloat16, and an export has them as such"
-        )
-        stored = read_as
+    fused, stored = names.is_fused(config, stored), packed.join(stored)
+    for title in sorted({each.packed.title for each in stored.values() if each.packed is not None}):
+        multihost.warn_from_primary(f"{folder}: {title} are read as bfloat16, and an export has them as such")
     shapes = named_shapes(wanted)
     table = names.list_chunks(config, shapes, fused=fused)
     _validate(folder, config, stored, names.tensor_shapes(table, shapes))
@@ -211,9 +208,9 @@ def write_checkpoint(
         tensors among tensors of another dtype stay float32, and unread tensors (`names.is_carried`) are copied.
     """
     write_config(folder, config, dtype, more)
-    origin = origin or {}
+    origin = packed.join(origin or {})
     carried = {name: each for name, each in origin.items() if names.is_carried(name, config)}
-    numbers = [name for name, each in origin.items() if name not in carried and each.dtype != tensors.BYTES]
+    numbers = [name for name, each in origin.items() if name not in carried and each.packed is None]
     table, shapes, own = published_tensors(config, fused=names.is_fused(config, numbers))  # 4 bits are not written
     shapes |= {name: each.shape for name, each in carried.items()}
     own |= {name: each.dtype for name, each in carried.items()} | _kept_float32(config, origin)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -24,26 +24,37 @@ from gspax.storage.files import open_storage
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES = np.dtype(np.uint8)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 MOST_AXES = 32
 STRIP = 2**18  # numbers checked at a time
 SHORT = 512  # bytes: if a part has shorter contiguous ranges, the whole tensor is read
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # E2M1, by its 4 bits
-FP4_BLOCK = 32  # numbers with one scale
+PARTS_OF_PACKED = {"U8": BYTES, "F8_E4M3": FP8}  # of tensors in fewer than 16 bits (`packed`)
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
+
+
+class Packed(Protocol):
+    """The parts of a tensor that is stored in fewer than 16 bits and read as bfloat16."""
+
+    @property
+    def title(self) -> str:
+        """What its numbers are called in a sentence."""
+
+    def numbers(self, first: int, last: int) -> np.ndarray:
+        """Read numbers `first` to `last` of the flattened tensor, bfloat16 [last - first]."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The location of a tensor in a file."""
+    """The location of a tensor in a file; with `packed` in the decoded tensor."""
 
     name: str
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    start: int  # byte offset in the file
-    packed: tuple[Stored, Stored] | None = None  # blocks and scales of a 4-bit tensor (mxfp4), read as bfloat16
+    start: int  # byte offset
+    packed: Packed | None = None
 
     @property
     def nbytes(self) -> int:
@@ -81,32 +92,12 @@ def find(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def join_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Join each pair of `_blocks` and `_scales` to one tensor of bfloat16 numbers, which has the name of the blocks.
-
-    The format (OCP Microscaling Formats 1.0): 32 numbers E2M1, two in a byte, the first in its low bits, have a scale,
-    a power of two, whose exponent plus 127 is a byte.
-    """
-    joined = dict(tensors)
-    for name, blocks in tensors.items():
-        scales = tensors.get(name.removesuffix("_blocks") + "_scales")
-        if name.endswith("_blocks") and scales is not None and blocks.shape == (*scales.shape, FP4_BLOCK // 2):
-            shape = (*scales.shape[:-1], scales.shape[-1] * FP4_BLOCK)
-            joined[name] = Stored(name, blocks.file, DTYPES["BF16"], shape, blocks.start, (blocks, scales))
-            del joined[scales.name]
-    return joined
-
-
 def narrow(stored: Stored, first: int, last: int, size: int) -> Stored:
     """Return numbers `first` to `last` of a tensor whose first axis, or the beginning of that axis, has this size."""
     if (first, last) == (0, size):
         return stored
-    packed = None
-    if stored.packed is not None:
-        blocks, scales = stored.packed
-        packed = narrow(blocks, first, last, size), narrow(scales, first, last, size)
     shape = (math.prod(stored.shape) // size * (last - first),)
-    return replace(stored, shape=shape, start=stored.start + stored.nbytes // size * first, packed=packed)
+    return replace(stored, shape=shape, start=stored.start + stored.nbytes // size * first)
 
 
 def require_shapes(folder: Path, tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -121,6 +112,9 @@ def require_shapes(folder: Path, tensors: Mapping[str, Stored], shapes: Mapping[
     if unexpected := sorted(tensors.keys() - shapes.keys()):
         name = unexpected[0]
         raise UserError(f"{tensors[name].file}: tensor {name} is not part of the model in config.json")
+    for name, each in tensors.items():
+        if each.dtype in PARTS_OF_PACKED.values():
+            raise UserError(f"{each.file}: tensor {name}: wanted scales beside its numbers of {each.dtype}, got none")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -191,9 +185,10 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
         ours = False
     if not ours:
         raise UserError(f"{file}: corrupt: the header's entry of tensor {name} has no dtype, shape and byte range")
-    if not isinstance(dtype, str) or dtype not in (*DTYPES, "U8"):
+    kind = (DTYPES | PARTS_OF_PACKED).get(dtype) if isinstance(dtype, str) else None
+    if kind is None:
         raise UserError(f"{file}: tensor {name}: wanted one of {', '.join(DTYPES)}, got {str(dtype)[:SHOWN]}")
-    stored = Stored(name, file, DTYPES.get(dtype, BYTES), shape, first + begin)  # bytes are of numbers of 4 bits
+    stored = Stored(name, file, kind, shape, first + begin)
     if end - begin != stored.nbytes:
         raise UserError(
             f"{file}: corrupt: tensor {name}, {dtype}{list(shape)}, has {end - begin} bytes, wanted {stored.nbytes}"
@@ -215,11 +210,11 @@ def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = N
     Raises:
       UserError: the file is too short, or the tensor contains NaN or infinity.
     """
-    if stored.packed is not None or (part is not None and _stretch(stored, part) < SHORT):
-        numbers = read(stored) if stored.packed is None else _unpack(*map(read, stored.packed))
-        if part is not None:
-            numbers = numbers.reshape(part.outer, part.total, -1)[:, part.start : part.start + part.length]
-        return _require_finite(stored, np.ascontiguousarray(numbers).reshape(stored.shape if part is None else -1))
+    if stored.packed is not None:
+        first = stored.start // stored.dtype.itemsize
+        return _require_finite(stored, _read_packed(stored, stored.packed, first, part))
+    if part is not None and _stretch(stored, part) < SHORT:
+        return _take(read(stored), part)
     pieces = _pieces(stored, part)
     nbytes = sum(length for _, length in pieces)
     if buffer is None or buffer.size < nbytes:
@@ -242,12 +237,21 @@ def _require_finite(stored: Stored, numbers: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Decode blocks and scales of mxfp4 (`join_mxfp4`) to bfloat16."""
-    blocks = blocks.reshape(-1, FP4_BLOCK // 2)
-    numbers = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], axis=-1).reshape(-1, FP4_BLOCK)
-    with np.errstate(over="ignore"):  # infinities are rejected later
-        return np.ldexp(numbers, scales.reshape(-1, 1).astype(np.int32) - 127).astype(DTYPES["BF16"])
+def _read_packed(stored: Stored, packed: Packed, first: int, part: Part | None) -> np.ndarray:
+    """Decode a tensor whose numbers begin with number `first`, or a part of it; of a range no more than that."""
+    size = math.prod(stored.shape)
+    if part is None:
+        return packed.numbers(first, first + size).reshape(stored.shape)
+    if part.outer > 1:
+        return _take(packed.numbers(first, first + size), part)
+    inner = size // part.total
+    return packed.numbers(first + part.start * inner, first + (part.start + part.length) * inner)
+
+
+def _take(numbers: np.ndarray, part: Part) -> np.ndarray:
+    """Return the numbers of a part of a tensor, flattened."""
+    taken = numbers.reshape(part.outer, part.total, -1)[:, part.start : part.start + part.length]
+    return np.ascontiguousarray(taken).reshape(-1)
 
 
 def _stretch(stored: Stored, part: Part) -> int:
