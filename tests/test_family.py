@@ -25,6 +25,7 @@ from gspax.losses import correction, kl, selection, shaping
 from gspax.model.passes import Passes
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.scores import reward_calls
+from gspax.rollout.in_process import InProcess
 from gspax.rollout.runtime import Runtime
 from gspax.sampler.placement import make_sampler
 from gspax.training.in_flight import InFlight
@@ -102,7 +103,7 @@ def train(changes, rollouts=2, seed=0):
     scored = score(variant.model, keep, shift, measure)
     steps = Steps(update, scored, route(variant.model), None, passes.scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
-    sampler = make_sampler(variant.model, MESH, MESH)
+    sampler = InProcess(make_sampler(variant.model, MESH, MESH))
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
     adapted = first_adapted(variant.calibration, variant.regularizers)
