@@ -67,7 +67,7 @@ def policy():
 
 def run(policy, task=TASK, **sampling):
     task = benchmark.apply_defaults(task, policy)
-    changed = replace(policy, experiment=replace(experiment, sampling=replace(experiment.sampling, **sampling)))
+    changed = replace(policy, settings=replace(experiment, sampling=replace(experiment.sampling, **sampling)))
     return list(benchmark.run_task(task, changed, jax.random.key(0)))
 
 

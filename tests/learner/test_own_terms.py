@@ -44,6 +44,12 @@ def test_a_term_of_ones_own_is_validated():
     assert any("wanted a loss with an `aggregate`" in line for line in validate(replace(TETHERED, loss=own_loss), 1))
 
 
+def test_a_column_that_no_minibatch_has_is_refused():
+    needy = type("Needy", (Tether,), {"needs": frozenset({"age_BT"})})
+    told = validate(replace(TETHERED, terms=(needy(),)), 1)
+    assert told == ["terms: Needy.needs: wanted columns of gspax.types.Batch, got age_BT"]
+
+
 def test_only_one_term_reads_the_logits_of_a_pass():
     measuring = type("Measuring", (Tether,), {"measure": lambda *_: None})
     assert validate(replace(TETHERED, terms=(measuring(),)), 1) == []

@@ -14,9 +14,11 @@ import tiny
 from averages import Averages
 from small_experiment import experiment
 
-from gspax.config import Engine, Feature, Mesh, layers_of, obstacle
+from gspax.config import Engine, Feature, Mesh, ModelConfig, layers_of, obstacle
+from gspax.config.functions import parse
 from gspax.errors import UserError
 from gspax.experiment import validate
+from gspax.experiment.description import describe
 from gspax.hf import config_json, names, parameters
 from gspax.model import decoding, transformer
 from gspax.model.decoding import Slots
@@ -65,7 +67,10 @@ def decoded(config, sizes, *, spoiled=0, cache_dtype="auto", weights_dtype="auto
 
     @jax.jit
     def run(weights):
-        _, prompts, _ = fill(weights, tokens_PS=TOKENS_T[None, :PROMPT], length_P=np.array([PROMPT], np.int32))
+        padded_PS = np.pad(TOKENS_T[:PROMPT], (0, 3), constant_values=7)[
+            None
+        ]  # as a shorter prompt beside a longer one
+        _, prompts, _ = fill(weights, tokens_PS=padded_PS, length_P=np.array([PROMPT], np.int32))
         cache = decoding.new_cache(prompts, config, 1, 8, kv_cache_dtype=cache_dtype, mesh=mesh)
         found, first = [], 0
         for size in sizes:
@@ -152,6 +157,8 @@ def test_what_a_kind_does_not_support_is_refused_and_nothing_else(kind, feature)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_counts_its_parameters_and_comes_back_from_files_or_is_refused(kind, tmp_path):
     config = KINDS[kind]
+    model = replace(config, vocab_size=experiment.model.vocab_size)
+    assert parse(ModelConfig, describe(replace(experiment, model=model))["model"]) == model
     assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(config)))
     if config.mixer is not None:
         with pytest.raises(UserError, match=r"^model: wanted a model of one of the families"):

@@ -21,7 +21,8 @@ from gspax.learner.objective import router_logp
 from gspax.learner.optimizer import make_optimizer
 from gspax.losses.regularizers import load_balance
 from gspax.model import transformer
-from gspax.model.moe import Routing, choose_experts, log_scores, scores_of, softmax_logits
+from gspax.model.moe import Routing, choose_experts, scores_of
+from gspax.model.router_scores import log_scores, softmax_logits
 
 SIGMOIDS = tiny.CONFIGS["a router of sigmoids"]
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))

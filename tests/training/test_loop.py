@@ -752,7 +752,9 @@ def test_a_step_of_the_loop(monkeypatch):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
     steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
-    runtime = Runtime(small, mesh, None, steps, in_process.InProcess(sampler), reward_calls(small.reward, small.grading))
+    runtime = Runtime(
+        small, mesh, None, steps, in_process.InProcess(sampler), reward_calls(small.reward, small.grading)
+    )
     key = jax.random.key(5)
     done = optax.ScaleByScheduleState(jnp.int32(3))  # one of four updates was skipped
     state = TrainState(

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -193,14 +194,30 @@ def parse(kind: type[T], described: object) -> T:
         if isinstance(value, Mapping):
             members: tuple[type[Any], ...] = typing.get_args(hint) or (hint,)
             kinds = {name_of(each): each for each in members if dataclasses.is_dataclass(each)}
-            if (recorded := str(value.get("type"))) not in kinds:
+            recorded = str(value.get("type"))
+            if (found := kinds.get(recorded) or _find_subclass(recorded, members)) is None:
                 raise TypeError(f"{name}: wanted {describe_hint(hint)}, got {recorded}")
-            value = parse(kinds[recorded], value)
+            value = parse(found, value)
         value = _as_tuple(value)
         if not fits(value, hint):
             raise TypeError(f"{name}: wanted {describe_hint(hint)}, got {value!r}")
         fields[name] = value
     return kind(**fields)
+
+
+def _find_subclass(recorded: str, bases: Sequence[type[Any]]) -> type[Any] | None:
+    """Import a class of the user's that a description names, if it is a dataclass and has one of these bases."""
+    module, _, name = recorded.rpartition(".")
+    if not module:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as problem:
+        raise TypeError(
+            f"wanted the class {recorded} (PYTHONPATH names the folder of its module): {problem}"
+        ) from problem
+    fits_one = isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, tuple(bases))
+    return found if fits_one else None
 
 
 def _as_tuple(value: object) -> object:

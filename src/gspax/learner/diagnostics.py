@@ -28,7 +28,8 @@ from gspax.learner.train_step import Scalars, Update, make_gradient
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
 from gspax.losses.traits import aggregate_of
 from gspax.model import transformer
-from gspax.model.moe import Routing, softmax_logits
+from gspax.model.moe import Routing
+from gspax.model.router_scores import softmax_logits
 from gspax.parallel.sharding import batch_shards
 from gspax.types import Array, Batch, Params, PyTree, TrainState
 

@@ -21,7 +21,8 @@ from gspax.losses.ratio_spread import ratio_metrics
 from gspax.losses.router_shift import log_factor
 from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
-from gspax.model.moe import Routing, log_scores, scores_of
+from gspax.model.moe import Routing, scores_of
+from gspax.model.router_scores import log_scores
 from gspax.types import Adapted, Array, Batch, Params, PyTree, known, packed, segment_ids
 
 PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)

@@ -25,6 +25,7 @@ from gspax.model.kernels.expert_parallel import (
 )
 from gspax.model.kernels.weights import array_axes, cast, contract, is_compound
 from gspax.model.layers import DenseMlp, LayerInputs, add_bias, expand_dims_like, init_bias, init_weight
+from gspax.model.router_scores import log_scores
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array
 
@@ -38,16 +39,6 @@ class Routing(NamedTuple):
     expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`, which is none
     logits: Array  # float32 [B, T, E]  before the softmax or the sigmoid
     fell_back: Array | int = 0  # int32 []  whether the ring replaced the all-to-all of `model.kernels.expert_parallel`
-
-
-def log_scores(logits: Array, router: Router) -> Array:
-    """Compute the log of each expert's score: a softmax over all experts `[..., E]`, or a sigmoid of each logit."""
-    return jax.nn.log_sigmoid(logits) if router.scoring == "sigmoid" else jax.nn.log_softmax(logits, axis=-1)
-
-
-def softmax_logits(logits: Array, router: Router) -> Array:
-    """Return logits whose softmax over the experts `[..., E]` is the router's scores over their sum."""
-    return jax.nn.log_sigmoid(logits) if router.scoring == "sigmoid" else logits
 
 
 def choose_experts(log_score: Array, bias_E: Array | None, router: Router, active: int) -> Array:

@@ -142,7 +142,7 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
         **held,
         "cache of the prompts, once per prompt": sizes.prompt_cache,
         "cache of the completions": sizes.completion_cache - sizes.device_slots * sizes.state,
-        "states of the slots' delta nets": sizes.device_slots * sizes.state,
+        "recurrent states of the slots": sizes.device_slots * sizes.state,
         f"prefill of {sizes.prefill_chunk} prompts, estimated, beyond that": prefill if prefill > PREFILL_BUDGET else 0,
         f"logits of {positions}, and their exponentials": 2 * FLOAT32 * logits,
         **_rollout_bytes(config, sampling, Passes(experiment), mesh),

@@ -6,6 +6,7 @@ Each message is one sentence: where, what was wanted, what came.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 from gspax.config import (
     Calibration,
@@ -26,6 +27,7 @@ from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, traits_of, weight_level
 from gspax.model.passes import Passes
 from gspax.model.terms.rules import scored_problems
+from gspax.types import Batch
 
 
 def clip_range_problems(loss: Loss) -> Iterator[str]:
@@ -113,7 +115,10 @@ def term_problems(passes: Passes) -> Iterator[str]:
         if len(having) > 1:
             yield f"terms: wanted at most one with a `{member}`, got {' and '.join(having)}"
     weighing = {field: each for term in passes.terms if term.weighs for field, each in term.functions.items()}
+    columns = {field.name for field in fields(Batch)}
     for term in passes.terms:
+        for unknown in sorted(term.needs - columns):
+            yield f"terms: {type(term).__name__}.needs: wanted columns of gspax.types.Batch, got {unknown}"
         if term.weighs and weight_level(loss) is None:
             yield f"{term.weighs}: wanted a loss that takes a `correction`, {title_of(loss)} does not"
         if term.of_tokens:

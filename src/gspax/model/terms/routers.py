@@ -12,7 +12,7 @@ from gspax.config import Router, has_experts
 from gspax.config.term import Term
 from gspax.losses import Aggregate, Terms
 from gspax.losses.regularizers import load_balance, router_z
-from gspax.model.moe import softmax_logits
+from gspax.model.router_scores import softmax_logits
 from gspax.model.terms.rules import scored_problems
 from gspax.types import Batch, segment_ids
 
