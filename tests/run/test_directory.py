@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -189,7 +190,7 @@ def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError("disk full")
 
-    monkeypatch.setattr(folders.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         folders.write_atomically(path, "new")
     assert path.read_text() == "old"

@@ -218,7 +218,7 @@ def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
 
 
 def _unknown(experiment: object, names: list[str], depth: int, node: object) -> str:
-    """Word the error for an unknown key: it suggests the closest sibling, else the closest key, else lists all."""
+    """Word the error for an unknown key: it suggests a sibling or a key of this name, else the closest, else all."""
     key, parent, rest = ".".join(names), ".".join(names[:depth]), names[depth + 1 :]
     children, every = _children(node), list(keys(experiment))
     if parent and not children:
@@ -234,7 +234,8 @@ def _unknown(experiment: object, names: list[str], depth: int, node: object) -> 
             return f"unknown key {key!r}; did you mean {other!r}? ({owner} is None)"
     siblings = [".".join([*names[:depth], name, *rest]) for name in difflib.get_close_matches(names[depth], children)]
     near = [sibling for sibling in siblings if sibling in every]  # with the rest of the path it may be no key
-    near = near or [other for other in every if other.rpartition(".")[2] == names[-1]]
+    same = [other for other in every if other.rpartition(".")[2] == names[-1]]
+    near = same or near if key == names[-1] else near or same
     near = near or difflib.get_close_matches(key, [other for other in every if not key.startswith(f"{other}.")], n=1)
     if near:
         return f"unknown key {key!r}; did you mean {near[0]!r}?"
