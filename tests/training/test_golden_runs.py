@@ -24,7 +24,7 @@ from pair_options import OPTIONS, combined, problems
 from gspax import config
 from gspax.losses import kl
 from gspax.run import record
-from gspax.training import loop
+from gspax.training import loop, open_training
 from gspax.types import named_leaves
 
 # Adam would divide rounding by rounding where a gradient is nearly 0.
@@ -75,7 +75,7 @@ def run(objective, layout, folder):
 
     step, devices = loop.run_step, jax.devices()[:1]
     on_one = mock.patch.multiple(jax, devices=lambda *_: devices, device_count=lambda: 1)
-    with on_one, mock.patch.multiple(loop, run_step=run_step, run_page=mock.DEFAULT):
+    with on_one, mock.patch.object(loop, "run_step", run_step), mock.patch.object(open_training, "run_page"):
         loop.train(combined(names), folder, report_to=())
     return record.read_metrics(folder / "metrics.jsonl"), states[0], states[-1]
 

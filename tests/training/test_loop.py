@@ -72,7 +72,7 @@ def whole(runtime, tmp_path_factory):
     """An uninterrupted run of four steps."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_training, "make_runtime", lambda _: runtime)
+        patch.setattr(loop, "make_runtime", lambda _: runtime)
         loop.train(experiment, workdir)
     return RunDir(workdir)
 
@@ -178,7 +178,7 @@ def test_resumption_is_bit_exact(whole, runtime, monkeypatch, tmp_path, capsys):
     shutil.rmtree(run.checkpoints / "4")
     with run.metrics.open("a") as file:
         file.write('{"step": 5, "reward/mean": 99}\n{"step": 6, "rew')
-    monkeypatch.setattr(open_training, "make_runtime", lambda _: runtime)
+    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
     assert len(json.loads(run.environment.read_text())) == 2
@@ -269,11 +269,11 @@ def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, ru
 
     run = RunDir(tmp_path / "run")
     signalled = replace(runtime, steps=runtime.steps._replace(update=update))
-    monkeypatch.setattr(open_training, "make_runtime", lambda _: signalled)
+    monkeypatch.setattr(loop, "make_runtime", lambda _: signalled)
     with pytest.raises(interrupt.Interrupted, match="SIGTERM: completed steps are saved"):
         loop.train(experiment, run.path)
     assert len(updates) == 6 and manifest.finished_steps(run.checkpoints)[-1] == 3
-    monkeypatch.setattr(open_training, "make_runtime", lambda _: runtime)
+    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
 
@@ -388,7 +388,7 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(runtime, monkeypatch, 
 
     monkeypatch.setattr(loop, "run_step", fail_from_now_on)
     rewards = reward_calls(reward, experiment.grading)
-    monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, rewards=rewards))
+    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     place = r"\(tests/training/test_loop.py:\d+\)"
     with pytest.raises(UserError, match=rf"reward failed for 32 of 32 .*: KeyError: .* {place}"):
         loop.train(experiment, tmp_path / "run")
@@ -408,7 +408,7 @@ def test_an_evaluation_with_some_failed_rewards_ends_no_run(runtime, monkeypatch
 
     heldout = [experiment.data.heldout(index).prompt for index in range(16)]
     rewards = reward_calls(reward, experiment.grading)
-    monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, rewards=rewards))
+    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     loop.train(experiment, tmp_path / "run")
     shares = [row.get("eval/reward_failed") for row in timeless(RunDir(tmp_path / "run"))]
     assert [share for share in shares if share is not None] == [0.25] * 3
@@ -423,7 +423,7 @@ def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(runtime, monkey
         return 1e38 if len(completion) % 2 else -1e38
 
     rewards = reward_calls(huge, replace(experiment.grading, max_failed=allowed))
-    monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, rewards=rewards))
+    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     if allowed < 1:
         with pytest.raises(UserError, match=r"huge failed for .* wanted finite numbers up to ±1e18, got -?1e\+38 for"):
             loop.train(experiment, tmp_path / "run")
@@ -693,7 +693,7 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, ru
     def stop(latest, **changes):
         nonlocal calls
         calls = 0
-        monkeypatch.setattr(open_training, "make_runtime", lambda _: replace(runtime, **changes))
+        monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, **changes))
         with pytest.raises(interrupt.Interrupted):
             loop.train(experiment, run.path)
         with Checkpoints(run.checkpoints) as checkpoints:
@@ -706,7 +706,7 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, ru
     assert stop(2, rewards=rewards(at=1)) == 3
     assert stop(3, rewards=rewards(at=33)) == 4, "without the evaluation of step 3"
     assert stop(3, steps=runtime.steps._replace(score=score)) == 5
-    monkeypatch.setattr(open_training, "make_runtime", lambda _: runtime)
+    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
 

@@ -248,11 +248,11 @@ def _geometric_mean(sums: np.ndarray) -> float:
     return float(np.exp(np.mean(np.log(sums[sums > 0])))) if (sums > 0).any() else 0.0
 
 
-def first_warnings(experiment: Experiment, metrics: Mapping[str, float]) -> tuple[str, ...]:
+def first_warnings(passes: Passes, metrics: Mapping[str, float]) -> tuple[str, ...]:
     """Return `noise_warnings` of a run's first step; none with a calibrated range."""
-    if experiment.calibration is not None:
+    if passes.experiment.calibration is not None:
         return ()
-    return noise_warnings(experiment.loss, metrics.get("policy/noise_floor", 0.0))
+    return noise_warnings(passes.experiment.loss, metrics.get("policy/noise_floor", 0.0))
 
 
 def noise_warnings(loss: Callable[..., Terms], floor: float) -> tuple[str, ...]:

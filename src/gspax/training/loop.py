@@ -11,6 +11,8 @@ import jax
 from gspax.config import Experiment, trained_dtype
 from gspax.errors import DivergedError
 from gspax.experiment.description import describe
+from gspax.experiment.origin import find_origin
+from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner.state import (
     abstract_kept,
     abstract_policy,
@@ -26,7 +28,7 @@ from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import Runtime, count_rollouts
+from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.directory import RunDir
@@ -54,7 +56,9 @@ def train(
       DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
       Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
-    with open_training(experiment, workdir, report_to, file) as training:
+    origin, runtime = find_origin(experiment, file), make_runtime(experiment)
+    check_calls(experiment, multihost.warn_from_primary)
+    with open_training(runtime, origin, workdir, report_to) as training:
         while True:
             try:
                 train_from_newest(training)

@@ -9,14 +9,11 @@ from typing import NamedTuple
 
 import jax
 
-from gspax.config import Experiment
 from gspax.experiment import plan
 from gspax.experiment.description import describe
-from gspax.experiment.origin import find_origin
-from gspax.experiment.validation.first_calls import check_calls
-from gspax.parallel import multihost
+from gspax.experiment.origin import Origin
 from gspax.report import run_page
-from gspax.rollout.runtime import Runtime, make_runtime
+from gspax.rollout.runtime import Runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.compilation import Compilations, count_compilations
@@ -37,16 +34,10 @@ class Training(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_training(
-    experiment: Experiment, workdir: Path, report_to: Sequence[str], file: str | None
-) -> Iterator[Training]:
-    """Open a run in `workdir`; close all of it and write the report when the block ends.
-
-    The arguments, and the errors before the block begins, are those of `loop.train`. After an error there is no report.
-    """
-    origin = find_origin(experiment, file)
-    runtime, keep, description = make_runtime(experiment), experiment.schedule.keep_checkpoints, describe(experiment)
-    check_calls(experiment, multihost.warn_from_primary)
+def open_training(runtime: Runtime, origin: Origin, workdir: Path, report_to: Sequence[str]) -> Iterator[Training]:
+    """Open a run in `workdir`; close all of it and write the report when the block ends without an error."""
+    experiment, keep = runtime.experiment, runtime.experiment.schedule.keep_checkpoints
+    description = describe(experiment)
     with Trackers(report_to) as trackers:
         with (
             enter_run(workdir, description, origin) as run,
