@@ -90,6 +90,9 @@ def test_layers_that_are_only_copied_are_copied_in_16_bits(folders, tmp_path):
     )
     written = load(target)
     assert written[name].tobytes() == product.tobytes() and f"{name}_scale_inv" not in written
+    save_file(folders[2] | {name: numbers}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name}: wanted scales beside its numbers"):
+        parameters.write_checkpoint(target, config, named_leaves(params).__getitem__, origin=tensors.find(folder))
 
 
 @pytest.mark.parametrize("shape", [(300, 260), (2, 130, 140)])

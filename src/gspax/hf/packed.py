@@ -71,9 +71,10 @@ class BlockFp8:
     @property
     def fits(self) -> bool:
         """Whether the parts belong together."""
-        *lead, rows, columns = (1, *self.weights.shape) if len(self.weights.shape) == 1 else self.weights.shape
-        blocks = (*lead, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-        return self.weights.dtype == FP8 and len(self.weights.shape) > 1 and self.scales.shape == blocks
+        if self.weights.dtype != FP8 or len(self.weights.shape) < 2:
+            return False
+        *lead, rows, columns = self.weights.shape
+        return self.scales.shape == (*lead, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
 
     def numbers(self, first: int, last: int) -> np.ndarray:
         """Read numbers `first` to `last`, as `tensors.Packed` does; whole rows are decoded."""

@@ -210,6 +210,7 @@ def write_checkpoint(
     write_config(folder, config, dtype, more)
     origin = packed.join(origin or {})
     carried = {name: each for name, each in origin.items() if names.is_carried(name, config)}
+    tensors.require_scales(carried)
     numbers = [name for name, each in origin.items() if name not in carried and each.packed is None]
     table, shapes, own = published_tensors(config, fused=names.is_fused(config, numbers))  # 4 bits are not written
     shapes |= {name: each.shape for name, each in carried.items()}

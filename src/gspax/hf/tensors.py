@@ -112,6 +112,11 @@ def require_shapes(folder: Path, tensors: Mapping[str, Stored], shapes: Mapping[
     if unexpected := sorted(tensors.keys() - shapes.keys()):
         name = unexpected[0]
         raise UserError(f"{tensors[name].file}: tensor {name} is not part of the model in config.json")
+    require_scales(tensors)
+
+
+def require_scales(tensors: Mapping[str, Stored]) -> None:
+    """Raise a UserError if a tensor is in fewer than 16 bits and was not joined with its scales (`packed.join`)."""
     for name, each in tensors.items():
         if each.dtype in PARTS_OF_PACKED.values():
             raise UserError(f"{each.file}: tensor {name}: wanted scales beside its numbers of {each.dtype}, got none")
