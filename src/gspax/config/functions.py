@@ -178,6 +178,12 @@ def lookup(name: str) -> object:
     return None
 
 
+def import_class(name: str) -> Any:
+    """Import a class by its dotted name, such as "package.module.Class"."""
+    module, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 def parse(kind: type[T], described: object) -> T:
     """Build a dataclass from its `experiment.description.describe`. A field that is missing has its default.
 
@@ -207,11 +213,12 @@ def parse(kind: type[T], described: object) -> T:
 
 def _find_subclass(recorded: str, bases: Sequence[type[Any]]) -> type[Any] | None:
     """Import a class of the user's that a description names, if it is a dataclass and has one of these bases."""
-    module, _, name = recorded.rpartition(".")
-    if not module:
+    if "." not in recorded:
         return None
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        found = import_class(recorded)
+    except AttributeError:
+        return None
     except ImportError as problem:
         raise TypeError(
             f"wanted the class {recorded} (PYTHONPATH names the folder of its module): {problem}"

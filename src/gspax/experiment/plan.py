@@ -115,7 +115,7 @@ def memory_problems(plan: Plan, gib: float) -> list[str]:
 
 def _held_models(passes: Passes) -> Iterator[tuple[str, ModelConfig]]:
     """Yield the name and the model of each checkpoint that a term holds beside the policy."""
-    for each in itertools.chain.from_iterable(term.held("float32") for term in passes.terms):
+    for each in passes.held():
         if each.model is not None:
             yield each.name, with_vocabulary(each.model, passes.experiment.model)
 

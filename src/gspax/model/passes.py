@@ -5,12 +5,14 @@ Everything that depends on this asks here: the compiled functions, the step, the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from gspax.config import Experiment, Placement
 from gspax.config.protocols import Selection
-from gspax.config.term import Compare, Comparison, Term
+from gspax.config.term import Compare, Comparison, Held, Term
 from gspax.losses.traits import traits_of
 from gspax.model.terms import MAKERS
 
@@ -29,6 +31,10 @@ class Passes:
         """The terms of the objective: those of the experiment's settings, then its own (`Experiment.terms`)."""
         made = (make(self.experiment) for make in MAKERS)
         return (*(term for term in made if term is not None), *self.experiment.terms)
+
+    def held(self, trained_dtype: str = "float32") -> Iterator[Held]:
+        """Yield the parameters that the terms keep in memory, beside a policy whose trained arrays have this dtype."""
+        return chain.from_iterable(term.held(trained_dtype) for term in self.terms)
 
     @property
     def old_logp(self) -> Literal["pass", "update", "sampler"]:

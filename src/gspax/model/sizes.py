@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 import jax
@@ -160,8 +160,7 @@ def resident_bytes(passes: Passes, mesh: AxisSizes) -> dict[str, int]:
     dtype = trained_dtype(config, lora)
     if passes.first_policy:  # with adapters a copy of these alone: both policies share the rest
         parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
-    of_terms = chain.from_iterable(term.held(dtype) for term in passes.terms)
-    for name, group in groupby(of_terms, lambda each: each.name):
+    for name, group in groupby(passes.held(dtype), lambda each: each.name):
         held = list(group)
         dtypes = " and ".join(sorted({each.dtype for each in held}))
         sizes = (size_of(each.dtype) * _sharded(_count(each, config, lora), mesh) for each in held)
@@ -177,8 +176,8 @@ def _count(held: Held, config: ModelConfig, lora: Lora | None) -> int:
 def checkpointed_bytes(passes: Passes) -> int:
     """Count the bytes of the parameters that terms hold in the training state, besides the policy's."""
     config, lora = passes.experiment.model, passes.experiment.lora
-    of_terms = chain.from_iterable(term.held(trained_dtype(config, lora)) for term in passes.terms)
-    return sum(size_of(each.dtype) * _count(each, config, lora) for each in of_terms if each.in_state)
+    held = passes.held(trained_dtype(config, lora))
+    return sum(size_of(each.dtype) * _count(each, config, lora) for each in held if each.in_state)
 
 
 def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> dict[str, int]:

@@ -7,7 +7,6 @@ pattern of kinds that repeats, are stacked and run by one `lax.scan` (`config.la
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import cast
@@ -25,6 +24,7 @@ from gspax.config import (
     layer_groups,
     layer_windows,
 )
+from gspax.config.functions import import_class
 from gspax.model.layers import (
     DenseMlp,
     LayerInputs,
@@ -54,7 +54,7 @@ class DecoderLayer(nnx.Module):
         norm, around = partial(_norm, config), kind.norms == "around"
         self.attention_norm = norm()
         self.part = kind.mixer.part
-        setattr(self, self.part, _mixer_class(kind.mixer.module)(kind.mixer, config, rngs=rngs))
+        setattr(self, self.part, import_class(kind.mixer.module)(kind.mixer, config, rngs=rngs))
         self.attention_out_norm = norm() if around else None
         self.mlp_norm = norm()
         self.mlp: SparseMlp | DenseMlp
@@ -87,12 +87,6 @@ class DecoderLayer(nnx.Module):
         if out_norm is not None:
             return out_norm(y_BTD)
         return norm(y_BTD) if self.norm_after else y_BTD
-
-
-def _mixer_class(name: str) -> Callable[..., nnx.Module]:
-    """Import the Flax module of a kind of mixer, by its name (`config.Mixer.module`)."""
-    module, _, name = name.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def _norm(config: ModelConfig) -> RMSNorm:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from gspax.config import Term
+from gspax.config.functions import import_class
 from gspax.errors import UserError
 from gspax.learner.minibatches import Layout
 from gspax.model.passes import Passes
@@ -68,8 +68,7 @@ def open_same_terms(runtime: Runtime, recorded: JsonObject, done: int) -> tuple[
 
 
 def _open(term: Term, runtime: Runtime) -> Opened:
-    module, _, name = term.opens.rpartition(".")
-    opened: Opened = getattr(importlib.import_module(module), name)(term, runtime)
+    opened: Opened = import_class(term.opens)(term, runtime)
     return opened
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from gspax.parallel import sharding
 
 def held_models(passes: Passes) -> dict[str, ModelConfig]:
     """Return the models that the terms hold, by their field."""
-    held = chain.from_iterable(term.held("float32") for term in passes.terms)
-    return {each.field: each.model for each in held if each.model is not None}
+    return {each.field: each.model for each in passes.held() if each.model is not None}
 
 
 def held_problems(passes: Passes) -> Iterator[str]:

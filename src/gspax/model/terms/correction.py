@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspax.config.functions import Function
-from gspax.config.protocols import Correction, Rejection
 from gspax.config.term import Term
 from gspax.model.terms.rules import level_warnings, scored_problems
 from gspax.types import Array, Batch, known, packed
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectionTerm(Term):
-    """`Experiment.correction`: a weight for the sampler, by the policy before the updates."""
+class SamplerWeightTerm(Term):
+    """A weight that compares a policy with the sampler; subclasses say which field of the experiment it is."""
 
-    function: Correction
+    function: Callable[..., Array]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -28,11 +27,13 @@ class CorrectionTerm(Term):
 
     @property
     def functions(self) -> dict[str, Function]:
-        return {"correction": self.function}
+        return {self.weighs: self.function}
 
-    @property
-    def weighs(self) -> str:
-        return "correction"
+
+class CorrectionTerm(SamplerWeightTerm):
+    """`Experiment.correction`: a weight for the sampler, by the policy before the updates."""
+
+    weighs = "correction"
 
     def problems(self, passes: Passes) -> Iterator[str]:
         if passes.old_logp == "sampler":  # its own ratio is 1
@@ -47,23 +48,10 @@ class CorrectionTerm(Term):
         return self.function(*logps, batch.mask_BT, **packed(batch))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RejectionTerm(Term):
+class RejectionTerm(SamplerWeightTerm):
     """`Experiment.rejection`: sequences that count no longer, by the policy that is trained."""
 
-    function: Rejection
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"sampler_logp_BT"})
-
-    @property
-    def functions(self) -> dict[str, Function]:
-        return {"rejection": self.function}
-
-    @property
-    def weighs(self) -> str:
-        return "rejection"
+    weighs = "rejection"
 
     def weight(self, logp_BT: Array, batch: Batch) -> Array:
         rows = logp_BT, known(batch, "sampler_logp_BT"), known(batch, "advantage"), batch.mask_BT

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from gspax.rewards.environments.tool_calls import DECODER, SPACE, Call, Malformed, parse_hermes, read_call
 
 _PYTHON = "<|python_tag|>"
+_BETWEEN = re.compile(r"[\s;]*")
 _NAME = r"[\w.\-]{1,200}"
 _MISTRAL = re.compile(rf"\[TOOL_CALLS\]\s*(?:({_NAME})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?=\{{))?")
 _BAR, _LOW = "[|｜]", "[_▁]"  # as DeepSeek's tokens have them, and in ASCII
@@ -53,14 +55,13 @@ def parse_llama(text: str) -> list[Call | Malformed]:
     calls: list[Call | Malformed] = []
     position = 0
     while position < len(message):
-        try:
-            value, position = DECODER.raw_decode(message, position)
-        except (ValueError, RecursionError) as error:
-            return [*calls, _not_json("a call", error)] if calls or marked or '"name"' in message[:40] else []
+        value, position = _read_json(message, position, "a call")
+        if isinstance(value, Malformed):
+            return [*calls, value] if calls or marked or '"name"' in message[:40] else []
         if not marked and not (isinstance(value, dict) and isinstance(value.get("name"), str) and len(value) > 1):
             return calls
         calls.append(read_call(value))
-        position = re.compile(r"[\s;]*").match(message, position).end()  # type: ignore[union-attr]
+        position = _BETWEEN.match(message, position).end()  # type: ignore[union-attr]
     return calls
 
 
@@ -75,13 +76,10 @@ def parse_mistral(text: str) -> list[Call | Malformed]:
     calls: list[Call | Malformed] = []
     position = 0
     while match := _MISTRAL.search(text, position):
-        try:
-            value, position = DECODER.raw_decode(text, match.end())
-        except (ValueError, RecursionError) as error:
-            calls.append(_not_json("[TOOL_CALLS]", error))
-            position = match.end()
-            continue
-        if match[1] is not None:
+        value, position = _read_json(text, match.end(), "[TOOL_CALLS]")
+        if isinstance(value, Malformed):
+            calls.append(value)
+        elif match[1] is not None:
             calls.append(read_call({"name": match[1], "arguments": value}))
         else:
             calls += map(read_call, value if isinstance(value, list) and value else [value])
@@ -135,10 +133,9 @@ def parse_deepseek(text: str) -> list[Call | Malformed]:
         if name is None:
             calls.append(Malformed(f"wanted the name of a tool and its arguments after {match[0]}, got neither"))
             continue
-        try:
-            value, position = DECODER.raw_decode(text, name.end())
-        except (ValueError, RecursionError) as error:
-            calls.append(_not_json(match[0], error))
+        value, position = _read_json(text, name.end(), match[0])
+        if isinstance(value, Malformed):
+            calls.append(value)
             continue
         end = _DEEPSEEK_END.match(text, position)
         call = read_call({"name": name[1], "arguments": value})
@@ -156,12 +153,10 @@ def parse_harmony(text: str) -> list[Call | Malformed]:
     calls: list[Call | Malformed] = []
     position = 0
     while match := _HARMONY.search(text, position):
-        try:
-            value, position = DECODER.raw_decode(text, SPACE.match(text, match.end()).end())  # type: ignore[union-attr]
-            calls.append(read_call({"name": match[1], "arguments": value}))
-        except (ValueError, RecursionError) as error:
-            calls.append(_not_json("<|message|>", error))
-            position = match.end()
+        start = SPACE.match(text, match.end()).end()  # type: ignore[union-attr]
+        value, position = _read_json(text, start, "<|message|>")
+        malformed = isinstance(value, Malformed)
+        calls.append(value if malformed else read_call({"name": match[1], "arguments": value}))
     return calls
 
 
@@ -184,5 +179,9 @@ def _read_values(
     return Call(name[1], arguments, as_texts=True), closed.end()
 
 
-def _not_json(before: str, error: Exception) -> Malformed:
-    return Malformed(f"wanted JSON after {before}, got invalid JSON: {str(error)[:80]}")
+def _read_json(text: str, position: int, before: str) -> tuple[Any, int]:
+    """Read a JSON value that follows `before`; return it and the position after it, or `Malformed` and this one."""
+    try:
+        return DECODER.raw_decode(text, position)
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"wanted JSON after {before}, got invalid JSON: {str(error)[:80]}"), position
