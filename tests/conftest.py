@@ -7,13 +7,16 @@ import itertools
 import os
 import resource
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import few_devices
 import gcs
 import jax
 import pytest
+from file_schedule import pytest_xdist_make_scheduler  # noqa: F401  a hook
 
 jax.config.update("jax_platforms", "cpu")  # an installed libtpu without a TPU may wait for one
 jax.config.update("jax_num_cpu_devices", 8)  # every sharding test runs on any machine
@@ -24,6 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 # An exception in traced code costs a quarter more if jax removes its own frames from the traceback.
 jax.config.update("jax_traceback_filtering", "off")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # a program of 12 CPU-seconds compiles in 11 without its lines
 if jax.__version_info__[:2] == (0, 10):  # XLA aborts on a flag that it does not have; other versions compile slower
     # The newer fusion emitters of XLA on CPU double the time of a compilation. XLA reads the variable once.
     given = os.environ.get("XLA_FLAGS")
@@ -110,9 +114,10 @@ def place(item):
 
 
 def pytest_collection_finish():
-    """Leave what is there now out of garbage collection: whole collections took 5 of the losses' 234 CPU-seconds."""
+    """Leave what is there now out of garbage collection, and collect seldom: a trace makes much that it keeps."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # 8 % less than 700, 10, 10
 
 
 if COSTS:
@@ -141,6 +146,15 @@ def _drop_programs_of_a_file():
         if isinstance(value, JITTED):
             value.clear_cache()
     drop_compiled_programs(BUDGET_BETWEEN_FILES)
+    end_calls()
+
+
+def end_calls():
+    """Close the calls of user functions that a file has left open, as failed tests do: each has two threads or more."""
+    watchers = [thread for thread in threading.enumerate() if thread.name == "gspax-calls"]
+    for watch in [getattr(thread, "_target", None) for thread in watchers]:  # a thread that ends has none
+        if watch is not None:
+            watch.__self__.close()
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +196,13 @@ def made():
             for name in names.split() if module in sys.modules else ():
                 patch.setattr(sys.modules[module], name, keep(getattr(sys.modules[module], name)))
         yield kept
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs of the test's own process see one device: eight compile and run several times longer."""
+    with few_devices.few_devices(1):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """Counting the programs that a process compiles."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +24,7 @@ def test_each_program_is_counted_once_and_only_within_the_context():
 
 def test_the_time_until_a_program_is_ready_is_estimated_from_the_programs_before(monkeypatch):
     now, record = [100.0], jax.monitoring.record_event_duration_secs
-    monkeypatch.setattr(compilation.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(compilation, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with count_compilations() as compiled:
         record(LOWERED, 2.0)
         assert compiled.left() == 0, "nothing is known yet"

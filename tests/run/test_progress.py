@@ -3,6 +3,7 @@
 import errno
 import io
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -35,6 +36,11 @@ def test_without_a_terminal_a_line_is_printed_every_tenth_step_and_at_the_end():
     assert "loss" not in lines[1] and "\x1b" not in "".join(lines)
 
 
+def set_clock(monkeypatch, read):
+    """Let this module alone read another clock: threads of other tests read the real one."""
+    monkeypatch.setattr(progress, "time", SimpleNamespace(**vars(time) | {"monotonic": read}))
+
+
 def wait_for(file, text):
     deadline = time.monotonic() + 10
     while text not in file.getvalue():
@@ -59,7 +65,7 @@ def test_a_long_step_prints_its_phase_without_a_terminal(monkeypatch):
 
 def test_a_phase_shows_the_time_that_it_took_in_the_last_step_but_not_in_the_first(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    set_clock(monkeypatch, lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=True)
     with progress.track(4, 0, "sort", console=console) as bar:
         said = []
@@ -90,7 +96,7 @@ def test_a_phase_shows_the_time_that_it_took_in_the_last_step_but_not_in_the_fir
 
 def test_a_phase_that_compiles_shows_the_time_that_it_took_before_the_run_was_continued(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    set_clock(monkeypatch, lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=True)
     with progress.track(9, 5, "sort", console=console, took={"sampling": 70.0}) as bar:
         progress.phase("sampling")
@@ -162,7 +168,7 @@ def test_on_a_terminal_messages_are_printed_above_a_bar():
 
 def test_the_remaining_time_ignores_the_first_step(monkeypatch):
     now = iter([0.0, 100.0, 101.0, 102.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    set_clock(monkeypatch, lambda: next(now))
     clock = progress._Clock(63, 0, Compilations())
     assert clock.text(1, {}).endswith("1e+02 s/step  1:43:20 left")
     clock.text(2, {})
