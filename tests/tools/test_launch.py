@@ -21,11 +21,12 @@ index = int(sys.argv[sys.argv.index("--process") + 1]) if "--process" in sys.arg
 attempt = 0
 while os.path.exists(f"{index}.{attempt}"):
     attempt += 1
-signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+code = json.load(open("codes"))[attempt][index]
+if code != "begin":  # a run that has nothing to save yet
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
 with open(f"{index}.{attempt}", "w") as file:
     json.dump([sys.argv[1:], os.environ.get("GSPAX_SECRET")], file)
-code = json.load(open("codes"))[attempt][index]
-if code == "wait":
+if code in ("wait", "begin"):
     time.sleep(60)
 if code == "exit":  # before the command has ended
     os._exit(0)
@@ -104,6 +105,14 @@ def test_the_exit_codes_are_combined(codes, code):
     assert launch.combine(codes) == code
 
 
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([-15], 143), ([-15, 143], 143), ([-15, 1], 143), ([-15, 2], 2), ([-9], 1), ([-2], 130), ([0], 0)],
+)
+def test_a_process_that_ends_by_a_forwarded_signal_did_not_fail(codes, code):
+    assert launch.combine(codes, [signal.SIGINT, signal.SIGTERM]) == code
+
+
 def test_the_others_are_killed_when_one_has_failed(start, monkeypatch):
     monkeypatch.setattr(launch, "PATIENCE", 0.2)
     began = time.monotonic()
@@ -155,7 +164,8 @@ def test_a_killed_launcher_leaves_no_process(experiment_file, tmp_path):
     assert errors.endswith("gspax: the `gspax launch` that started this process has ended\n")
 
 
-def test_a_signal_is_passed_on_and_ends_the_restarts(start, tmp_path):
+@pytest.mark.parametrize("state", ["wait", "begin"])
+def test_a_signal_is_passed_on_and_ends_the_restarts(start, tmp_path, state):
     def send():
         written = [tmp_path / "0.0", tmp_path / "1.0"]
         while not all(path.exists() and path.stat().st_size for path in written):
@@ -165,7 +175,7 @@ def test_a_signal_is_passed_on_and_ends_the_restarts(start, tmp_path):
     sender = threading.Thread(target=send)
     sender.start()
     previous = signal.getsignal(signal.SIGTERM)
-    code, calls = start([["wait", "wait"]] * 4, "--processes", "2", "--restarts", "3", *COMMAND)
+    code, calls = start([[state, state]] * 4, "--processes", "2", "--restarts", "3", *COMMAND)
     sender.join()
     assert code == 143 and len(calls) == 2 and signal.getsignal(signal.SIGTERM) == previous
 

@@ -59,19 +59,19 @@ def execute(options: argparse.Namespace) -> int:
     processes: list[_Process] = []
     with _forward_signals(processes) as received:
         for left in range(options.restarts, -1, -1):
-            code = combine(_run(options.command, options.processes, processes))
+            code = combine(_run(options.command, options.processes, processes), received)
             if code != 1 or received or not left:
                 break
             warn(f"launch: exit code 1, starting again ({left - 1} restarts left)")
     return code
 
 
-def combine(codes: Sequence[int]) -> int:
-    """Combine exit codes: an error that a restart cannot fix, else a signal after a save, else a failure or 0.
+def combine(codes: Sequence[int], forwarded: Sequence[int] = ()) -> int:
+    """Combine exit codes: an error that a restart cannot fix, else a signal, else a failure or 0.
 
-    A killed process counts as a failure.
+    A killed process counts as a failure, unless by a `forwarded` signal, which ends a process that has nothing to save.
     """
-    different = {1 if code < 0 else code for code in codes}
+    different = {code if code >= 0 else 128 - code if -code in forwarded else 1 for code in codes}
     order = (2, 3, *sorted(code for code in different if code > 3), 1, 0)
     return next(code for code in order if code in different)
 
