@@ -64,6 +64,21 @@ def test_a_metric_of_every_step_is_the_mean_over_the_last_tenth_of_the_tokens(va
     assert variants[1].runs[0].value_at("reward/mean", 2000) == pytest.approx(0.10)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_runs_of_one_or_two_steps_have_values(tmp_path, steps):
+    """The longer run has neither a step nor an evaluation in the last tenth of the tokens."""
+    for name, tokens in (("a", 100), ("b", 70)):
+        run = write_run(tmp_path / name, 0, tokens=tokens, steps=steps)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": steps, "eval/reward": 0.5}) + "\n")
+    a, _ = variants = [read_variant(name, tmp_path / name) for name in "ab"]
+    tokens = common_tokens(variants)
+    assert tokens == 70 * steps
+    assert a.runs[0].value_at("reward/mean", tokens) == pytest.approx(steps / 100)
+    assert a.runs[0].value_at("eval/reward", tokens) == pytest.approx(0.35)
+    assert "no run has" not in "".join(summarize(variants, metric) for metric in ("reward/mean", "eval/reward"))
+
+
 def test_a_curve_has_the_mean_of_each_bin_and_nan_outside_of_it(variants):
     found = resample(variants[0].runs[0], "reward/mean", np.array([0.0, 500.0, 1000.0, 3000.0]))
     np.testing.assert_allclose(found, [np.nan, 0.03, 0.08, 0.155])

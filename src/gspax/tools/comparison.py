@@ -60,15 +60,17 @@ class Run:
     def value_at(self, metric: str, tokens: float) -> float:
         """Return the metric after this many tokens, NaN if it is unknown there.
 
-        A metric of every step is noisy: its mean over the last tenth of the tokens. Others are interpolated.
+        A metric of every step is noisy: its mean over the last tenth of the tokens, or its value at the step that
+        contains them. Others are interpolated.
         """
         at_N, value_N = self.curve(metric)
-        if len(at_N) == 0 or at_N[0] > tokens:
-            return math.nan
-        if len(at_N) >= len(self.tokens) - 1:
-            recent_N = (at_N <= tokens) & (at_N > tokens * (1 - WINDOW))
-            return float(value_N[recent_N].mean()) if recent_N.any() else math.nan
-        return float(np.interp(tokens, at_N, value_N)) if at_N[-1] >= tokens else math.nan
+        steps, begins = len(self.tokens) - 1, len(at_N) and at_N[0] == 0
+        if len(at_N) >= steps + begins and (recent_N := (at_N <= tokens) & (at_N > tokens * (1 - WINDOW))).any():
+            return float(value_N[recent_N].mean())
+        if len(at_N) >= steps and len(at_N) and not begins and tokens <= at_N[-1]:
+            return float(value_N[np.searchsorted(at_N, tokens)])
+        is_known = len(at_N) and at_N[0] <= tokens <= at_N[-1]
+        return float(np.interp(tokens, at_N, value_N)) if is_known else math.nan
 
 
 @dataclass(frozen=True)
