@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import CacheSize, Mixer
+from gspax.config.ranges import Size
 from gspax.model.kernels.weights import contract
 from gspax.model.layers import init_weight
 
@@ -18,8 +19,8 @@ class Averages(Mixer):
 
     module = f"{__name__}.AverageNet"
     name = "averages"  # as in "wanted 0 in a model with averages"
-    heads: int = 2
-    width: int = 4
+    heads: Size = 2
+    width: Size = 4
 
     def parameters(self, D):
         return 2 * D * self.heads * self.width

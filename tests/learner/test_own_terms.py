@@ -38,6 +38,35 @@ def test_a_term_of_ones_own_is_validated():
         "terms: wanted a slack of at least 0, got -1"
     ]
 
+
+class Raising(Tether):
+    """Asks for a setting that it has not."""
+
+    def problems(self, passes):
+        yield f"terms: {self.slck}"
+
+
+def three(reward_PG):
+    """No advantages."""
+    return 3
+
+
+def test_a_wrong_setting_of_a_term_hides_no_other_sentence():
+    """Neither one of its own type, nor one that the term finds, nor one of gspax's terms."""
+    for terms, first in (
+        (
+            (Tether(slack="x"), Tether(slack=-1.0)),
+            ["terms.0.slack: wanted a number", "terms: wanted a slack of at least"],
+        ),
+        ((Tether(slack=-1.0),), ["terms: wanted a slack of at least 0, got -1"]),
+        ((Raising(),), ["terms: Raising.problems raised AttributeError: 'Raising' object has no attribute 'slck'"]),
+    ):
+        found = validate(replace(experiment, terms=terms, advantage=three), 1)
+        wanted = [*first, "advantage: wanted test_own_terms.three to return"]
+        assert len(found) == len(wanted) and all(map(str.startswith, found, wanted)), found
+    found = validate(replace(experiment, correction=5, advantage=three), 1)
+    assert [sentence.partition(":")[0] for sentence in found] == ["correction", "advantage"]
+
     def own_loss(logp, old_logp, advantage, mask):
         return losses.gspo(logp, old_logp, advantage, mask)
 

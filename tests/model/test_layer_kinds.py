@@ -168,6 +168,18 @@ def test_a_kind_counts_its_parameters_and_comes_back_from_files_or_is_refused(ki
     assert layers_of(config_json.read_config(tmp_path)) == layers_of(config)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Averages(heads=0), "model.mixer.heads: wanted at least 1, got 0"),
+        (Averages(width="4"), "model.mixer.width: wanted an integer, got '4'"),
+    ],
+)
+def test_the_settings_of_a_kind_of_ones_own_are_checked(kind, said):
+    model = replace(KINDS["averages"], vocab_size=experiment.model.vocab_size, mixer=kind)
+    assert validate(replace(experiment, model=model)) == [said]
+
+
 def test_the_page_shows_the_file():
     """The kind that these tests take from one file is the one that the page explains."""
     page = Path(__file__).parents[2] / "docs" / "howto" / "add_a_layer_kind.md"

@@ -7,6 +7,7 @@ demonstrations and the `step` of an environment, which are not functions of arra
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -62,8 +63,9 @@ def contract_problems(experiment: Experiment) -> Iterator[str]:
     Functions with an error, and those whose call depends on a field with an error (`fields.without`), are not called.
     """
     by_key = {field.key: field for field in fields(experiment) if field.value is not None}
-    context, wrong = Context(experiment), False
-    weights = [term.weighs for term in Passes(experiment).terms]
+    context, wrong, weights = Context(experiment), False, list[str]()
+    with contextlib.suppress(WrongFieldError):  # then the loss is not called
+        weights = [term.weighs for term in Passes(experiment).terms]
     for key in sorted(by_key, key="loss".__eq__):  # the loss comes last: it takes the weights of the correction
         field = by_key[key]
         make = _CALLS.get(bare(field.hint))

@@ -28,6 +28,7 @@ from gspax.config.functions import (
 from gspax.config.hints import Hint, bare, describe_hint, fits
 from gspax.config.protocols import argument_names, is_function_protocol
 from gspax.config.ranges import Range
+from gspax.config.term import Term
 from gspax.errors import did_you_mean
 from gspax.experiment.description import show
 
@@ -53,13 +54,29 @@ def without(record: T, keys: Iterable[str]) -> T:
         by_name.setdefault(name, []).append(rest)
     changed, unreadable = copy.copy(record), {}
     for name, rests in by_name.items():
-        part = getattr(record, name, None)
-        if all(rests) and is_record(part) and type(part).__module__.startswith("gspax.config."):
-            object.__setattr__(changed, name, without(part, rests))  # the records are frozen
+        part = _part_without(getattr(record, name, None), rests)
+        if part is not None:
+            object.__setattr__(changed, name, part)  # the records are frozen
         else:
             unreadable[name] = property(_raise)
     object.__setattr__(changed, "__class__", type(type(record).__name__, (type(record),), unreadable))
     return changed
+
+
+def _part_without(part: object, keys: list[str]) -> object:
+    """Copy a part, a record or a tuple of records, without these fields; None if only the whole is known."""
+    if all(keys) and is_record(part) and (isinstance(part, Term) or type(part).__module__.startswith("gspax.config.")):
+        return without(part, keys)
+    if not all(keys) or not isinstance(part, tuple):
+        return None
+    by_name: dict[str, list[str]] = {}
+    for key in keys:
+        name, _, rest = key.partition(".")
+        by_name.setdefault(name, []).append(rest)
+    items = named_parts(part)
+    changed = [_part_without(item, by_name[name]) if name in by_name else item for name, item in items.items()]
+    is_known = by_name.keys() <= items.keys() and all(item is not None for item in changed)
+    return tuple(changed) if is_known else None
 
 
 def _raise(record: object) -> NoReturn:
@@ -132,7 +149,8 @@ def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> I
     """
     wanted, own = bare(hint), protocols and getattr(bare(hint), "_is_protocol", False)
     kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)  # Yarn | Llama3Rope
-    if is_record(value) and (any(map(dataclasses.is_dataclass, kinds)) or own):
+    classes = [kind for kind in kinds if isinstance(kind, type) and not getattr(kind, "_is_protocol", False)]
+    if is_record(value) and (any(isinstance(value, kind) for kind in classes) or own):
         yield key, value
     elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, typing.get_args(wanted)[:1])):
         yield from ((f"{key}.{name}", item) for name, item in named_parts(value).items() if is_record(item))

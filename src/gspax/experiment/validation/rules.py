@@ -45,7 +45,7 @@ from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems, reading_problems
 from gspax.data.token_bytes import stop_problems
 from gspax.data.tokenizer import tokenizer_problems
-from gspax.errors import UserError, did_you_mean
+from gspax.errors import UserError, describe_error, did_you_mean
 from gspax.experiment.validation.advantages import (
     advantage_problems,
     credit_problems,
@@ -133,7 +133,7 @@ def validate(
         lambda: calibration_problems(e.loss, e.calibration, e.schedule),
         lambda: penalty_problems(passes),
         *(partial(_own_problems, make, passes) for make in MAKERS),
-        lambda: chain.from_iterable(term.problems(passes) for term in e.terms),
+        lambda: chain.from_iterable(_told_by(term, passes) for term in e.terms),
         lambda: chain(term_problems(passes), held_problems(passes)),
         lambda: _packing(e.schedule, e.loss, _functions(passes)),
         lambda: router_problems(e.model, e.routing_replay, e.router_shift),
@@ -154,6 +154,14 @@ def _own_problems(make: Callable[[Experiment], Term | None], passes: Passes) -> 
     """The errors of a setting's term."""
     term = make(passes.experiment)
     return () if term is None else term.problems(passes)
+
+
+def _told_by(term: Term, passes: Passes) -> Iterator[str]:
+    """The errors that an own term finds, or the exception that it raises."""
+    try:
+        yield from _run(lambda: term.problems(passes))
+    except Exception as error:
+        yield f"terms: {type(term).__name__}.problems raised {describe_error(error)}"
 
 
 def _sampling_checks(e: Experiment | Published) -> tuple[Callable[[], Iterable[str]], ...]:
