@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from gspax.errors import UserError
 from gspax.rewards.exact import evaluate
+from gspax.rewards.typography import grouped, plain, same_time
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -101,8 +102,9 @@ _RELATION_AFTER = re.compile(
     r"|at (?:least|most)|minimum|maximum|plus)(?: [a-z]+)?|\d\s?\+)\W*$",
     re.IGNORECASE,
 )
+_RANGE = re.compile(r"\d\s?(?:[–—]|--)\s?\\?[$€£]?\d")
 _DOTS = re.compile(r"\\[lc]?dots(?:[a-z](?![a-zA-Z]))?|…|\.\.\.")
-_CURRENCY = re.compile(r"\\?\$|[€£¥₹]|\\(?:pounds|euro)(?![a-zA-Z])")
+_CURRENCY = re.compile(r"(?:\b(?:US|CA|AU|NZ|HK|SG|[CAS]))?\\?\$|[€£¥₹]|\\(?:pounds|euro)(?![a-zA-Z])|\bRs\.?(?=\s?\d)")
 _HEADING = re.compile(r"\d+[.)]\s+[A-Za-z]")
 _PLACEHOLDER = re.compile(
     r"\W*(?:none|null|nan|n/?a|nil|to ?do|tbd|unknown|missing|x{3,})\W*|[?._…\s-]+", re.IGNORECASE
@@ -174,6 +176,8 @@ def compare(expected: str, answer: str) -> bool | None:
         return False
     if expected == answer or (expected.lower() == answer.lower() and _WORDS.fullmatch(expected)):
         return True
+    if (same := same_time(expected, answer)) is not None:
+        return same
     if _DOTS.search(expected + answer):  # a parser drops them together with the omitted part
         first, second = (_DOTS.sub("…", text).replace(" ", "") for text in (expected, answer))
         return first == second
@@ -199,8 +203,8 @@ def compare(expected: str, answer: str) -> bool | None:
 
 
 def _is_bound(answer: str) -> bool:
-    """Return whether an answer is a bound, such as `at least 5` or `5 or more`."""
-    return bool(_RELATION.match(answer) or _RELATION_AFTER.search(answer))
+    """Return whether an answer is a bound, such as `at least 5` or `5 or more`, or a range, such as `4–5`."""
+    return bool(_RELATION.match(answer) or _RELATION_AFTER.search(answer) or _RANGE.search(answer))
 
 
 def write_numbers(answer: str) -> str:
@@ -214,7 +218,7 @@ def write_numbers(answer: str) -> str:
         whole, above, below = number.groups()
         return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else number[0]
 
-    answer = _CONSTANT.sub(r"\1", re.sub(r"\\!\s*", "", answer))
+    answer = _CONSTANT.sub(r"\1", re.sub(r"\\!\s*", "", plain(answer)))
     answer = _GROUPS.sub(lambda digits: re.sub(_GAP, "", digits[0]), answer)
     return _PERCENT.sub("%", _NEGATIVE.sub("-", _MIXED.sub(write_mixed, answer)))
 
@@ -288,7 +292,8 @@ def _after_answer(text: str) -> str | None:
                 line = line[: match.start()]
         most = _MOST_WORDS if mark.group().rstrip("*_`")[-1] in ":：=" else _MOST_WORDS_AFTER_IS
         if "=" in line and not _EQUATION.match(line):  # a calculation: keep its result
-            line = line.rpartition("=")[2]
+            left, _, right = line.rpartition("=")
+            line = right if re.search(r"[\d\\]", right) or _number(_bare(left)) is None else left
         is_echo = _ECHO.match(line) or not line.strip("$*`\"' .")
         if len(_WORD.findall(line)) <= most and not is_echo:
             return line
@@ -340,6 +345,8 @@ def _number(text: str) -> Fraction | None:
     text = text.replace(" ", "")
     if _NUMBER.fullmatch(text):
         return Fraction(text.replace(",", ""))
+    if (value := grouped(text)) is not None:
+        return value
     match = _FRACTION.fullmatch(text)
     if match is None:
         return None

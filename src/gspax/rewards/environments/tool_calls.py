@@ -119,6 +119,8 @@ def read_call(call: object) -> Call | Malformed:
     if len(given) > 1:
         return Malformed(f"{_WANTED}, got {' and '.join(given)}")
     arguments = call[given[0]] if given else {}
+    if arguments is None or arguments == "":  # of a tool without arguments
+        arguments = {}
     if isinstance(arguments, str):  # JSON in a text, as in OpenAI's tool_calls
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments, strict=False)
