@@ -64,7 +64,8 @@ class Dialogue:
     def ask(self, message: str, *, sampling: Sampling, limit: int) -> Iterator[list[int]]:
         """Answer a message; yield the ids of the answer so far after each token, the stop token included.
 
-        If the answer is cut, by `limit` or because the caller stops iterating, the next message ends its turn.
+        If the answer is cut, by `limit` or because the caller stops iterating, the next message ends its turn. A turn
+        that ended with another stop id than a template writes before a message continues with the template's.
 
         Args:
           message: the user's.
@@ -95,6 +96,12 @@ class Dialogue:
         own = {*self._options.sampling.stop_token_ids}.difference(self._tokenizer.stop_ids)
         return token in self._options.stop_ids and token not in own
 
+    def _end_turn_with(self, token: int) -> None:
+        """Put this token in the place of the last one, which is not in the cache yet."""
+        state = cast(State, self._state)
+        token_W = jnp.full_like(state.rows.token_W, token)
+        self._state = replace(state, rows=replace(state.rows, token_W=token_W))
+
     def logp(self) -> list[float]:
         """Return the log-probs of the tokens of the last answer, at its temperature and before filters."""
         assert self._state is not None
@@ -106,8 +113,11 @@ class Dialogue:
             if continues:
                 chat = cast(ConversationTokenizer, self._tokenizer)
                 reply = [{"role": "user", "content": message}]
-                cut = () if self._closed else (end_before(chat, reply),)
-                ids: Sequence[int] = [*cut, *chat.encode_reply(reply)]
+                end, ids = end_before(chat, reply), chat.encode_reply(reply)
+                if self._closed:  # by any stop id: the last token of a chat may differ from that of an earlier turn
+                    self._end_turn_with(end)
+                else:
+                    ids = [end, *ids]
             else:
                 ids = self.encode(message)
         except ValueError as problem:
