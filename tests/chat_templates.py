@@ -62,6 +62,34 @@ GEMMA3 = """{{ bos_token }}{%- set first = '' %}{%- set rest = messages %}{%- if
 {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (first if loop.first else '') }}
 {{- m.content|trim + '<end_of_turn>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{%- endif %}"""
+GEMMA4 = (
+    """{%- set thinks = enable_thinking|default(false) %}{%- set system = messages[0].role == 'system' %}
+{{- bos_token }}{%- if thinks or tools or system %}{{ '<|turn>system\n' + ('<|think|>\n' if thinks else '') }}
+{%- if system %}{{ messages[0].content|trim }}{%- endif %}{%- for tool in tools or [] %}
+{{- '<|tool>declaration:' + tool.function.name + tool.function.parameters|tojson + '<tool|>' }}{%- endfor %}
+{{- '<turn|>\n' }}{%- endif %}"""
+    + LAST_USER.replace("user=-1", "user=-1, role='', last=''")
+    + """{%- for m in messages %}{%- if m.role not in ['system', 'tool'] %}{%- set place = loop.index0 %}
+{%- if m.role != 'assistant' or ns.role != 'assistant' %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{%- endif %}
+{%- set ns.role, ns.last = m.role, '' %}{%- if m.reasoning_content and place > ns.user %}
+{{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{%- endif %}
+{%- for call in m.tool_calls or [] %}{%- set ns.last = 'call' %}{%- if call.function.arguments is string %}
+{{- raise_exception('arguments must be a mapping') }}{%- endif %}
+{{- '<|tool_call>call:' + call.function.name + '{' }}{%- for name, value in call.function.arguments|dictsort %}
+{{- (',' if not loop.first else '') + name + ':<|"|>' + value + '<|"|>' }}{%- endfor %}{{ '}<tool_call|>' }}
+{%- endfor %}{%- set next = namespace(role='') %}
+{%- for after in messages[place + 1:] if m.tool_calls or after.role != 'tool' %}
+{%- if after.role == 'tool' and not next.role %}{%- set ns.last = 'reply' %}
+{{- '<|tool_response>response:' + (after.name or 'unknown') + '{value:<|"|>' + after.content }}
+{{- '<|"|>}<tool_response|>' }}
+{%- elif after.role != 'tool' and not next.role %}{%- set next.role = after.role %}{%- endif %}
+{%- endfor %}{%- for part in m.content.split('<channel|>') %}{{ part.split('<|channel>')[0]|trim }}{%- endfor %}
+{%- if ns.last == 'call' %}{{ '<|tool_response>' }}{%- elif m.role == 'assistant' and next.role == 'assistant' %}
+{%- elif ns.last != 'reply' or m.content|trim or next.role %}{{ '<turn|>\n' }}{%- endif %}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{%- if not ns.last %}{{ '<|turn>model\n' }}
+{%- elif ns.last == 'reply' and thinks %}{{ '<|channel>thought\n' }}{%- endif %}{%- endif %}"""
+)
 PHI3 = """{%- for m in messages %}{%- if m.role in ['system', 'user', 'assistant'] %}
 {{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{%- else %}{{ eos_token }}{%- endif %}"""
@@ -231,6 +259,10 @@ DEEPSEEK_TOKENS = (
     *("<|tool_output_begin|>", "<|tool_output_end|>"),
 )
 DEEPSEEK_ENDS = {"stops": ("<|end_of_sentence|>",), "special": DEEPSEEK_TOKENS, "bos": "<|begin_of_sentence|>"}
+GEMMA4_TOKENS = (
+    *("<|turn>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<tool_response|>", '<|"|>', "<|think|>"),
+    *("<|channel>", "<channel|>"),
+)
 HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>")
 
 PUBLISHED = {
@@ -300,6 +332,13 @@ PUBLISHED = {
     ),
     "Gemma 3": Published(
         "gemma3_text", GEMMA3, ("<eos>", "<end_of_turn>"), ("<start_of_turn>",), bos="<bos>", source=TRL
+    ),
+    "Gemma 4": Published(
+        "none", GEMMA4, ("<eos>", "<turn|>", "<|tool_response>"), GEMMA4_TOKENS, eos="<turn|>", bos="<bos>", source=TRL
+    ),
+    "Gemma 4, thinking": Published(
+        "none", GEMMA4, ("<eos>", "<turn|>", "<|tool_response>"), GEMMA4_TOKENS, eos="<turn|>", bos="<bos>",
+        thinking=True, source=TRL,
     ),
     "gpt-oss": Published(
         "gpt_oss", GPT_OSS, ("<|return|>", "<|endoftext|>", "<|call|>"),

@@ -28,11 +28,20 @@ PARTS = ["1", "1,", "1,111", ",111", " 111", "1 ", "1.", "12/", "1/2 ", "1 1/", 
 PARTS += ["{", "}", "{}", "[", "[1", "(", "\\", "$", "$1", "-", "~", "1_", r"\frac{1}", r"\text{a ", r"1\,", r"\ne"]
 PARTS += [r"\boxed{", r"\boxed ", "####", "<answer>", "</answer>", "<think>", "</think>", "<tool_call>{"]
 PARTS += ["</tool_call>", "```\n", "1+", "9**", "12+a3=45,", '{"a":']
+PARTS += ["½", "⁶", "✅ ", "one ", "1–", "1.234.", "<b>"]
 ENDS = ["", "x", "}", "/0"]
 
 
 CALLS = ["[TOOL_CALLS]", "[TOOL_CALLS][", '[TOOL_CALLS]a{"', "<tool_call>a<arg_key>", "<arg_key>a</arg_key><arg_value>"]
 CALLS += ['<invoke name="a">', '<parameter name="a">', "<｜tool▁call▁begin｜>", '<|tool_call_begin|>a<|tool_sep|>{"']
+CALLS += [
+    "<|tool_call>call:a{",
+    '<|tool_call>call:a{b:<|"|>',
+    '<|tool_call>call:a{b:"\\"',
+    '\\"',
+    '<|"|>',
+    "<|tool_call>",
+]
 CALLS += ["to=functions.a", 'to=functions.a<|message|>{"', '{"name":', "<|python_tag|>{", '{"name": "a", "b": 1};']
 
 

@@ -172,6 +172,8 @@ def test_a_demonstration_follows_the_rendered_prompt(small):
 
 # Thinking
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+
 
 @pytest.mark.parametrize(
     ("text", "thinking", "answer"),
@@ -187,6 +189,16 @@ def test_a_demonstration_follows_the_rendered_prompt(small):
         ("<think>a</think>b<think>c</think>d", "a</think>b<think>c", "d"),
         ("a\n</think>\n\nb", "a", "b"),  # opened by the prompt
         ("<think>a</think>", "a", ""),
+        ("[THINK]a[/THINK]b", "a", "b"),  # Magistral
+        ("[THINK]never done", "never done", ""),
+        ("<|channel>thought\na\n<channel|>b", "a", "b"),  # Gemma 4
+        ("<|channel>thought\nso \\boxed{18}. But", "so \\boxed{18}. But", ""),
+        ("<|channel|>final<|message|>4", "", "4"),  # gpt-oss
+        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>final<|message|>4", "a", "4"),
+        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>{{}}", "a", "{}"),
+        (f"{ANALYSIS}so \\boxed{{18}}. But", "so \\boxed{18}. But", ""),
+        ("a [THINK] is a mark", "", "a [THINK] is a mark"),
+        ("a <|channel|>analysis<|message|> too", "", "a <|channel|>analysis<|message|> too"),
     ],
 )
 def test_split_thinking(text, thinking, answer):

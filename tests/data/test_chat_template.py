@@ -1,6 +1,7 @@
 """What chat templates write, for templates in the structure of those that are published."""
 
 import datetime
+import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from gspax.errors import UserError
 from gspax.evaluation import tasks
 from gspax.evaluation.checkpoint import find_tokenizer
 from gspax.experiment.validation.chats import chat_problems, chat_warnings
-from gspax.rewards.environments import Step
+from gspax.rewards.environments import Step, parse_gemma
 from gspax.rollout import episodes
 from gspax.rollout.grading import start_rewards
 
@@ -82,6 +83,8 @@ ENDS = {  # of the last message; before a user's reply; before a tool's
     "Llama 3": ("<|eot_id|>", "<|eot_id|>", "<|eot_id|>"),
     "Llama 3.1": ("<|eot_id|>", "<|eot_id|>", "<|eot_id|>"),
     "GLM-4.5": ("<|user|>", "<|user|>", "<|observation|>"),
+    "Gemma 4": ("<turn|>", "<turn|>", "<|tool_response>"),
+    "Gemma 4, thinking": ("<turn|>", "<turn|>", "<|tool_response>"),
     "gpt-oss": ("<|return|>", "<|end|>", "<|call|>"),
     "DeepSeek-R1": ("<|end_of_sentence|>",) * 3,
     "MiniMax-M2": ("[e~[",) * 3,
@@ -206,6 +209,26 @@ def test_a_reply_names_the_tool_where_the_template_writes_its_name(folders):
     assert "functions.x" not in text
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_call_and_its_reply_are_the_text_of_the_whole_chat(folders, name):
+    """As transformers renders them at its end."""
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
+    reply = {"role": "tool", "content": "42", "name": "calculator", "tool_call_id": "call00000"}
+    calls = [{"id": "call00000", "type": "function", "function": CALL}]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    if REFUSED.get(name, (None,) * 3)[2]:
+        return
+    try:
+        whole = by_transformers(tokenizer, [*USER, said, reply], add_generation_prompt=True)
+    except Exception:  # it wants the arguments as a text
+        text = [{**CALL, "arguments": json.dumps(CALL["arguments"])}]
+        said["tool_calls"] = [{"id": "call00000", "type": "function", "function": one} for one in text]
+        whole = by_transformers(tokenizer, [*USER, said, reply], add_generation_prompt=True)
+    kept = [end_before(tokenizer, [reply]), *tokenizer.encode_reply([reply])]
+    assert whole.endswith(tokenizer._tokenizer.decode(kept))
+
+
 def test_a_date_that_an_override_removes_or_spoils_is_refused(folders):
     chat = hf_chat(folders["Llama 3.1"], date="2026-01-31")
     (told,) = chat_problems(replace(chat, date=None), None)
@@ -281,6 +304,17 @@ def test_unfinished_thinking_is_no_answer_where_the_prompt_opens_it(folders, nam
     assert (tasks.vote_answer(cut), tasks.vote_answer(whole)) == (None, "18")
     assert split_thinking(cut)[1] == "" and split_thinking(whole)[1] == "\\boxed{18}"
     assert TOOLS.step(None, f'{opening}I could <tool_call>{{"name": "calculator"}}</tool_call>').done
+
+
+def test_a_reply_can_open_thinking_too(folders):
+    tokenizer = hf_chat(folders["Gemma 4, thinking"], thinking=True)
+    opening = opening_of(tokenizer, tokenizer.encode_reply([{"role": "tool", "content": "2", "name": "calculator"}]))
+    assert opening == "<|channel>thought\n"
+    call = '<|tool_call>call:calculator{expression:<|"|>1<|"|>}<tool_call|>'
+    tools = replace(TOOLS, parse=parse_gemma)
+    assert (
+        tools.step(None, f"{opening}I could {call}").done and not tools.step(None, f"{opening}a<channel|>{call}").done
+    )
 
 
 def test_a_plain_prompt_can_open_thinking_too(folders):

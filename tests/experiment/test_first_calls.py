@@ -11,12 +11,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from chat_templates import PUBLISHED, write_folder
 from small_experiment import experiment
 
 from gspax import advantages, data, losses
 from gspax.commands import main
 from gspax.config import Evaluation, Grading, Reference, Task, WarmStart
-from gspax.data import CharChat, CharTokenizer
+from gspax.data import CharChat, CharTokenizer, hf_chat
 from gspax.data.chat import reward_answer
 from gspax.data.problem import Problem
 from gspax.data.tasks import sort
@@ -471,6 +472,29 @@ def test_a_demonstration_ends_the_thinking_that_its_prompt_opens(tokenizer, show
     _, notes = check(reward=one, **own)
     told = "warm_start: 8 of 8 demonstrations are thinking without an answer, because their prompts end with <think>: "
     assert [note.startswith(told) for note in notes if "thinking" in note] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "lead"),
+    [
+        ("gpt-oss", "4", "'<|channel|>final<|message|>'"),
+        ("gpt-oss", "<|channel|>analysis<|message|>8<|end|><|start|>assistant<|channel|>final<|message|>4", None),
+        ("GLM-4.5", "4", r"'\n'"),
+        ("GLM-4.5", "\n4", None),
+        ("Mistral", "4", "' '"),
+        ("Qwen3", "4", None),
+        ("Qwen3-Thinking-2507", "8</think>4", None),
+    ],
+)
+def test_a_demonstration_begins_as_the_template_s_answers(tmp_path, name, shown, lead):
+    published = PUBLISHED[name]
+    tokenizer = hf_chat(write_folder(tmp_path, published), thinking=published.thinking, date=published.date)
+    own = {"tokenizer": tokenizer, "model": replace(experiment.model, vocab_size=512)}
+    own |= {"sampling": replace(experiment.sampling, max_prompt_tokens=400, max_tokens=100)}
+    stage = replace(experiment.warm_start, demonstration=lambda problem, rng: shown)
+    _, notes = check(reward=one, warm_start=stage, **own)
+    told = [note for note in notes if note.startswith("warm_start: wanted demonstrations that begin with")]
+    assert len(told) == (lead is not None) and all(f"begin with {lead}, as" in note for note in told)
 
 
 def test_warnings_of_a_dry_run_come_last(tmp_path, capfd):

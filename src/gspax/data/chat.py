@@ -10,17 +10,19 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from gspax.config.protocols import ConversationTokenizer, Message, Problem
-from gspax.data.chat_template import CLOSE, OPEN, ChatTemplate, check_date, read_template
+from gspax.data.chat_template import CLOSE, OPEN, ChatTemplate, check_date, read_template, thinking_marks
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
 from gspax.errors import UserError
 
 T = TypeVar("T")
 
+_FINAL = re.compile(r"\A(?:<\|start\|>assistant)?<\|channel\|>final(?: ?<\|constrain\|>\w+)?<\|message\|>")  # gpt-oss
 _MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
 
 
@@ -192,6 +194,8 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     """Split a completion into (thinking, answer), without surrounding line breaks.
 
     The answer follows the last `</think>`. It is empty while a `<think>` is still open, as in a truncated completion.
+    The same holds for a completion that begins with the thinking of Gemma 4, gpt-oss or Magistral; of gpt-oss the
+    answer is the text of the `final` channel, or the message with a call.
 
     Args:
       text: a completion.
@@ -199,10 +203,11 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
         otherwise an answer. In a run it is not needed: there the text of a completion begins with a `<think>` that its
         prompt ends with.
     """
-    before, close, after = text.rpartition(CLOSE)
-    if OPEN in after or (opened and not close):
+    opening, end = thinking_marks(text)
+    before, close, after = text.rpartition(end)
+    if opening in after or (opened and not close):
         before, after = text, ""
-    return before.strip("\n").removeprefix(OPEN).strip("\n"), after.strip("\n")
+    return before.strip("\n").removeprefix(opening).strip("\n"), _FINAL.sub("", after).strip("\n")
 
 
 def reward_answer(problem: Problem, completion: str, *, reward: Callable[[Problem, str], T], opened: bool = False) -> T:

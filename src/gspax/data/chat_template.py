@@ -25,11 +25,17 @@ from gspax.data.tokenizer import read_settings, special_tokens
 from gspax.errors import UserError
 
 OPEN, CLOSE = "<think>", "</think>"
+THINKING = {  # what thinking begins and ends with, by what it begins with; all but the first only begin a message
+    OPEN: CLOSE,
+    "[THINK]": "[/THINK]",  # Magistral
+    "<|channel>thought": "<channel|>",  # Gemma 4
+    "<|channel|>analysis<|message|>": "<|end|>",  # gpt-oss
+}
 CLOCK = "strftime_now"  # the function with which a template prints the time
 _CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
 _MARK = "qzmarkqz"  # a marker that no template contains and every template copies
 _CALLED = "called"  # follows a marker that is the argument of a call
-_TAIL = 32  # the most tokens of `<think>` and the white space after it
+_TAIL = 32  # the most tokens of the start of thinking and the white space after it
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thinking, as transformers reads them
 
 
@@ -149,7 +155,11 @@ class ChatTemplate:
             mark += "q"
         made = [_with_argument(call, lambda _: {"mark": mark + _CALLED}) for call in calls]
         said: Message = {"role": "assistant", "content": mark, **({"tool_calls": made} if made else {})}
-        text = self.render([{"role": "user", "content": "?"}, said, *messages], prompt=prompt)
+        asked: Message = {"role": "user", "content": "?"}
+        text = self.render([asked, said, *messages], prompt=prompt)
+        if made and not text.rpartition(mark)[2].startswith(_CALLED) and mark + _CALLED in text:
+            # the template writes the content after the calls and their replies, as Gemma 4's
+            text = self.render([asked, {**said, "content": ""}, *messages], prompt=prompt)
         before, _, after = text.rpartition(mark)
         if not before:
             raise UserError(f"the chat template in {self.where} writes nothing of an assistant's message")
@@ -167,9 +177,18 @@ class ChatTemplate:
 
 
 def opened_by(text: str) -> str:
-    """Return the `<think>` that a text ends with, with the white space after it; empty if there is none."""
-    _, mark, rest = text.rpartition(OPEN)
-    return mark + rest if mark and not rest.strip() else ""
+    """Return the start of thinking that a text ends with, with the white space after it; empty if there is none."""
+    for opening in THINKING:
+        _, mark, rest = text.rpartition(opening)
+        if mark and not rest.strip():
+            return mark + rest
+    return ""
+
+
+def thinking_marks(text: str) -> tuple[str, str]:
+    """Return what thinking in a message begins and ends with: `<think>`, or what the message itself begins with."""
+    begun = text.lstrip()
+    return next(((opening, end) for opening, end in THINKING.items() if begun.startswith(opening)), (OPEN, CLOSE))
 
 
 def opening_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
@@ -302,21 +321,59 @@ def write_call(
     asked: Message = {"role": "user", "content": _MARK}
     prompt = template.render([asked], tools).rpartition(_MARK)[2]
     written = template.render([asked, said], tools, prompt=False).rpartition(_MARK)[2]
-    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, written, strict=False))
-    return written[len(list(shared)) :]
+    return _continued(prompt, written)
+
+
+def lead_of(template: ChatTemplate, **thinking: str) -> str:
+    """Return what the template writes between a prompt and the content of the assistant's message that follows it.
+
+    `thinking` is of this message. Empty if the template writes the message as no continuation of the prompt.
+    """
+    asked: Message = {"role": "user", "content": "?"}
+    said: Message = {"role": "assistant", "content": _MARK, **thinking}
+    prompt, written = template.render([asked]), template.render([asked, said], prompt=False)
+    return written[len(prompt) :].partition(_MARK)[0] if written.startswith(prompt) and _MARK in written else ""
+
+
+def plain_lead(template: ChatTemplate) -> str:
+    """Return `lead_of` a message without thinking; empty if the template writes thinking that is empty."""
+    lead = lead_of(template)
+    return "" if any(mark in lead for mark in (*THINKING, CLOSE)) else lead
 
 
 def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:
     """Return a two-turn conversation as gspax continues it and as the template renders it, from the first prompt on.
 
-    `role` is the role of the message between the two turns. The texts differ where a template renders earlier turns
-    differently from how they were sampled, for example without their thinking.
+    `role` is the role of the message between the two turns; before a tool's the first turn is a call. The texts differ
+    where a template renders earlier turns differently from how they were sampled, for example without their thinking.
     """
     user: Message = {"role": "user", "content": "?"}
-    reply: Message = {"role": role, "content": "reply", "name": "tool", "tool_call_id": _call_id(0)}
-    start = template.render([user])
-    thought = f"{OPEN}\nthought\n{CLOSE}\n\n" if template.thinking or template.opening else ""
-    end, rest = template.reply([reply])
-    said: Message = {"role": "assistant", "content": f"{thought}answer"}
-    kept = start + said["content"].removeprefix(template.opening) + end + rest
-    return kept, template.render([user, said, reply])
+    reply: Message = {"role": role, "content": "reply", "name": _MARK, "tool_call_id": _call_id(0)}
+    start, (end, rest) = template.render([user]), template.reply([reply])
+    said: Message = {"role": "assistant", "content": "answer"}
+    turn = f"{plain_lead(template)}answer"
+    if template.thinking or template.opening:
+        if "thought" in (lead := lead_of(template, reasoning_content="thought")):
+            said, turn = {**said, "reasoning_content": "thought"}, f"{lead}answer"
+        elif template.opening or any(CLOSE in text for text in template.texts.values()):  # another one knows no tags
+            said = {**said, "content": f"{OPEN}\nthought\n{CLOSE}\n\nanswer"}
+            turn = said["content"].removeprefix(template.opening)
+    if role == "tool":
+        call = {"id": _call_id(0), "type": "function", "function": {"name": _MARK, "arguments": {}}}
+        calls: Message = {**said, "content": said["content"].removesuffix("answer"), "tool_calls": [call]}
+        written = _continued(start, template.render([user, calls], prompt=False)).partition(end)[0]
+        if _MARK in written:
+            said, turn = calls, written
+    return start + turn + end + rest, template.render([user, said, reply])
+
+
+def _continued(prompt: str, written: str) -> str:
+    """Return what a text has after the beginning that it shares with a prompt; no tag is divided."""
+    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, written, strict=False))))
+    return written[whole_tag(written, shared) :]
+
+
+def whole_tag(text: str, place: int) -> int:
+    """Return the place where a tag begins that contains this place of a text, or the place itself."""
+    start = text.rfind("<", 0, place)
+    return place if start < 0 or ">" in text[start:place] else start

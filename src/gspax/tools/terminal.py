@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 from rich.text import Text
 
-from gspax.data.chat import CLOSE, OPEN
+from gspax.data.chat_template import thinking_marks
 from gspax.errors import printable
 
 
@@ -27,10 +27,11 @@ def dim_thinking(text: str, *, opened: bool = False) -> Text:
 
     Args:
       text: a completion, or its beginning.
-      opened: the prompt already contains `<think>`.
+      opened: the prompt already contains the start of thinking, such as `<think>`.
     """
     shown, thinks = Text(), opened
-    for part in re.split(f"({OPEN}|{CLOSE})", text):
-        shown.append(printable(part), style="dim" if thinks or part in (OPEN, CLOSE) else "")
-        thinks = part == OPEN or (thinks and part != CLOSE)
+    opening, end = marks = thinking_marks(text)
+    for part in re.split("(" + "|".join(map(re.escape, marks)) + ")", text):
+        shown.append(printable(part), style="dim" if thinks or part in marks else "")
+        thinks = part == opening or (thinks and part != end)
     return shown

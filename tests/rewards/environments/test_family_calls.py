@@ -4,6 +4,7 @@ import pytest
 
 from gspax.rewards.environments import (
     parse_deepseek,
+    parse_gemma,
     parse_glm,
     parse_harmony,
     parse_hermes,
@@ -19,6 +20,8 @@ DEEPSEEK = (
 )
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
 READ = [
+    (parse_hermes, '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
+    (parse_hermes, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [("f", {})]),
     (parse_llama, '{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
     (parse_llama, '<|python_tag|>{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),
     (parse_llama, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
@@ -76,6 +79,18 @@ READ = [
     (parse_harmony, ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [("f", {"a": 1})]),
     (parse_harmony, "<|channel|>commentary to=functions.f<|message|>one", [None]),
     (parse_harmony, "<|channel|>final<|message|>3", []),
+    (parse_gemma, '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>', [("f", {"a": "x"})]),
+    (parse_gemma, '<|tool_call>call:f{a:[1,-2.5],b:{c:true,d:null}}<tool_call|>', [
+        ("f", {"a": [1, -2.5], "b": {"c": True, "d": None}})]),
+    (parse_gemma, '<|tool_call>call:f{a:<|"|>say "no" {}<tool_call|>,\n<|"|>}<tool_call|>', [
+        ("f", {"a": 'say "no" {}<tool_call|>,\n'})]),
+    (parse_gemma, '<|tool_call>call:f{}<tool_call|>\n<|tool_call>call:g{"a": "q\\"r"}<tool_call|>', [
+        ("f", {}), ("g", {"a": 'q"r'})]),
+    (parse_gemma, "<|tool_call>call:f{a:two words}<tool_call|>", [("f", {"a": "two words"})]),
+    (parse_gemma, "<|tool_call>call:f{a:1<tool_call|>", [None]),
+    (parse_gemma, "<|tool_call>call:f{a:1}", [None]),
+    (parse_gemma, "<|tool_call>f(a=1)<tool_call|>", [None]),
+    (parse_gemma, "no call", []),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from gspax.config import Turns
 from gspax.config.functions import title_of
 from gspax.config.protocols import Environment, Message, Tokenizer
 from gspax.data.chat import ChatTokenizer
-from gspax.data.chat_template import check_date, compare_history, shows_tools, write_call
+from gspax.data.chat_template import check_date, compare_history, shows_tools, whole_tag, write_call
 from gspax.errors import UserError
 from gspax.rewards.environments.family_calls import PARSERS
 
@@ -89,7 +89,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
     except UserError:  # the template requires its own form of calls before a reply
         return
     if kept != written:
-        place = next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), 0)
+        place = whole_tag(kept, next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), 0))
         yield (
             f"tokenizer: a conversation keeps what was sampled, so from its second turn on it is not what the chat "
             f"template in {tokenizer.path} would write: {kept[place:][:_SHOWN]!r}, not {written[place:][:_SHOWN]!r}"

@@ -11,7 +11,8 @@ import numpy as np
 from gspax.config import Evaluation, Sampling, WarmStart
 from gspax.config.functions import named_parts
 from gspax.config.protocols import DataSource, Environment, Problem, Tokenizer
-from gspax.data.chat_template import CLOSE, OPEN, opening_of
+from gspax.data.chat import ChatTokenizer
+from gspax.data.chat_template import opening_of, plain_lead, thinking_marks
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError, describe_error, shorten
@@ -62,6 +63,7 @@ def prompt_problems(texts: Texts, warn: Callable[[str], None]) -> Iterator[str]:
     for split in _splits(texts, _encoder(texts)):
         yield from _check(split, warn)
     _warn_of_thinking(texts, _encoder(texts), warn)
+    _warn_of_lead(texts, warn)
     yield from _decoded(texts, _encoder(texts))
 
 
@@ -140,16 +142,32 @@ def _warn_of_thinking(texts: Texts, encode: _Encode, warn: Callable[[str], None]
         assert stage is not None
         with contextlib.suppress(Exception):  # told above, or by `check_calls`
             problem = read_problem(texts.data.train, index)
-            if not opening_of(texts.tokenizer, encode(problem)):
+            if not (opened := opening_of(texts.tokenizer, encode(problem))):
                 continue
+            opening, end = thinking_marks(opened)
             messages, tried = _shown(stage, problem, index), tried + 1
-            open_ones += [message for message in messages if CLOSE not in message][:1]
+            open_ones += [message for message in messages if end not in message][:1]
     if open_ones:
         warn(
             f"warm_start: {len(open_ones)} of {tried} demonstrations are thinking without an answer, because their "
-            f"prompts end with {OPEN}: wanted a message such as 'thoughts\\n{CLOSE}\\n\\nanswer', "
+            f"prompts end with {opening}: wanted a message such as 'thoughts\\n{end}\\n\\nanswer', "
             f"got {shorten(repr(open_ones[0]))}"
         )
+
+
+def _warn_of_lead(texts: Texts, warn: Callable[[str], None]) -> None:
+    """Warn about demonstrated answers without what the chat template writes between a prompt and an answer."""
+    stage, tokenizer = texts.warm_start, texts.tokenizer
+    if stage is None or not isinstance(tokenizer, ChatTokenizer):
+        return
+    with contextlib.suppress(Exception):  # told above, or by `check_calls`
+        lead = plain_lead(tokenizer.template)
+        answer = _shown(stage, read_problem(texts.data.train, 0), 0)[-1]
+        if not (answer.startswith(lead) or (lead.strip() and lead.strip() in answer)):
+            warn(
+                f"warm_start: wanted demonstrations that begin with {lead!r}, as the chat template in {tokenizer.path} "
+                f"begins an answer after a prompt, got {shorten(repr(answer))}"
+            )
 
 
 def _check(split: _Split, warn: Callable[[str], None]) -> Iterator[str]:

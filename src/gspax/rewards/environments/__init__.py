@@ -6,6 +6,7 @@ An environment is any object with `reset` and `step` (`protocols.Environment`).
 from gspax.config.protocols import Environment, Step
 from gspax.rewards.environments.family_calls import (
     parse_deepseek,
+    parse_gemma,
     parse_glm,
     parse_harmony,
     parse_llama,
@@ -25,6 +26,7 @@ __all__ = [
     "calculator",
     "parse_brackets",
     "parse_deepseek",
+    "parse_gemma",
     "parse_glm",
     "parse_harmony",
     "parse_hermes",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -35,6 +36,13 @@ _INVOKE_KEY, _INVOKE_VALUE_END, _INVOKE_END = (
     re.compile(r"\s*</invoke>"),
 )
 _HARMONY = re.compile(rf"\bto=functions\.({_NAME})((?:(?!<\|message\|>).){{0,200}})<\|message\|>", re.DOTALL)
+_GEMMA = re.compile(r"<\|tool_call>")
+_GEMMA_NAME = re.compile(rf"\s*call:\s*({_NAME})\s*(?=\{{)")
+_GEMMA_PART = re.compile(  # a text, one in JSON, a mark, another value or name; a text that does not end takes the rest
+    r'<\|"\|>(.*?)(?:<\|"\|>|\Z)|("(?:[^"\\]|\\.)*(?:"|\\?\Z))|([{}\[\],:])|([^{}\[\],:<"]+|.)', re.DOTALL
+)
+_GEMMA_END = re.compile(r"\s*<tool_call\|>")
+_LITERAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null")
 
 
 def parse_llama(text: str) -> list[Call | Malformed]:
@@ -160,7 +168,53 @@ def parse_harmony(text: str) -> list[Call | Malformed]:
     return calls
 
 
-PARSERS = (parse_hermes, parse_llama, parse_mistral, parse_glm, parse_minimax, parse_deepseek, parse_harmony)
+def parse_gemma(text: str) -> list[Call | Malformed]:
+    """Parse the calls `call:NAME{ARGUMENT:value}` of Gemma 4, whose texts are between `<|"|>`; they may hold the tags.
+
+    >>> parse_gemma('<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>')
+    [Call(name='add', arguments={'a': 1, 'b': 'two'}, as_texts=False)]
+    """
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := _GEMMA.search(text, position):
+        position = match.end()
+        name = _GEMMA_NAME.match(text, position)
+        if name is None:
+            calls.append(Malformed("wanted call:NAME{...} after <|tool_call>, got no name or no {"))
+            continue
+        written, position = _as_json(text, name.end())
+        value, _ = _read_json(written, 0, match[0])
+        if isinstance(value, Malformed):
+            calls.append(value)
+            continue
+        end = _GEMMA_END.match(text, position)
+        call = read_call({"name": name[1], "arguments": value})
+        calls.append(call if end else Malformed("wanted <tool_call|> after a call, got none"))
+    return calls
+
+
+def _as_json(text: str, start: int) -> tuple[str, int]:
+    """Rewrite an object of a call of Gemma 4 as JSON, from its brace at `start`; return the position after it too."""
+    parts, depth, position = list[str](), 0, start
+    while match := _GEMMA_PART.match(text, position):
+        position = match.end()
+        quoted, string, mark, word = match.groups()
+        if mark:
+            parts.append(mark)
+            depth += (mark in "{[") - (mark in "}]")
+            if not depth:
+                break
+        elif quoted is not None or not (string or not word.strip() or _LITERAL.fullmatch(word.strip())):
+            parts.append(json.dumps(word.strip() if quoted is None else quoted))
+        else:
+            parts.append(string or word)
+    return "".join(parts), position
+
+
+PARSERS = (
+    *(parse_hermes, parse_llama, parse_mistral, parse_glm, parse_minimax, parse_deepseek, parse_harmony),
+    parse_gemma,
+)
 
 
 def _read_values(
