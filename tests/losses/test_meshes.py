@@ -5,6 +5,7 @@
 
 import functools
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -138,3 +139,27 @@ def test_shard_map_gives_what_a_device_gives_for_its_rows():
 
         want = jax.device_get(alone({name: part(name) for name in ARRAYS}))
         assert_equal(jax.tree.map(lambda x, shard=shard: x[shard], got), want)
+
+
+def test_the_lines_of_the_page_are_the_loss_of_all_rows():
+    """Of rows whose devices have different weights, where a mean over devices is another number."""
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
+    (block,) = [text.partition("```")[0] for text in page.split("```python\n") if "jax.lax.psum" in text]
+    defined = {}
+    exec(block, defined)  # on all devices, with rows of equal weight
+    key = jax.random.split(jax.random.key(0), 3)
+    logp, old_logp = (jax.random.normal(each, (8, 4)) - 2 for each in key[:2])
+    advantage, mask = (
+        jax.random.normal(key[2], (8,)),
+        jnp.arange(4)[None] < jnp.array([4, 4, 1, 3, 2, 1, 4, 1])[:, None],
+    )
+
+    def whole(logp):
+        return losses.reduce(losses.grpo(logp, old_logp, advantage, mask, aggregate=losses.by_token))[0]
+
+    with jax.set_mesh(defined["mesh"]):
+        rows = jax.device_put((logp, old_logp, advantage, mask), defined["rows"])
+        got = jax.device_get(jax.jit(jax.value_and_grad(defined["loss"]))(*rows))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, jax.value_and_grad(whole)(logp)
+    )

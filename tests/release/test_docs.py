@@ -3,6 +3,7 @@
 import ast
 import configparser
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -18,9 +19,11 @@ import jax.numpy as jnp
 import pytest
 from latex2mathml.converter import convert
 
-from gspax import data
+from gspax import advantages, config, data, losses
 from gspax import experiment as experiments
 from gspax.commands import main as program
+from gspax.config import optimizers
+from gspax.config.functions import keywords
 from gspax.data.sources import huggingface
 from gspax.hf.config_json import to_json
 from gspax.model import presets
@@ -440,6 +443,34 @@ PEERS = json.loads((Path(__file__).parent / "peer_keys.json").read_text())  # na
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer['section']}: {Path(peer['file']).name}")
+def test_the_defaults_that_differ_from_those_of_other_libraries_are_those_of_the_code():
+    """The column of gspax in "Not set, but not the same"."""
+    optimizer, fields = (
+        config.Optimizer(),
+        {field.name: field.default for field in dataclasses.fields(config.Experiment)},
+    )
+    assert optimizer.transform is optimizers.adamw
+    assert config.Regularizers().load_balance == 0.0
+    values = {
+        "Adam's b2": keywords(optimizers.adamw)["b2"],
+        "weight decay": keywords(optimizers.adamw)["weight_decay"],
+        "learning rate": optimizer.schedule.__name__,
+        "eps beside the group's standard deviation": keywords(advantages.standardize)["eps"],
+        "upper clip of GRPO": keywords(losses.grpo)["clip_high"],
+        "load balance of experts": "off",
+        "dropout of LoRA": "dropout" if "dropout" in vars(config.Lora()) else "none",
+        "denominator of the ratio": f"the {fields['old_logp']}'s log-probs",
+    }
+    table = (
+        read(ROOT / "docs" / "howto" / "coming_from.md")
+        .partition("## Not set, but not the same")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    shown = {name: value for name, value, *_ in rows[2:]}
+    assert {name: type(values[name])(value) for name, value in shown.items()} == values
+
+
 def test_the_page_has_every_key_of_the_examples_of_other_libraries(peer):
     """A row may name several keys by a pattern; the page says which version of the file it has."""
     patterns = named_keys(peer["section"])

@@ -240,6 +240,23 @@ def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(
     assert "wanted a dump of a run" in capsys.readouterr().err
 
 
+def test_a_dump_holds_the_state_after_its_step(counting, tmp_path, monkeypatch):
+    """So updates after the skipped one are in it (docs/howto/diverged.md)."""
+    counting(bad={P: [0]})  # the second step's first update is skipped, its second one is applied
+    ones_BT, step = np.ones((2, 3), np.float32), loop.run_step
+    arrays = dict.fromkeys(("tokens_BT", "segment_BT", "mask_BT", "old_logp_BT", "advantage"), ones_BT)
+    batch = Batch(**arrays)
+    monkeypatch.setattr(loop, "run_step", lambda *given, **named: step(*given, **named)._replace(skipped_batch=batch))
+    limited = replace(QUIET, guard=Guard(rollbacks=0), schedule=replace(QUIET.schedule, max_skipped=1))
+    with pytest.raises(DivergedError, match="for `gspax replay`"):
+        loop.train(limited, tmp_path / "run")
+    (folder,), runtime = RunDir(tmp_path / "run").dumps.iterdir(), make_runtime(QUIET)
+    with Checkpoints(folder / guards.STATE) as checkpoints:
+        state, _ = checkpoints.restore(abstract_state(QUIET.model, runtime.optimizer, runtime.mesh))
+    assert (folder.name, int(state.step)) == ("step_000002", 2 * M)
+    jax.tree.map(np.testing.assert_array_equal, vars(guards.read_minibatch(folder)), vars(batch))
+
+
 def test_a_damaged_minibatch_is_one_sentence(tmp_path):
     """Every byte changed, in one bit or in all."""
     path, ones_BT = tmp_path / guards.MINIBATCH, np.ones((2, 3), np.float32)
