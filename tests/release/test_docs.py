@@ -442,7 +442,6 @@ def named_keys(section):
 PEERS = json.loads((Path(__file__).parent / "peer_keys.json").read_text())  # names only, and where they were read
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer['section']}: {Path(peer['file']).name}")
 def test_the_defaults_that_differ_from_those_of_other_libraries_are_those_of_the_code():
     """The column of gspax in "Not set, but not the same"."""
     optimizer, fields = (
@@ -471,6 +470,7 @@ def test_the_defaults_that_differ_from_those_of_other_libraries_are_those_of_the
     assert {name: type(values[name])(value) for name, value in shown.items()} == values
 
 
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer['section']}: {Path(peer['file']).name}")
 def test_the_page_has_every_key_of_the_examples_of_other_libraries(peer):
     """A row may name several keys by a pattern; the page says which version of the file it has."""
     patterns = named_keys(peer["section"])
