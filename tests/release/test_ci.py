@@ -147,7 +147,7 @@ def test_a_wrong_extra_installs_nothing(names):
     done = make_extras(names)
     got = names.removeprefix("trackers,").strip(", ") or "nothing"
     assert done.returncode == 2 and "pip install" not in done.stdout
-    known = "train rewards gguf data trackers verifiers tpu gpu parity test"
+    known = "train rewards gguf data trackers verifiers agents tpu gpu parity test"
     assert f"NAMES: wanted some of {known}, separated by commas, got {got}." in done.stderr
 
 

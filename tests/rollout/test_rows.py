@@ -65,7 +65,7 @@ def test_how_groups_are_divided(prompts, group, devices, wanted):
 
 def test_the_parts_of_a_group_have_ids_of_their_own():
     prompts, sampling = [[1], [2, 3]], Sampling(prompts=4, group=3, max_prompt_tokens=4)
-    tokens_PS, length_P, id_P, _ = place_prompts(prompts, [5, 7], tiny.options(CONFIG, sampling))
+    tokens_PS, length_P, id_P = place_prompts(prompts, [5, 7], tiny.options(CONFIG, sampling))[:3]
     assert id_P.tolist() == [30, 33, 42, 45] and length_P.tolist() == [1, 1, 2, 2]
     assert tokens_PS[:, :2].tolist() == [[1, 0], [1, 0], [2, 3], [2, 3]]
 

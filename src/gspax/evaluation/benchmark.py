@@ -27,6 +27,7 @@ from gspax.report import statistics
 from gspax.report.statistics import Interval
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
+from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.completion import Completion, gather_texts
 from gspax.rollout.completion import to_json as completion_to_json
 from gspax.rollout.contract import Request, RolloutSampler, Weights
@@ -51,7 +52,7 @@ class Policy:
     sampler: RolloutSampler
     weights: Weights
     settings: Experiment | Published
-    interaction: Interaction | None = None  # for multi-turn rollouts
+    interaction: Interaction | AgentInteraction | None = None  # for multi-turn rollouts
 
 
 class Tokens(TypedDict):

@@ -160,15 +160,22 @@ class Calls(Generic[T]):
       grading: the limits of time and concurrency.
       read: turns the function's return value into a result.
       fail: turns a sentence into the result of a failed call.
+      deadline: the setting that `grading.timeout` is the value of, for that sentence.
     """
 
     def __init__(
-        self, function: UserFunction, grading: Grading, *, read: Callable[[object], T], fail: Callable[[str], T]
+        self,
+        function: UserFunction,
+        grading: Grading,
+        *,
+        read: Callable[[object], T],
+        fail: Callable[[str], T],
+        deadline: str = "grading.timeout",
     ) -> None:
         self.grading = grading
         self._batched = isinstance(function, Batched)
         self.function: UserFunction = function.function if isinstance(function, Batched) else function
-        self._read, self._fail = read, fail
+        self._read, self._fail, self._deadline = read, fail, deadline
         self._is_async = _is_async(self.function)
         self.concurrency = grading.concurrency or _declared(self.function, COROUTINES if self._is_async else 1)
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -246,7 +253,7 @@ class Calls(Generic[T]):
         return self._fail_all(call, describe_error(error))
 
     def _late(self, call: _Call[T]) -> list[T]:
-        return self._fail_all(call, f"late: no answer after {self.grading.timeout:g} s (grading.timeout)")
+        return self._fail_all(call, f"late: no answer after {self.grading.timeout:g} s ({self._deadline})")
 
     def _fail_all(self, call: _Call[T], error: str) -> list[T]:
         return [self._fail(error) for _ in call.futures]

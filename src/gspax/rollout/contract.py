@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import Started
 from gspax.sampler.continuous_batching import Replies, SampleOptions
@@ -38,7 +39,7 @@ class Request:
       prompt_ids: the P problems' indices; sample g of a problem has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
       options: of which `mesh` is the sampler's and `sampling.prompts` is not read.
-      interaction: with an environment, which answers the turns.
+      interaction: with an environment, which answers the turns, or with agents, which ask for them.
       ended: without one, called with completions that have ended while others are sampled; each row once.
     """
 
@@ -46,7 +47,7 @@ class Request:
     prompt_ids: Sequence[int]
     key: Array
     options: SampleOptions
-    interaction: Interaction | None = None
+    interaction: Interaction | AgentInteraction | None = None
     ended: Finished | None = None
 
 

@@ -46,6 +46,7 @@ class Ready(NamedTuple):
     state: object = None  # of the environment
     earlier: Sequence[np.ndarray] = ()  # with drafts, what followed the prompt in an earlier epoch, for each sample
     opening: str = ""  # what the prompt has of the completion's thinking already: `<think>`, or nothing
+    most: int = 0  # tokens of the first turn; 0: turns have no limits of their own
 
 
 @dataclass

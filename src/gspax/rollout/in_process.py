@@ -16,6 +16,8 @@ import numpy as np
 
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.agents.interaction import AgentInteraction
+from gspax.rollout.agents.rollouts import sample_agents
 from gspax.rollout.contract import Held, Request, Weights
 from gspax.rollout.episodes import Ready, sample_conversations
 from gspax.rollout.grading import Started
@@ -54,6 +56,8 @@ class InProcess:
         """Sample with any weights that were pushed, older ones too. The result is there, its arrays may be to come."""
         ready, ids, key, options = request.ready, request.prompt_ids, request.key, request.options
         sampled = Future[tuple[Rollout, Started]]()
+        if isinstance(request.interaction, AgentInteraction):
+            return sample_agents(self, weights, request, request.interaction)
         if request.interaction is not None:
             sampled.set_result(sample_conversations(request.interaction, weights.params, ready, ids, key, options))
         else:
@@ -86,7 +90,8 @@ class OnDevices:
         """Prefill new prompts, and sample the first token of each of their samples."""
         prompts = [new and new.prompt if fresh else [0] for new, fresh in zip(ready, fresh_R, strict=True)]  # any
         earlier = [new.earlier if new else () for new in ready]
-        placed = place_prompts(prompts, ids, self.options, earlier, widest=True)
+        most = [new.most if new else 1 for new in ready] if any(new and new.most for new in ready) else []
+        placed = place_prompts(prompts, ids, self.options, earlier, widest=True, most=most)
         fresh_P = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
         self.tokens_RS, self.state, self.current = _admit(
             weights.params,

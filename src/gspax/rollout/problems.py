@@ -22,6 +22,7 @@ from gspax.data.problem import Problem, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError, describe_error, warn
 from gspax.parallel import multihost
+from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.episodes import Interaction, Ready, begin
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows, to_line
@@ -41,7 +42,7 @@ def prepare(
     tokenizer: Tokenizer,
     model: ModelConfig,
     limit: int,
-    interaction: Interaction | None = None,
+    interaction: Interaction | AgentInteraction | None = None,
     teachers: Sequence[str] = (),
 ) -> Ready:
     """Load a problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded.
@@ -49,6 +50,8 @@ def prepare(
     Args:
       teachers: the names that a problem's `teacher` may have; none: it is not read.
     """
+    if isinstance(interaction, AgentInteraction):
+        return Ready(read_problem(read, index), ())  # its agents write the prompts
     ready = begin(read_problem(read, index), tokenizer, interaction)
     check_ids(ready.prompt, model.vocab_size, ready.problem.prompt)
     check_length(ready.prompt, limit)

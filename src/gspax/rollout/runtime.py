@@ -15,7 +15,9 @@ from gspax.learner.updates import Steps, make_steps
 from gspax.model.passes import Passes
 from gspax.model.sizes import resident_bytes
 from gspax.rewards.calls import Calls
+from gspax.rewards.environments.agents import Agent
 from gspax.rewards.scores import Result, reward_calls
+from gspax.rollout.agents.interaction import AgentInteraction, employ
 from gspax.rollout.contract import RolloutSampler
 from gspax.rollout.episodes import Interaction, interact
 from gspax.rollout.in_process import InProcess
@@ -34,7 +36,7 @@ class Runtime:
     steps: Steps
     sampler: RolloutSampler  # the devices of this process, or servers (`Experiment.engine`)
     rewards: Calls[Result]
-    interaction: Interaction | None = None  # with an environment
+    interaction: Interaction | AgentInteraction | None = None  # with an environment
 
 
 def make_runtime(experiment: Experiment) -> Runtime:
@@ -50,10 +52,14 @@ def make_runtime(experiment: Experiment) -> Runtime:
         keep, lengths = Passes(experiment).samples_experts, (experiment.sampling, experiment.evaluation)
         sampler = connect(settings, model, *lengths, keep_experts=keep, mesh=mesh)
     rewards = reward_calls(experiment.reward, experiment.grading)
-    interaction = None
+    interaction: Interaction | AgentInteraction | None = None
     if experiment.environment is not None:
         tokenizer, turns, grading = experiment.tokenizer, experiment.turns, experiment.grading
-        interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
+        if isinstance(experiment.environment, Agent):
+            parts = experiment.environment, tokenizer, rewards, turns, grading, experiment.sampling
+            interaction = employ(*parts)
+        else:
+            interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
     return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
 
 

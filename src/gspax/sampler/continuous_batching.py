@@ -68,6 +68,7 @@ class Prompts(NamedTuple):
     length_P: Array  # int32
     id_P: Array  # uint32, of each prompt's first sample; its others have the ids after it
     earlier_PGC: Array | None = None  # int32, with drafts: what followed the prompt in an earlier epoch, then -1
+    most_P: Array | None = None  # int32, the most tokens of a first turn; None: turns have no limits of their own
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +86,7 @@ class Rows:
     length_B: Array  # int32    tokens after the prompt
     finished_B: Array  # bool     complete: ended with a stop token
     matched_B: Array | None  # int32    with stop strings, the matcher's state after the sample's last token
+    limit_B: Array | None  # int32    the length at which the sample's turn ends without a stop; None: turns have none
     expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
     version_BC: Array | None  # int32
     kept_BCK: Array | None  # uint8 or wider    as in `Rollout`
@@ -127,7 +129,8 @@ class Replies(NamedTuple):
     """The replies to the turns that have ended, for each sample."""
 
     tokens_BX: Array | np.ndarray  # int32
-    count_B: Array | np.ndarray  # int32; a waiting sample without a reply is finished, the others are left as they are
+    count_B: Array | np.ndarray  # int32; 0 finishes a waiting sample, -1 lets it wait; the others are left as they are
+    most_B: Array | np.ndarray | None = None  # int32, the most tokens of the next turn, where turns have limits
 
 
 def start(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> State:
@@ -216,6 +219,7 @@ def _sample_first(
         length_B=jnp.ones(B, jnp.int32),
         finished_B=jnp.zeros(B, bool) if options.turns else stops_B,
         matched_B=matched_B,
+        limit_B=None if prompts.most_P is None else jnp.repeat(prompts.most_P, G),
         expert_BCLA=jax.tree.map(lambda x: jnp.full((B, C, *x.shape[2:]), model.num_experts, x.dtype), kept_PSLA),
         version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
         kept_BCK=jax.tree.map(first, draw.kept_BK),
@@ -436,6 +440,8 @@ def _refill(rows: Rows, options: SampleOptions) -> Rows:
     token_W = jnp.where(takes_W, rows.tokens_BC[sample_W, 0], rows.token_W)
     matched_W = None if rows.matched_B is None else rows.matched_B[sample_W]
     stops_W = stops.has_ended(matched_W, token_W, options.stop_ids, options.matcher)
+    if rows.limit_B is not None:
+        stops_W |= rows.limit_B[sample_W] <= 1
     return replace(
         rows,
         taken_Q=rows.taken_Q + takes_W.sum(dtype=jnp.int32)[None],
@@ -461,7 +467,10 @@ def _write_back(rows: Rows, sampled: Sampled, right_W: Array | int = 0, *, optio
     def last(x_WM: Array) -> Array:
         return jnp.take_along_axis(x_WM, at_W1, axis=1)[:, 0]
 
-    token_W, stops_W, length_W = last(draw.token_B), last(stops_WM) & gets_W, rows.length_W + right_W
+    token_W, stops_W, length_W = last(draw.token_B), last(stops_WM), rows.length_W + right_W
+    if rows.limit_B is not None:
+        stops_W |= length_W + 1 >= rows.limit_B[rows.sample_W]
+    stops_W &= gets_W
     sample_W = None
     if not at_one_position(rows, options):
         sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # of the other slots: dropped
@@ -515,7 +524,10 @@ def resume(
       version: of the parameters, which the next tokens are sampled with.
     """
     rows = state.rows
-    reply_WX, count_W = on_devices(_replies_of_slots, options, rows, *replies)
+    if rows.limit_B is not None and replies.most_B is not None:
+        limit_B = rows.length_B + replies.count_B + replies.most_B
+        rows = replace(rows, limit_B=jnp.where(replies.count_B > 0, limit_B, rows.limit_B))
+    reply_WX, count_W = on_devices(_replies_of_slots, options, rows, replies.tokens_BX, replies.count_B)
     slots, id_W, greedy_W = describe_slots(rows, options)
     resumed_W = count_W > 0
     hidden_WD, cache, expert_WYLA = decoding.extend(
@@ -544,7 +556,7 @@ def _replies_of_slots(rows: Rows, reply_BX: Array, count_B: Array) -> tuple[Arra
 def _write_replies(
     rows: Rows, replies: tuple[Array, Array, Array], sampled: Sampled, *, options: SampleOptions
 ) -> Rows:
-    """Record the replies, outside the mask, and the tokens after them; the other waiting samples are finished."""
+    """Record the replies, outside the mask, and the tokens after them; others are finished, or go on waiting."""
     reply_WX, count_W, expert_WYLA = replies
     C, sample_W1, expert_BCLA = rows.tokens_BC.shape[1], rows.sample_W[:, None], rows.expert_BCLA
     index_1Y = jnp.arange(expert_WYLA.shape[1])[None]
@@ -557,10 +569,10 @@ def _write_replies(
         rows,
         tokens_BC=rows.tokens_BC.at[sample_W1, place_WY[:, 1:]].set(reply_WX, mode="drop"),
         expert_BCLA=expert_BCLA,
-        finished_B=rows.finished_B | of_samples(rows, rows.waiting_W & ~sampled.gets_W),
+        finished_B=rows.finished_B | of_samples(rows, rows.waiting_W & (count_W == 0)),
         matched_B=stops.begin(rows.matched_B, of_samples(rows, sampled.gets_W), options.matcher),
-        length_W=rows.length_W + count_W,
-        waiting_W=jnp.zeros_like(rows.waiting_W),
+        length_W=rows.length_W + jnp.maximum(count_W, 0),
+        waiting_W=rows.waiting_W & (count_W < 0),
     )
     return _write_back(rows, sampled, options=options)
 

@@ -46,6 +46,7 @@ class Progress(NamedTuple):
     ended_B: Array  # bool: no more tokens follow
     waiting_B: Array  # bool: the sample's turn has ended, and it waits for a reply
     left: Array  # bool: some sample has not ended
+    logp_BC: Array
 
 
 def make_options(
@@ -168,7 +169,8 @@ def describe_progress(state: State, options: SampleOptions) -> Progress:
     tokens_BC, length_B, ended_B, waiting_B = jax.lax.with_sharding_constraint(
         (rows.tokens_BC, rows.length_B, ended_B, waiting_B), named_sharding(options.mesh, "batch")
     )
-    return Progress(tokens_BC, length_B, ended_B, waiting_B, left=(~ended_B).any())
+    logp_BC = jax.lax.with_sharding_constraint(rows.logp_BC, named_sharding(options.mesh, "batch"))
+    return Progress(tokens_BC, length_B, ended_B, waiting_B, left=(~ended_B).any(), logp_BC=logp_BC)
 
 
 @partial(jax.jit, static_argnames="options")
@@ -228,6 +230,7 @@ def place_prompts(
     earlier: Sequence[Sequence[np.ndarray]] = (),
     *,
     widest: bool = False,
+    most: Sequence[int] = (),
 ) -> Prompts:
     """Pad the prompts and place them on the mesh.
 
@@ -237,6 +240,7 @@ def place_prompts(
       earlier: with drafts, for each prompt the completions of its samples in an earlier epoch; empty without drafts or
         for a new prompt.
       widest: S is `sampling.max_prompt_tokens`, not a power of two.
+      most: the most tokens of each conversation's first turn; empty: turns have no limits of their own.
     """
     sampling, limit = options.sampling, options.sampling.max_prompt_tokens
     parts = sampling.prompts // len(prompts)
@@ -256,7 +260,11 @@ def place_prompts(
             for sample_C, text in zip(earlier_BC[number], texts, strict=False):
                 sample_C[: len(text)] = text[: len(sample_C)]
         arrays = *placed, earlier_BC.reshape(-1, sampling.group, sampling.max_tokens)
-    return Prompts(*multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
+    placed_P = Prompts(*multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
+    if not most:
+        return placed_P
+    most_P = np.repeat(np.asarray(most, np.int32), parts)
+    return placed_P._replace(most_P=multihost.to_devices(most_P, named_sharding(options.mesh, "batch")))
 
 
 def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -> Sampling:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
-from pathlib import Path
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
-from gspax.errors import UserError, printable, tell, warn
-from gspax.storage.paths import to_path
+from gspax.errors import UserError, printable, tell
+from gspax.tools.policy import load_source, with_temperature
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,11 +25,9 @@ if TYPE_CHECKING:
 
     from gspax.config import Sampling
     from gspax.config.protocols import Tokenizer
-    from gspax.run.directory import RunDir
     from gspax.tools.dialogue import Dialogue
     from gspax.tools.prompt_form import Form
 
-FILTERS = ("temperature", "top_k", "top_p", "min_p")
 QUOTES = '"""'
 HELP = (
     "/temperature T, /logps (log-probs of each token, on or off), /template (the run's form of prompts: off, or N), "
@@ -242,17 +238,6 @@ def stopped_by_ctrl_c() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def with_temperature(sampling: Sampling, text: str) -> Sampling:
-    """Return the settings with another temperature. UserError if the text is not one."""
-    try:
-        temperature = float(text)
-    except ValueError:
-        temperature = -1.0
-    if not 0 <= temperature < math.inf:
-        raise UserError(f"temperature: wanted a number of at least 0, got {text!r}")
-    return replace(sampling, temperature=temperature)
-
-
 def chosen_form(talk: Talk, value: str) -> Form | None:
     """Return the form with this number; without a number toggle between none and the first form."""
     if not value.strip():
@@ -264,72 +249,17 @@ def chosen_form(talk: Talk, value: str) -> Form | None:
 
 
 def open_talk(name: str, options: argparse.Namespace) -> Talk:
-    """Load the policy of a run or a checkpoint, with its tokenizer and its recommended temperature and filters.
-
-    UserError if there is none, or its tokenizer is not known.
-    """
+    """Load the policy of a run or a checkpoint. UserError if there is none, or its tokenizer is not known."""
     import jax
 
-    from gspax.config import Evaluation, Mesh, Published, Sampling
-    from gspax.data.chat import ChatTokenizer
-    from gspax.evaluation.checkpoint import find_tokenizer, generation_settings
-    from gspax.experiment.validation import check_published
-    from gspax.experiment.validation.chats import missing_stops
-    from gspax.experiment.validation.fields import range_problems, type_problems
-    from gspax.hf import hf
-    from gspax.learner.state import abstract_params, load_model, load_policy
-    from gspax.parallel.sharding import make_mesh
-    from gspax.run.recorded import read_recorded, read_tokenizer
-    from gspax.sampler.placement import make_sampler
     from gspax.sampler.sampler import make_options
     from gspax.tools.dialogue import Dialogue
     from gspax.tools.prompt_form import read_forms
 
-    file, forms = load_file(options.file) if options.file else None, []
-    own = file.tokenizer if file else None
-    if (located := locate_run(name)) is not None:
-        run, checkpoints, step = located
-        recorded, model, lora, used = read_recorded(run)
-        tokenizer = own or read_tokenizer(recorded["tokenizer"])
-        filters = {name: getattr(used, name) for name in (*FILTERS, "stop", "stop_token_ids")}
-        forms = read_forms(recorded, file and file.environment)
-    else:
-        model, tokenizer, filters = hf(name), own or find_tokenizer(name), {**generation_settings(name)}
-    most = model.max_position_embeddings
-    context = options.context or min(4096, most)
-    if context > most:
-        raise UserError(f"--context: wanted at most the {most} tokens of the model's positions, got {context}")
-    sampling = Sampling(max_prompt_tokens=context // 2, max_tokens=context - context // 2, **filters)
-    given = sampling.temperature if options.temperature is None else options.temperature
-    sampling = with_temperature(sampling, str(given))
-    if isinstance(tokenizer, ChatTokenizer):
-        for sentence in missing_stops(tokenizer, sampling.stop_token_ids):
-            warn(f"{name}: {sentence}")
-    alone = replace(sampling, prompts=1, group=1, temperature=1.0)  # 0: greedy
-    for problem in chain(type_problems(sampling), range_problems(alone)):
-        raise UserError(f"{name}: {problem}")
-    check_published(Published(model=model, tokenizer=tokenizer, sampling=alone, evaluation=Evaluation()))
-    mesh = make_mesh(Mesh(), model=model)
-    if located is not None:
-        params = load_policy(run, checkpoints, model, lora, mesh, step)
-    else:
-        params = load_model(model, abstract_params(model, mesh, model.dtype))
-    weights = make_sampler(model, mesh, mesh).push(params)
-    settings = make_options(model, tokenizer, sampling, mesh)
-    dialogue = Dialogue(weights, tokenizer, settings, jax.random.key(options.seed))
-    return Talk(name, dialogue, tokenizer, sampling, forms)
-
-
-def locate_run(name: str) -> tuple[RunDir, Path, int | None] | None:
-    """Return the run that DIR or DIR@STEP names, the folder of its checkpoints, and the step; None if there is none."""
-    from gspax.run.directory import RunDir
-    from gspax.run.recorded import find_checkpoints
-
-    folder, _, step = name.rpartition("@") if re.search(r"[^@]@\d+$", name) else (name, "", "")
-    run = RunDir(to_path(folder))
-    if run.experiment.is_file():
-        return run, find_checkpoints(run), int(step) if step else None
-    above = RunDir(run.path.parent)
-    if run.path.name == above.warm_start.path.name and above.experiment.is_file():
-        return above, run.checkpoints, int(step) if step else None
-    return None
+    file = load_file(options.file) if options.file else None
+    temperature = "own" if options.temperature is None else options.temperature
+    policy = load_source(name, file.tokenizer if file else None, context=options.context or 0, temperature=temperature)
+    forms = [] if policy.recorded is None else read_forms(policy.recorded, file and file.environment)
+    settings = make_options(policy.model, policy.tokenizer, policy.sampling, policy.mesh)
+    dialogue = Dialogue(policy.weights, policy.tokenizer, settings, jax.random.key(options.seed))
+    return Talk(name, dialogue, policy.tokenizer, policy.sampling, forms)

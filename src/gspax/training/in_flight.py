@@ -24,6 +24,7 @@ from gspax.model.passes import Passes
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.contract import Request, Weights
 from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.episodes import Ready, answer, set_finished
@@ -250,6 +251,7 @@ def fill(runtime: Runtime, pool: Pool, done: int, weights: Weights, in_flight: I
 def end_samples(runtime: Runtime, pool: Pool, weights: Weights) -> None:
     """Start the rewards of finished samples; with an environment, reply to the turns that have ended. Waits."""
     reached = pool.held.progress()
+    assert not isinstance(runtime.interaction, AgentInteraction), "validation refuses them in partial rollouts"
     if runtime.interaction is None:
         hand_over(reached, pool.rows.ended_B, rewarder(runtime, pool.rows.ready, pool.rows.started))
     elif (replies := answer(runtime.interaction, pool.rows, reached, sample_options(runtime))) is not None:

@@ -27,6 +27,7 @@ from gspax.experiment.validation.first_prompts import Texts, prompt_problems
 from gspax.experiment.validation.probes import probe_loss
 from gspax.model.passes import Passes
 from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewards, inner_function, members
+from gspax.rewards.environments.agents import Agent
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Score, read_step, to_result
 
@@ -146,6 +147,7 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
 def missing_needs(environment: Environment | None, rewards: Iterable[tuple[str, Reward]]) -> Iterator[str]:
     """One sentence for each package, program, or setting that a reward or a tool needs and that is not there."""
     functions = [("environment", tool.run) for tool in getattr(environment, "tools", ())]
+    functions += [("environment", environment)] if isinstance(environment, Agent) else []
     yield from (f"{key}: {reason}" for key, function in [*functions, *rewards] for reason in find_missing(function))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gspax.config import Experiment
+from gspax.rewards.environments.agents import Agent
 
 
 class Pair(NamedTuple):
@@ -16,6 +17,8 @@ class Pair(NamedTuple):
     other: str
     why: str = ""
 
+
+AGENT = "an Agent"  # as the environment
 
 NEEDS = (
     Pair("sampling.draft_cost", "sampling.drafts"),
@@ -28,6 +31,13 @@ BESIDE = (
     Pair("schedule.microbatch_rows", "schedule.microbatch_tokens"),
     Pair("optimizer.bias_update_speed", "lora", ", which does not train the routers"),
     Pair("warm_start.optimizer.bias_update_speed", "lora", ", which does not train the routers"),
+    Pair("schedule.share_prompts", AGENT, ", whose rollouts of a problem need not begin alike"),
+    Pair("sampling.drafts", AGENT, ", whose rollouts of a problem need not begin alike"),
+    Pair("sampling.noise", AGENT, ", whose rollouts of a problem need not begin alike"),
+    Pair("placement.staleness", AGENT, ", whose requests the sampler waits for"),
+    Pair("placement.partial", AGENT, ", whose requests the sampler waits for"),
+    Pair("engine.staleness", AGENT, ", whose requests the sampler waits for"),
+    Pair("engine.partial", AGENT, ", whose requests the sampler waits for"),
 )
 
 
@@ -44,6 +54,8 @@ def pair_problems(experiment: Experiment, pair: Pair, *, needed: bool) -> Iterat
 
 
 def _is_on(experiment: object, key: str) -> bool:
+    if key == AGENT:
+        return isinstance(getattr(experiment, "environment", None), Agent)
     value, default = _read(experiment, key)
     return bool(value != default)
 

@@ -4,6 +4,7 @@ An environment is any object with `reset` and `step` (`protocols.Environment`).
 """
 
 from gspax.config.protocols import Environment, Step
+from gspax.rewards.environments.agents import Agent, Command, Endpoint
 from gspax.rewards.environments.family_calls import (
     parse_deepseek,
     parse_gemma,
@@ -18,6 +19,9 @@ from gspax.rewards.environments.tool_use import Tool, ToolError, ToolUse
 from gspax.rewards.environments.tools import calculator, python
 
 __all__ = [
+    "Agent",
+    "Command",
+    "Endpoint",
     "Environment",
     "Step",
     "Tool",

@@ -30,6 +30,7 @@ class Row:
     id: int  # of the sample, which its random numbers depend on
     group: int
     greedy: bool
+    limit: int = 0  # the length at which the turn ends without a stop; 0: none
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # not a reply's
@@ -55,6 +56,7 @@ def begin(request: Request) -> dict[int, Row]:
             check_length(prompt, options.sampling.max_prompt_tokens, f"problem {request.prompt_ids[place]}: ")
         return {place: [int(token) for token in prompt] for place, prompt in prompts.items()}
 
+    most = {place: ready.most for place, ready in enumerate(request.ready) if ready is not None}
     prompts, rows = dict[int, list[int]](), dict[int, Row]()
     for part in multihost.gather(multihost.all_or_raise(read)):
         prompts |= part
@@ -63,7 +65,7 @@ def begin(request: Request) -> dict[int, Row]:
         for number in range(group):
             greedy = number >= group - options.greedy or options.sampling.temperature == 0
             id_ = (first + number) % 2**32
-            rows[place * group + number] = Row(prompt, id_, place, greedy)
+            rows[place * group + number] = Row(prompt, id_, place, greedy, most.get(place, 0))
     return rows
 
 
@@ -72,7 +74,8 @@ def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
 
     Its seed is a function of (key, sample id, position) alone.
     """
-    position, left = len(row.prompt) + len(row.tokens), options.sampling.max_tokens - len(row.tokens)
+    position, end = len(row.prompt) + len(row.tokens), options.sampling.max_tokens
+    left = min(end, row.limit or end) - len(row.tokens)
     digest = hashlib.blake2b(key + row.id.to_bytes(4, "big") + position.to_bytes(4, "big"), digest_size=8).digest()
     return Ask(
         tokens=row.prompt + row.tokens,
@@ -106,7 +109,7 @@ def add(row: Row, answer: Answer, version: int, options: SampleOptions) -> None:
         known = answer.expert_TLA[:0] if row.expert_TLA is None else row.expert_TLA
         row.expert_TLA = np.concatenate([known, answer.expert_TLA[len(known) :]])
     if options.turns:
-        row.waiting = answer.stopped
+        row.waiting = answer.stopped or 0 < row.limit <= len(row.tokens)
     else:
         row.finished = answer.stopped
 
@@ -120,24 +123,28 @@ def describe_progress(rows: Mapping[int, Row], count: int, options: SampleOption
     """Build the argument of `episodes.answer`, with arrays sharded like the sampler's."""
     C = options.sampling.max_tokens
     tokens_BC, length_B = np.zeros((count, C), np.int32), np.zeros(count, np.int32)
-    ended_B, waiting_B = np.zeros(count, bool), np.zeros(count, bool)
+    ended_B, waiting_B, logp_BC = np.zeros(count, bool), np.zeros(count, bool), np.zeros((count, C), np.float32)
     for number, row in rows.items():
         tokens_BC[number, : len(row.tokens)] = row.tokens
+        logp_BC[number, : len(row.tokens)] = row.logps
         length_B[number], waiting_B[number] = len(row.tokens), row.waiting
         ended_B[number] = row.finished or (len(row.tokens) >= C and not row.waiting)
     by_row = named_sharding(options.mesh, "batch")
-    tokens, length, ended, waiting = multihost.to_devices((tokens_BC, length_B, ended_B, waiting_B), by_row)
-    return Progress(tokens, length, ended, waiting, left=(~ended).any())
+    arrays = tokens_BC, length_B, ended_B, waiting_B, logp_BC
+    tokens, length, ended, waiting, logp = multihost.to_devices(arrays, by_row)
+    return Progress(tokens, length, ended, waiting, left=(~ended).any(), logp_BC=logp)
 
 
 def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
-    """Append replies to the waiting rows; waiting rows without a reply are finished."""
-    tokens_BX, count_B = (None, None) if replies is None else multihost.to_host(tuple(replies))
+    """Append replies to the waiting rows; waiting rows without a reply are finished, or go on waiting (-1)."""
+    tokens_BX, count_B, most_B = (None,) * 3 if replies is None else multihost.to_host(tuple(replies))
     for number, row in rows.items():
         if not row.waiting:
             continue
-        row.waiting, count = False, 0 if count_B is None else int(count_B[number])
-        row.finished = count == 0
+        if (count := 0 if count_B is None else int(count_B[number])) < 0:
+            continue
+        row.waiting, row.finished = False, count == 0
+        row.limit = 0 if most_B is None else len(row.tokens) + count + int(most_B[number])
         row.tokens += [] if tokens_BX is None else tokens_BX[number, :count].tolist()
         row.logps += [0.0] * count
         row.sampled += [False] * count

@@ -28,6 +28,8 @@ from gspax.http_client import RefusedError, UnreachableError
 from gspax.learner.forward import StepSettings
 from gspax.learner.train_step import make_score
 from gspax.parallel import multihost, watchdog
+from gspax.rollout.agents.interaction import AgentInteraction
+from gspax.rollout.agents.rollouts import sample_agents
 from gspax.rollout.contract import Held, Request, Weights
 from gspax.rollout.episodes import Ready, RowsOnHost, answer, set_finished
 from gspax.rollout.grading import Started
@@ -102,6 +104,8 @@ class ServerSampler:
 
     def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
         """Sample each completion by a request of its own, with an environment each turn, in another thread."""
+        if isinstance(request.interaction, AgentInteraction):
+            return sample_agents(self, weights, request, request.interaction)
         return self.begin(partial(self._sample, weights, request))
 
     def hold(self, key: Array, options: SampleOptions) -> Held:
@@ -128,6 +132,7 @@ class ServerSampler:
     def _sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
         request = replace(request, options=replace(request.options, mesh=self.mesh, turns=bool(request.interaction)))
         options, count = request.options, len(request.ready) * request.options.sampling.group
+        assert not isinstance(request.interaction, AgentInteraction), "see `sample`"
         sampled = self.place(request)
         if request.interaction is None:
             self.complete(sampled, weights, request)

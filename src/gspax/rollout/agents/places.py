@@ -1,0 +1,131 @@
+"""The conversations of agents in places of the sampler (`contract.Held`): each goes on when its agent asks again.
+
+A conversation whose agent is busy keeps its place, and its cache, while the others are sampled. Nothing that is sampled
+depends on when a request arrives: a token's randomness is that of its sample and position.
+
+Axes: R places, each with one conversation; C positions after the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.config.protocols import Problem
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.agents.conversation import Turn
+from gspax.rollout.contract import RolloutSampler, Weights
+from gspax.rollout.episodes import Ready
+from gspax.sampler.continuous_batching import Replies, SampleOptions
+from gspax.sampler.sampler import SMALLEST_REPLY, pad_rows, round_to_power
+from gspax.types import Array, Rollout
+
+_NOTHING = Problem("")  # the sampler needs the tokens alone
+
+
+class Places:
+    """The places of a rollout's conversations.
+
+    Args:
+      sampler: that holds them.
+      weights: that they are sampled with.
+      key: equal (key, id) give equal samples.
+      options: of one sample for each place; its turns end at limits of their own too.
+      ids: the sample's id of each place.
+    """
+
+    def __init__(
+        self, sampler: RolloutSampler, weights: Weights, key: Array, options: SampleOptions, ids: Sequence[int]
+    ) -> None:
+        count, sampling = len(ids), options.sampling
+        self.ids, self._weights, self._mesh = [number % 2**32 for number in ids], weights, sampler.mesh
+        slots = sampling.slots if sampling.slots < count else 0
+        one_each = replace(sampling, prompts=count, group=1, slots=slots, chunk=sampling.chunk or sampling.max_tokens)
+        options = replace(options, sampling=one_each, greedy=0, admits=True, turns=True)
+        self._held = sampler.hold(key, options)
+        self._asked: dict[int, Turn] = {}  # that wait to be sampled
+        self._turns: dict[int, Turn] = {}  # that are sampled, by place
+        self._starts: dict[int, int] = {}  # where these begin
+        self.admitted_R, self._waits_R = np.zeros(count, bool), np.zeros(count, bool)
+        self._left_R, self._length_R = np.zeros(count, bool), np.zeros(count, np.int32)
+
+    def ask(self, place: int, turn: Turn) -> None:
+        """Sample a turn of a place's conversation with the next tokens."""
+        self._asked[place] = turn
+
+    def leave(self, place: int) -> None:
+        """End a place's conversation: nobody reads what is still sampled."""
+        self._left_R[place] = True
+        for turns in (self._asked, self._turns):
+            turns.pop(place, None)
+
+    def advance(self) -> bool:
+        """Sample the next tokens, and hand over the turns that have ended; return whether there were new tokens."""
+        self._admit({place: turn for place, turn in self._asked.items() if turn.first})
+        self._reply({place: turn for place, turn in self._asked.items() if not turn.first})
+        self._asked = {}
+        if not self._turns:
+            return False
+        self._held.advance(self._weights)
+        progress, before_R = self._held.progress(), self._length_R
+        arrays = progress.length_B, progress.ended_B, progress.waiting_B
+        self._length_R, ended_R, self._waits_R = (np.array(x) for x in multihost.to_host(arrays))
+        done = [place for place in self._turns if ended_R[place] or self._waits_R[place]]
+        if done:
+            wanted = any(self._turns[place].logprobs for place in done)
+            tokens_RC, logp_RC = multihost.to_host((progress.tokens_BC, progress.logp_BC if wanted else None))
+            for place in done:
+                turn, new = self._turns.pop(place), slice(self._starts[place], int(self._length_R[place]))
+                turn.take(tokens_RC[place][new].tolist(), logp_RC[place][new].tolist() if turn.logprobs else ())
+        return bool(done) or bool((self._length_R != before_R).any())
+
+    def rollout(self) -> Rollout:
+        """Take the rollout of all places; those where nobody has asked for anything have no sampled tokens."""
+        silent_R = ~self.admitted_R
+        if silent_R.any():  # their rows are empty, but there
+            self._hold(dict.fromkeys(np.flatnonzero(silent_R).tolist(), Ready(_NOTHING, [0], most=1)))
+        rollout = self._held.take(np.arange(len(self.ids)))
+        if not silent_R.any():
+            return rollout
+        heard = multihost.to_devices(self.admitted_R, named_sharding(self._mesh, "batch"))
+        reply_B = cast(Array, rollout.reply_B)
+        return replace(
+            rollout,
+            mask_BT=rollout.mask_BT & heard[:, None],
+            reply_B=jnp.where(silent_R, rollout.length_B, reply_B),
+        )
+
+    def _admit(self, turns: dict[int, Turn]) -> None:
+        if not turns:
+            return
+        self._hold({place: Ready(_NOTHING, turn.tokens, most=turn.most) for place, turn in turns.items()})
+        self.admitted_R[list(turns)] = True
+        self._turns |= turns
+        self._starts |= dict.fromkeys(turns, 0)
+
+    def _hold(self, ready: dict[int, Ready]) -> None:
+        fresh_R = np.zeros(len(self.ids), bool)
+        fresh_R[list(ready)] = True
+        self._held.admit([ready.get(place) for place in range(len(self.ids))], self.ids, fresh_R, self._weights)
+
+    def _reply(self, turns: dict[int, Turn]) -> None:
+        """Give the waiting conversations their next turns; end those that were left; the others go on waiting."""
+        ends_R = self._waits_R & self._left_R
+        if not turns and not ends_R.any():
+            return
+        rows = [turns[place].tokens if place in turns else [] for place in range(len(self.ids))]
+        size = round_to_power(max(map(len, rows)) + 1, SMALLEST_REPLY) - 1
+        tokens_RX, count_R = pad_rows(rows, size)
+        most_R = np.array([turns[place].most if place in turns else 0 for place in range(len(rows))], np.int32)
+        count_R[(count_R == 0) & ~ends_R] = -1
+        by_row = named_sharding(self._mesh, "batch")
+        self._held.reply(multihost.to_devices(Replies(tokens_RX, count_R, most_R), by_row), self._weights)
+        self._turns |= turns
+        self._starts |= {place: int(self._length_R[place]) + len(turn.tokens) for place, turn in turns.items()}
+        self._waits_R[list(turns)] = False
+        self._waits_R[ends_R] = False
