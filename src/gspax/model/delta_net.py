@@ -76,7 +76,9 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
         return shared.advance(partial(self.run, x_BTD), cache)
 
-    def run(self, x_BTD: Array, segment_BT: Array, state: DeltaState | None = None) -> tuple[Array, DeltaState]:
+    def run(
+        self, x_BTD: Array, segment_BT: Array, state: DeltaState | None = None, prefix_BT: Array | None = None
+    ) -> tuple[Array, DeltaState]:
         """Compute the outputs, and the state after the last token of each row.
 
         Args:
@@ -84,36 +86,30 @@ class GatedDeltaNet(nnx.Module):
           segment_BT: int32; segments do not see one another, 0 is padding, after a row's tokens.
           state: the state before the row, which its first segment continues; None: empty. A row without tokens has its
             state returned bit for bit.
+          prefix_BT: as in `chunked_rule`, without a state.
         """
-        q_BTKH, query = self._convolve(x_BTD, self.query, self.query_taps, segment_BT, state and state.query_XKJH)
-        k_BTKH, key = self._convolve(x_BTD, self.key, self.key_taps, segment_BT, state and state.key_XKJH)
-        v_BTKRU, value = self._convolve(x_BTD, self.value, self.value_taps, segment_BT, state and state.value_XKJRU)
+        before = (None,) * 3 if state is None else state[1:]
+        projections = (self.query, self.query_taps), (self.key, self.key_taps), (self.value, self.value_taps)
+        convolved, last = [], []
+        for (weight, taps), before_BKJ in zip(projections, before, strict=True):
+            equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
+            before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
+            projected_BTK = contract(equation, x_BTD, weight.get_value())
+            y_BTK, after_BJK = convolve(projected_BTK, taps[...], segment_BT, before_BJK, prefix_BT)
+            convolved.append(y_BTK)
+            last.append(after_BJK.swapaxes(1, 2))
         a_BTKR = contract("btd,dkr->btkr", x_BTD, self.decay.get_value())
         b_BTKR = contract("btd,dkr->btkr", x_BTD, self.beta.get_value())
         gates = decay_and_beta(a_BTKR, b_BTKR, self.decay_rate[...], self.decay_bias[...])
-        tokens = Tokens(q_BTKH, k_BTKH, v_BTKRU, *gates)
+        query_BTKH, key_BTKH, value_BTKRU = convolved
+        tokens = Tokens(query_BTKH, key_BTKH, value_BTKRU, *gates)
         with jax.named_scope("delta_rule"):
             if x_BTD.shape[1] == 1 and state is not None:
                 one = Tokens(*(x_BT[:, 0] for x_BT in tokens))
                 out_BKRU, memory = recurrent_step(one, state.memory_XKRHU, segment_BT[:, 0] > 0)
                 out_BTKRU = out_BKRU[:, None]
             else:
-                out_BTKRU, memory = chunked_rule(tokens, segment_BT, state and state.memory_XKRHU)
+                out_BTKRU, memory = chunked_rule(tokens, segment_BT, state and state.memory_XKRHU, prefix_BT)
         z_BTKRU = contract("btd,dkru->btkru", x_BTD, self.gate.get_value())
         y_BTKRU = gated_rms_norm(out_BTKRU, z_BTKRU, self.norm[...], self.eps)
-        return contract("btkru,krud->btd", y_BTKRU, self.out.get_value()), DeltaState(memory, query, key, value)
-
-    def _convolve(
-        self,
-        x_BTD: Array,
-        weight: nnx.Param[Array],
-        taps: nnx.Param[Array],
-        segment_BT: Array,
-        before_BKJ: Array | None,
-    ) -> tuple[Array, Array]:
-        """Convolve a projection [B, T, K, ...]; return the result and the last inputs [B, K, J, ...]."""
-        equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
-        projected = contract(equation, x_BTD, weight.get_value())
-        before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
-        y_BTK, after_BJK = convolve(projected, taps[...], segment_BT, before_BJK)
-        return y_BTK, after_BJK.swapaxes(1, 2)
+        return contract("btkru,krud->btd", y_BTKRU, self.out.get_value()), DeltaState(memory, *last)

@@ -52,8 +52,9 @@ class Heads(NamedTuple):
 
 # (heads, cache, number of the layer) -> (context [B, T, N, U], cache)
 Attend = Callable[[Heads, PyTree, Array | int], tuple[Array, PyTree]]
-# (a recurrence: (segments [B, T], state before or None) -> (outputs, state after); cache) -> (outputs, cache)
-Advance = Callable[[Callable[[Array, PyTree], tuple[Array, PyTree]], PyTree], tuple[Array, PyTree]]
+# (a recurrence: (segments [B, T], state before or None, perhaps prefixes [B, T]) -> (outputs, state after); cache) ->
+# (outputs, cache)
+Advance = Callable[[Callable[..., tuple[Array, PyTree]], PyTree], tuple[Array, PyTree]]
 Angles = dict[Rope, tuple[Array, Array]]  # (cos, sin) float32 [B, T, 1, R/2]
 
 
@@ -68,9 +69,13 @@ class LayerInputs(NamedTuple):
     decoding: bool = False  # there are few tokens and no gradient (`expert_parallel.expert_decoding`)
 
 
-def advance_rows(segment_BT: Array) -> Advance:
-    """Return an `Advance` for whole rows from an empty state; the cache is the state after each row."""
-    return lambda run, _: run(segment_BT, None)
+def advance_rows(segment_BT: Array, prefix_BT: Array | None = None) -> Advance:
+    """Return an `Advance` for whole rows from an empty state; the cache is the state after each row.
+
+    A segment with a prefix, as in `attend_within_segments`, continues the state after it. Only kinds that support
+    shared prompts are asked to.
+    """
+    return lambda run, _: run(segment_BT, None) if prefix_BT is None else run(segment_BT, None, prefix_BT)
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:

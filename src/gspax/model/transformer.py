@@ -140,7 +140,7 @@ def layer_inputs(
     """Return the layers' inputs for whole rows of segments."""
     attend = attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT)
     angles = rotary_angles(positions(segment_BT, prefix_BT), config)
-    return LayerInputs(angles, segment_BT > 0, attend, advance_rows(segment_BT), mesh)
+    return LayerInputs(angles, segment_BT > 0, attend, advance_rows(segment_BT, prefix_BT), mesh)
 
 
 def _stacks(run: DecoderLayer | nnx.List[DecoderLayer]) -> list[DecoderLayer]:
@@ -331,7 +331,8 @@ def apply(
       mesh: the device mesh that the arrays are sharded over.
       segment_BT: int32; tokens attend causally within equal numbers; 0 is padding, which is not routed.
       prefix_BT: int32, a segment of the row that comes before the token's own: the token attends to all of it, and its
-        position counts on from there; 0: none. Not with sliding windows.
+        position counts on from there; 0: none. Only segments with the same prefix stand between the two. Not with
+        sliding windows.
       forced_LBTA: int32 expert ids that replace the router's choice in each sparse layer; the gates are recomputed
         from the current router over those ids.
 

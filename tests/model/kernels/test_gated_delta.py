@@ -27,6 +27,13 @@ SEGMENTS = {  # 50 tokens: three chunks and a part
     "one token": [1, -49],
     "nothing": [-50],
 }
+UNITS = {  # 50 tokens: prompts, each with what continues it; one length is a sequence of its own
+    "prompts within a chunk": [[3, 4, 5, 1], [2, 6], [1, 9, 9]],
+    "a prompt of several chunks": [[20, 5, 3, 14]],
+    "prompts that end at a chunk": [[16, 16, 2], [14, 1, 1]],
+    "sequences between": [[9], [18, 2, 7], [3], [5, 4, 2]],
+    "continuations of several chunks": [[2, 25, 20]],
+}
 chunked = jax.jit(partial(chunked_rule, chunk=CHUNK))
 step = jax.jit(recurrent_step)
 
@@ -113,6 +120,62 @@ def test_gradients_of_packed_rows_are_those_of_the_recurrence():
         close(ours, theirs, 5e-6)
 
 
+def shared_rows():
+    """Segments and prefixes [B, T] of rows of units, and the rows [N, T] without sharing.
+
+    Of the rows without sharing: the tokens' places in the others (row, column), their segments, and where each token of
+    the shared rows stands in them first.
+    """
+    segment_BT, prefix_BT = np.zeros((2, len(UNITS), 50), np.int32)
+    own, where = [], np.zeros((2, len(UNITS), 50), int)
+    for row, units in enumerate(UNITS.values()):
+        number = end = 0
+        for prompt, *rest in units:
+            root = number + 1
+            for length in (prompt, *rest):
+                number, start, end = number + 1, end, end + length
+                segment_BT[row, start:end], prefix_BT[row, start:end] = number, root if number > root else 0
+                first = start if number == root else first  # noqa: F821
+                if number > root or not rest:
+                    path = [*range(first, first + prompt), *range(start, end)] if rest else [*range(start, end)]
+                    for place, column in enumerate(path):
+                        if not rest or column >= start or number == root + 1:
+                            where[:, row, column] = len(own), place
+                    own.append([(row, column) for column in path])
+    places = np.array([path + [(0, 0)] * (50 - len(path)) for path in own]).transpose(2, 0, 1)
+    single_NT = np.array([np.arange(50) < len(path) for path in own]).astype(np.int32)
+    return jnp.asarray(segment_BT), jnp.asarray(prefix_BT), (tuple(places), jnp.asarray(single_NT), tuple(where))
+
+
+def test_segments_that_share_a_prompt_are_rows_of_their_own():
+    """The rule forward and backward, in float64 for the rows without sharing; and the convolution, bit for bit."""
+    segment_BT, prefix_BT, (places, single_NT, where) = shared_rows()
+    tokens, rng = random_tokens(B=len(UNITS)), np.random.default_rng(1)
+    weights = rng.standard_normal((*segment_BT.shape, K, R, U))
+    last = [where[0][row, np.flatnonzero(segments)[-1]] for row, segments in enumerate(np.asarray(segment_BT))]
+
+    def shared(tokens):
+        out, state = chunked_rule(tokens, segment_BT, None, prefix_BT, chunk=CHUNK)
+        return (out * jnp.asarray(weights, out.dtype)).sum() + (state**2).sum(), (out, state)
+
+    def separate(tokens):
+        out, state = recurrence(jax.tree.map(lambda x: x[places], tokens), single_NT)
+        out, state = jnp.where((segment_BT > 0)[..., None, None, None], out[where], 0), state[jnp.asarray(last)]
+        return (out * jnp.asarray(weights, out.dtype)).sum() + (state**2).sum(), (out, state)
+
+    found, gradient = jax.jit(jax.grad(shared, has_aux=True))(tokens)[::-1]
+    with double():
+        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), tokens)
+        wanted = jax.tree.map(np.asarray, jax.jit(jax.grad(separate, has_aux=True))(exact)[::-1])
+    for ours, theirs in zip(jax.tree.leaves((found, gradient)), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(theirs).max() > 0.1
+        close(ours, theirs, 5e-6)
+    x, weight = jnp.asarray(rng.standard_normal((len(UNITS), 50, 5)), jnp.float32), jnp.asarray(rng.random((5, 4)))
+    y, _ = convolve(x, weight, segment_BT, prefix_BT=prefix_BT)
+    alone, _ = convolve(x[places], weight, single_NT)
+    np.testing.assert_array_equal(y[segment_BT > 0], alone[where][segment_BT > 0])
+
+
 def test_repeated_keys_and_forgetting_tokens_lose_no_digits():
     """A series for the inverse cancels where keys repeat; sums of decays do where some tokens forget everything."""
     tokens, segment_BT = random_tokens(B=2, T=200), jnp.ones((2, 200), jnp.int32)
@@ -134,7 +197,7 @@ def test_the_state_of_a_padded_prompt_continues_step_by_step():
     _, state = chunked(tokens, jnp.asarray(np.arange(60)[None] < lengths[:, None], jnp.int32))
     for number in range(10):
         here = jax.tree.map(lambda x, number=number: x[np.arange(4), lengths + number], tokens)
-        out, state = step(here, state)
+        out, state = step(here, state, jnp.ones(4, bool))
         close(out, whole[np.arange(4), lengths + number])
 
 

@@ -7,14 +7,14 @@ predicts for its key k, and writes the share beta of the difference to its value
 
 with keys and queries of length 1. `recurrent_step` is this equation, for sampling. `chunked_rule` is the same for whole
 rows (section 3.3 there, after arXiv 2406.06484): within a chunk the tokens' corrections solve a triangular system, and
-the state moves once per chunk. It takes packed rows, whose segments start from an empty state, right-padded prompts,
-whose last state is returned, and blocks of new tokens after a state.
+the state moves once per chunk. It takes packed rows, whose segments start from an empty state or from that after a
+prompt which they share, right-padded prompts, whose last state is returned, and blocks of new tokens after a state.
 
 Around the rule are a short causal convolution of queries, keys, and values (`convolve`), the gates (`decay_and_beta`),
 and a norm of the output (`gated_rms_norm`). All are per head or per channel, so that heads may be sharded.
 
 Axes: B rows, T tokens, t and s tokens of a chunk, K key heads, R value heads of each, H dimension of a key, U of a
-value, J inputs before a token that the convolution reads.
+value, J inputs before a token that the convolution reads, Y and Z states that a row carries from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,13 @@ def gated_rms_norm(x_BTKRU: Array, z_BTKRU: Array, scale_U: Array, eps: float) -
     return (x32 * inverse * scale * jax.nn.silu(z32)).astype(z_BTKRU.dtype)
 
 
-def convolve(x_BT: Array, weight: Array, segment_BT: Array, before_BJ: Array | None = None) -> tuple[Array, Array]:
+def convolve(
+    x_BT: Array,
+    weight: Array,
+    segment_BT: Array,
+    before_BJ: Array | None = None,
+    prefix_BT: Array | None = None,
+) -> tuple[Array, Array]:
     """Convolve each channel causally, within segments, then apply silu.
 
     Args:
@@ -65,6 +71,7 @@ def convolve(x_BT: Array, weight: Array, segment_BT: Array, before_BJ: Array | N
       weight: [..., J + 1], for the J inputs before a token and its own input, the oldest first.
       segment_BT: int32; 0 is padding, and only after a row's tokens.
       before_BJ: the inputs before the row [B, J, ...], which its first segment continues; None: zeros.
+      prefix_BT: as in `chunked_rule`: the inputs before a segment are its prefix's last ones; without `before_BJ`.
 
     Returns:
       The outputs in x's dtype, and for rows with one segment the last J inputs, `before` of the next call: for a row
@@ -74,24 +81,43 @@ def convolve(x_BT: Array, weight: Array, segment_BT: Array, before_BJ: Array | N
     channels = (1,) * (x_BT.ndim - 2)
     before_BJ = jnp.zeros((B, J, *x_BT.shape[2:]), x_BT.dtype) if before_BJ is None else before_BJ.astype(x_BT.dtype)
     inputs = jnp.concatenate([before_BJ, x_BT], axis=1)
-    segments = jnp.concatenate([jnp.broadcast_to(segment_BT[:, :1], (B, J)), segment_BT], axis=1)
+    if prefix_BT is None:
+        segments = jnp.concatenate([jnp.broadcast_to(segment_BT[:, :1], (B, J)), segment_BT], axis=1)
+        read = [(segments[:, tap : tap + T] == segment_BT, inputs[:, tap : tap + T]) for tap in range(J + 1)]
+    else:
+        places = earlier_places(segment_BT, prefix_BT, J)
+        moved = [jnp.take_along_axis(x_BT, jnp.maximum(each, 0).reshape(B, T, *channels), axis=1) for each in places]
+        read = [*((each >= 0, x) for each, x in zip(places, moved, strict=True)), (segment_BT == segment_BT, x_BT)]
     y_BT = jnp.zeros(x_BT.shape, jnp.float32)
-    for tap in range(J + 1):
-        same_BT = segments[:, tap : tap + T] == segment_BT
-        weighted = inputs[:, tap : tap + T].astype(jnp.float32) * weight[None, None, ..., tap].astype(jnp.float32)
-        y_BT += jnp.where(same_BT.reshape(B, T, *channels), weighted, 0.0)
+    for tap, (is_read_BT, input_BT) in enumerate(read):
+        weighted = input_BT.astype(jnp.float32) * weight[None, None, ..., tap].astype(jnp.float32)
+        y_BT += jnp.where(is_read_BT.reshape(B, T, *channels), weighted, 0.0)
     last_BJ = (segment_BT > 0).sum(axis=1)[:, None] + jnp.arange(J)[None]
     after_BJ = jnp.take_along_axis(inputs, last_BJ.reshape(B, J, *channels), axis=1)
     return jax.nn.silu(y_BT).astype(x_BT.dtype), after_BJ
 
 
-def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array | None = None) -> tuple[Array, Array]:
+def earlier_places(segment_BT: Array, prefix_BT: Array, count: int) -> list[Array]:
+    """Return where the input `count`, ..., 2, 1 before each token is, in its segment and prefix; -1: nowhere."""
+    index_1T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)[None]
+    is_first_BT = segment_BT != jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)))
+    # a segment's prefix is the last segment before it that has none
+    root_BT = jax.lax.cummax(jnp.where((prefix_BT == 0) & (segment_BT > 0), index_1T, -1), axis=1)
+    before_BT = jnp.where(is_first_BT, jnp.where(prefix_BT > 0, root_BT, -1), index_1T - 1)
+    places = [before_BT]
+    for _ in range(1, count):
+        further_BT = jnp.take_along_axis(before_BT, jnp.maximum(places[0], 0), axis=1)
+        places.insert(0, jnp.where(places[0] >= 0, further_BT, -1))
+    return places
+
+
+def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array) -> tuple[Array, Array]:
     """Apply the rule to one token of each row.
 
     Args:
       tokens: without the axis T.
       state_BKRHU: float32.
-      live_B: bool, the rows that have a token; the states of other rows do not change, bit for bit. None: all.
+      live_B: bool, the rows that have a token; the states of other rows do not change, bit for bit.
 
     Returns:
       The outputs float32 `[B, K, R, U]`, and the states after the token.
@@ -102,13 +128,16 @@ def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array | None = No
     wrong_BKRU = tokens.v_BTKRU.astype(jnp.float32) - (decayed_BKRHU * k_BK1H1).sum(axis=3)
     after_BKRHU = decayed_BKRHU + k_BK1H1 * (tokens.beta_BTKR[..., None] * wrong_BKRU)[:, :, :, None]
     out_BKRU = (after_BKRHU * q_BK1H1).sum(axis=3)
-    if live_B is None:
-        return out_BKRU, after_BKRHU
     return out_BKRU, jnp.where(live_B[:, None, None, None, None], after_BKRHU, state_BKRHU)
 
 
 def chunked_rule(
-    tokens: Tokens, segment_BT: Array, state_BKRHU: Array | None = None, *, chunk: int = CHUNK
+    tokens: Tokens,
+    segment_BT: Array,
+    state_BKRHU: Array | None = None,
+    prefix_BT: Array | None = None,
+    *,
+    chunk: int = CHUNK,
 ) -> tuple[Array, Array]:
     """Apply the rule to whole rows.
 
@@ -117,14 +146,42 @@ def chunked_rule(
       segment_BT: int32; a segment starts from an empty state, a row's first one from `state`; 0 is padding, which
         leaves the state as it is, bit for bit.
       state_BKRHU: float32; None: empty.
+      prefix_BT: int32, the segment whose last state the token's own segment starts from, 0: none. Only segments with
+        the same prefix stand between the two.
       chunk: tokens between two states.
 
     Returns:
       The outputs float32 `[B, T, K, R, U]`, 0 for padding, and the state float32 after the last token of each row.
     """
+    B, _, K, R, U = tokens.v_BTKRU.shape
+    empty_BKRHU = jnp.zeros((B, K, R, tokens.k_BTKH.shape[-1], U), jnp.float32)
+    before_BKRHU = empty_BKRHU if state_BKRHU is None else state_BKRHU
+    first_B1 = jnp.take_along_axis(segment_BT, jnp.argmax(segment_BT > 0, axis=1)[:, None], axis=1)
+    states = States(before_BKRHU[:, None], first_B1)
+    if prefix_BT is None:
+        prefix_BT = jnp.zeros_like(segment_BT)
+    else:
+        states = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1), states)
+    out_BTKRU, states = advance_states(tokens, segment_BT, prefix_BT, states, chunk=chunk)
+    return out_BTKRU, states.state_BZKRHU[:, 0]
+
+
+class States(NamedTuple):
+    """The states that a row's next tokens may continue: of the last token's segment, and of the one that it continues.
+
+    Z is 1 in rows without prefixes, else 2.
+    """
+
+    state_BZKRHU: Array  # float32
+    of_BZ: Array  # int32, their segments; 0: none
+
+
+def advance_states(
+    tokens: Tokens, segment_BT: Array, prefix_BT: Array, states: States, *, chunk: int = CHUNK
+) -> tuple[Array, States]:
+    """Apply the rule to a part of each row, from the states before it; return the outputs and the states after it."""
     (B, T, K, R, U), H = tokens.v_BTKRU.shape, tokens.k_BTKH.shape[-1]
     chunk = min(chunk, T)
-    before_BKRHU = jnp.zeros((B, K, R, H, U), jnp.float32) if state_BKRHU is None else state_BKRHU
     live_BT11 = segment_BT[..., None, None] > 0
     rows = _Chunk(
         _normalize(tokens.q_BTKH) * H**-0.5,
@@ -133,8 +190,8 @@ def chunked_rule(
         jnp.where(live_BT11, tokens.decay_BTKR, 0.0),
         jnp.where(live_BT11, tokens.beta_BTKR, 0.0),
         segment_BT,
+        prefix_BT,
     )
-    first_B = jnp.take_along_axis(segment_BT, jnp.argmax(segment_BT > 0, axis=1)[:, None], axis=1)[:, 0]
     count = -(-T // chunk)
 
     def split(x_BT: Array) -> Array:
@@ -143,8 +200,8 @@ def chunked_rule(
         return x_BT.reshape(B, count, chunk, *x_BT.shape[2:]).swapaxes(0, 1)
 
     run = jax.checkpoint(_run_chunk, prevent_cse=False)  # saves the states between chunks only
-    (after_BKRHU, _), out = jax.lax.scan(run, (before_BKRHU, first_B), jax.tree.map(split, rows))
-    return out.swapaxes(0, 1).reshape(B, count * chunk, K, R, U)[:, :T], after_BKRHU
+    states, out = jax.lax.scan(run, states, jax.tree.map(split, rows))
+    return out.swapaxes(0, 1).reshape(B, count * chunk, K, R, U)[:, :T], states
 
 
 class _Chunk(NamedTuple):
@@ -156,54 +213,102 @@ class _Chunk(NamedTuple):
     decay_BtKR: Array
     beta_BtKR: Array
     segment_Bt: Array  # int32
+    prefix_Bt: Array  # int32
 
 
-def _run_chunk(carry: tuple[Array, Array], chunk: _Chunk) -> tuple[tuple[Array, Array], Array]:
-    """Advance (state, its segment) over a chunk; return the new pair and the outputs [B, t, K, R, U]."""
-    state_BKRHU, last_B = carry
-    segment_Bt = chunk.segment_Bt
-    live_Bt = segment_Bt > 0
-    end_B = jnp.max(jnp.where(live_Bt, jnp.arange(segment_Bt.shape[1])[None], -1), axis=1)  # the last token's index
-    of_end_B = jnp.take_along_axis(segment_Bt, jnp.maximum(end_B, 0)[:, None], axis=1)[:, 0]
-    next_B = jnp.where(end_B >= 0, of_end_B, last_B)
+def _run_chunk(states: States, chunk: _Chunk) -> tuple[States, Array]:
+    """Advance the states over a chunk; return them and the outputs [B, t, K, R, U]."""
+    (state_BZKRHU, of_BZ), t = states, chunk.segment_Bt.shape[1]
+    live_Bt, decays = chunk.segment_Bt > 0, _split_decays(chunk.decay_BtKR)
+    end_B1 = jnp.max(jnp.where(live_Bt, jnp.arange(t)[None], -1), axis=1)[:, None]  # the last token's index
+    ends = [jnp.take_along_axis(x, jnp.maximum(end_B1, 0), axis=1) for x in (chunk.segment_Bt, chunk.prefix_Bt)]
+    next_BZ = jnp.where(end_B1 >= 0, jnp.concatenate(ends, axis=1)[:, : of_BZ.shape[1]], of_BZ)
+    prefix_BZ = jnp.concatenate([next_BZ[:, 1:], jnp.zeros_like(end_B1)], axis=1)
 
-    # the decays between tokens s and t, from the state before the chunk to t, from s to the end, and over all of it
-    sums = _cumulative_decays(chunk.decay_BtKR)
-    totals = tuple(x[..., -1:] for x in sums)
-    earlier_ts = jnp.tril(jnp.ones((segment_Bt.shape[1],) * 2, bool))
-    same_Bts = (segment_Bt[:, :, None] == segment_Bt[:, None]) & live_Bt[:, :, None] & earlier_ts[None]
-    between_BKRts = _exp(tuple(x[..., :, None] - x[..., None, :] for x in sums), same_Bts[:, None, None])
-    before_BKRt = _exp(sums, (live_Bt & (segment_Bt == last_B[:, None]))[:, None, None])
-    after_BKRs = _exp(
-        tuple(total - x for total, x in zip(totals, sums, strict=True)),
-        (live_Bt & (segment_Bt == next_B[:, None]))[:, None, None],
-    )
-    keep_BKR1 = _exp(totals, (next_B == last_B)[:, None, None, None])
+    # the decays from token s to token t and to the end of the chunk, and from the states before to both
+    own_Bts = live_Bt[:, None] & jnp.tril(jnp.ones((t, t), bool))[None]
+    to_tokens = _Path.of(chunk.segment_Bt, chunk.prefix_Bt, chunk.segment_Bt, own_Bts, of_BZ, decays)
+    to_ends = _Path.of(next_BZ, prefix_BZ, chunk.segment_Bt, live_Bt[:, None], of_BZ, decays)
+    between_BKRts, after_BKRZs = to_tokens.between(to_tokens.sums), to_ends.between(to_tokens.sums)
+    before_BYKRt, keep_BYKRZ = to_tokens.before(), to_ends.before()
 
     beta_BKRt1, v_BKRtU = chunk.beta_BtKR.transpose(0, 2, 3, 1)[..., None], chunk.v_BtKRU.transpose(0, 2, 3, 1, 4)
     gram_BKts = jnp.einsum("btkh,bskh->bkts", chunk.k_BtKH, chunk.k_BtKH)
-    system_BKRts = beta_BKRt1 * gram_BKts[:, :, None] * between_BKRts * jnp.tril(earlier_ts, -1)[None, None, None]
-    predicted_BKRtU = before_BKRt[..., None] * jnp.einsum("btkh,bkrhu->bkrtu", chunk.k_BtKH, state_BKRHU)
+    strictly_ts = jnp.tril(jnp.ones((t, t), bool), -1)
+    system_BKRts = beta_BKRt1 * gram_BKts[:, :, None] * between_BKRts * strictly_ts[None, None, None]
+    predicted_BKRtU = _read(chunk.k_BtKH, state_BZKRHU, before_BYKRt)
     wrong_BKRtU = unit_lower_inverse(system_BKRts) @ (beta_BKRt1 * (v_BKRtU - predicted_BKRtU))
 
     score_BKRts = jnp.einsum("btkh,bskh->bkts", chunk.q_BtKH, chunk.k_BtKH)[:, :, None] * between_BKRts
-    out_BKRtU = before_BKRt[..., None] * jnp.einsum("btkh,bkrhu->bkrtu", chunk.q_BtKH, state_BKRHU)
-    out_BKRtU += score_BKRts @ wrong_BKRtU
-    written_BKRHU = jnp.einsum("bskh,bkrsu->bkrhu", chunk.k_BtKH, after_BKRs[..., None] * wrong_BKRtU)
-    moved_BKRHU = keep_BKR1[..., None] * state_BKRHU + written_BKRHU
-    state_BKRHU = jnp.where((end_B >= 0)[:, None, None, None, None], moved_BKRHU, state_BKRHU)
-    return (state_BKRHU, next_B), out_BKRtU.transpose(0, 3, 1, 2, 4)
+    out_BKRtU = _read(chunk.q_BtKH, state_BZKRHU, before_BYKRt) + score_BKRts @ wrong_BKRtU
+
+    def move(z: int) -> Array:
+        kept_BKRHU = (keep_BYKRZ[..., z, None, None] * state_BZKRHU).sum(axis=1)
+        written_BKRsU = after_BKRZs[..., z, :, None] * wrong_BKRtU
+        return kept_BKRHU + jnp.einsum("bskh,bkrsu->bkrhu", chunk.k_BtKH, written_BKRsU)
+
+    moved_BZKRHU = jnp.stack([move(z) for z in range(of_BZ.shape[1])], axis=1)
+    state_BZKRHU = jnp.where((end_B1 >= 0)[..., None, None, None, None], moved_BZKRHU, state_BZKRHU)
+    return States(state_BZKRHU, next_BZ), out_BKRtU.transpose(0, 3, 1, 2, 4)
 
 
-def _cumulative_decays(decay_BtKR: Array) -> tuple[Array, Array]:
-    """Sum the decays up to each token, in two parts [B, K, R, t] to add after differences of each are taken.
+def _read(x_BtKH: Array, state_BYKRHU: Array, factor_BYKRt: Array) -> Array:
+    """Read the states before the chunk with keys or queries, and add them up by tokens' factors: [B, K, R, t, U]."""
+    pairs = zip(jnp.moveaxis(state_BYKRHU, 1, 0), jnp.moveaxis(factor_BYKRt, 1, 0), strict=True)
+    reads = [factor[..., None] * jnp.einsum("btkh,bkrhu->bkrtu", x_BtKH, state) for state, factor in pairs]
+    return sum(reads[1:], reads[0])
 
-    A large decay, which forgets, would take the digits of the small ones after it: differences of its multiples of
+
+class _Path(NamedTuple):
+    """What leads to some places of a chunk: earlier tokens of a place's segment and of its prefix, or a state before.
+
+    Q places, Y states before the chunk.
+    """
+
+    related_BQs: Array  # bool
+    reads_BYQ: Array  # bool
+    sums: tuple[Array, Array]  # [B, K, R, Q], of the decays of the related tokens, in two parts
+
+    @classmethod
+    def of(
+        cls,
+        segment_BQ: Array,
+        prefix_BQ: Array,
+        segment_Bs: Array,
+        earlier_BQs: Array,
+        of_BY: Array,
+        decays: tuple[Array, Array],
+    ) -> _Path:
+        """Find it from the numbers of the segments; `decays` are those of the chunk's tokens [B, K, R, s]."""
+        follows_BQs = (prefix_BQ > 0)[..., None] & (prefix_BQ[..., None] == segment_Bs[:, None])
+        related_BQs = earlier_BQs & ((segment_BQ[..., None] == segment_Bs[:, None]) | follows_BQs)
+        own_BYQ = (of_BY > 0)[..., None] & (of_BY[..., None] == segment_BQ[:, None])
+        prefix_BYQ = (prefix_BQ > 0)[:, None] & (of_BY[..., None] == prefix_BQ[:, None])
+        reads_BYQ = own_BYQ | (prefix_BYQ & ~own_BYQ.any(axis=1, keepdims=True))
+        path_B1sQ = related_BQs.swapaxes(1, 2)[:, None].astype(jnp.float32)
+        coarse, rest = (_product(x_BKRs, path_B1sQ) for x_BKRs in decays)
+        return cls(related_BQs, reads_BYQ, (coarse, rest))
+
+    def between(self, sums: tuple[Array, Array]) -> Array:
+        """Compute the factors [B, K, R, Q, s] on what the tokens write, with their own sums; 0 for unrelated ones."""
+        coarse, rest = (own[..., :, None] - x[..., None, :] for own, x in zip(self.sums, sums, strict=True))
+        return _exp((coarse, rest), self.related_BQs[:, None, None])
+
+    def before(self) -> Array:
+        """Compute the factors [B, Y, K, R, Q] on the states before; 0 for those that are not read."""
+        coarse, rest = (x[:, None] for x in self.sums)
+        return _exp((coarse, rest), self.reads_BYQ[:, :, None, None])
+
+
+def _split_decays(decay_BtKR: Array) -> tuple[Array, Array]:
+    """Split the decays in two parts [B, K, R, t], to add after differences of the sums of each are taken.
+
+    A large decay, which forgets, would take the digits of the small ones after it: differences of sums of multiples of
     1/64 are exact, and the rests stay small.
     """
     decay_BKRt = decay_BtKR.transpose(0, 2, 3, 1)
     coarse_BKRt = jax.lax.stop_gradient(jnp.round(decay_BKRt * STEPS) / STEPS)
-    return jnp.cumsum(coarse_BKRt, axis=-1), jnp.cumsum(decay_BKRt - coarse_BKRt, axis=-1)
+    return coarse_BKRt, decay_BKRt - coarse_BKRt
 
 
 def _exp(parts: tuple[Array, ...], where: Array) -> Array:

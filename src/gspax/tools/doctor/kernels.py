@@ -167,7 +167,7 @@ def delta_net(mesh: Mesh, dtype: str) -> Iterator[Result]:
     @jax.jit
     def step_by_step(*arrays: Array) -> tuple[Array, Array]:
         def step(state: Array, tokens: gated_delta.Tokens) -> tuple[Array, Array]:
-            return gated_delta.recurrent_step(tokens, state)[::-1]
+            return gated_delta.recurrent_step(tokens, state, jnp.ones(2, bool))[::-1]
 
         by_time = gated_delta.Tokens(*(x.swapaxes(0, 1) for x in arrays))
         state, out = jax.lax.scan(step, jnp.zeros((2, 1, heads, H, U)), by_time)
