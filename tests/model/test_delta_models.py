@@ -32,7 +32,7 @@ def test_three_layers_and_one_are_a_pattern():
     assert [(len(group.pattern), group.repeats) for group in layer_groups(model)] == [(4, 2)]
 
 
-def cache_of(model, slots, lengths, max_tokens=8):
+def cache_of(model, slots, lengths, max_tokens=8, dtype="auto"):
     """The inference weights, and the cache after random prompts of these lengths."""
     mesh, size = tiny.one_device(), max(lengths)
     tokens_PS = np.random.default_rng(0).integers(0, model.vocab_size, (len(lengths), size)).astype(np.int32)
@@ -40,8 +40,9 @@ def cache_of(model, slots, lengths, max_tokens=8):
 
     @jax.jit
     def make(weights):
-        _, prompts, _ = decoding.prefill(weights, model, tokens_PS, np.array(lengths, np.int32), mesh=mesh)
-        return decoding.new_cache(prompts, model, slots, max_tokens, mesh=mesh)
+        options = {"kv_cache_dtype": dtype, "mesh": mesh}
+        _, prompts, _ = decoding.prefill(weights, model, tokens_PS, np.array(lengths, np.int32), **options)
+        return decoding.new_cache(prompts, model, slots, max_tokens, **options)
 
     return weights, make(weights)
 
@@ -71,9 +72,13 @@ def test_a_slot_that_waits_keeps_its_state_bit_for_bit():
             assert not (old_state.memory_XKRHU[0] == new_state.memory_XKRHU[0]).all()
 
 
-def test_the_memory_of_states_and_keys_is_that_of_their_arrays():
-    model, sampling = replace(DELTA, dtype="bfloat16"), Sampling(prompts=2, group=3, max_prompt_tokens=5, max_tokens=8)
-    _, cache = jax.eval_shape(lambda: cache_of(model, 6, [5, 3]))
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_the_memory_of_states_and_keys_is_that_of_their_arrays(dtype):
+    model, sizes = replace(DELTA, dtype="bfloat16"), {"prompts": 2, "max_prompt_tokens": 5, "max_tokens": 8}
+    sampling = Sampling(group=3, kv_cache_dtype=dtype, **sizes)
+    _, cache = jax.eval_shape(lambda: cache_of(model, 6, [5, 3], dtype=dtype))
+    assert {leaf.dtype for state in states(cache) for leaf in state[:1]} == {np.dtype("float32")}
+    assert any(leaf.dtype == "int8" for leaf in jax.tree.leaves(cache)) == (dtype == "int8")
     sizes = sampler_sizes(model, sampling, dict.fromkeys(sharding.AXES, 1))
     for name, held in (
         ("prompt_cache", [layer.prompt for layer in cache]),

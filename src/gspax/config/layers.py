@@ -60,7 +60,7 @@ class Mixer:
     """A kind of mixer: its settings, its costs, and the features that it supports.
 
     A kind is a frozen dataclass. With these defaults it has a state instead of keys and values, no rotary embedding, no
-    adapters, and no dimension that a mesh shards, and it supports none of the features.
+    adapters, and no dimension that a mesh shards, and it supports the features that ask nothing of a state's kind.
     """
 
     module: ClassVar[str]  # "package.module.Class" of its Flax module, imported where a model is made
@@ -70,8 +70,11 @@ class Mixer:
 
     @property
     def obstacles(self) -> Mapping[Feature, str]:
-        """The features that the kind does not support, each with the part of the layer that is in the way."""
-        return dict.fromkeys(Feature, self.name)
+        """The features that the kind does not support, each with the part of the layer that is in the way.
+
+        The sampler runs a state again over the tokens that are kept of a draft, and does not round it to 8 bits.
+        """
+        return dict.fromkeys(set(Feature) - {Feature.DRAFTS, Feature.INT8_CACHE}, self.name)
 
     def supports(self, feature: Feature) -> bool:
         """Return whether a run may use a feature with this kind."""
@@ -244,9 +247,6 @@ class GatedDelta(Mixer):
     @property
     def obstacles(self) -> Mapping[Feature, str]:
         return {
-            Feature.SHARED_PROMPTS: self.name,
-            Feature.DRAFTS: f"{self.name}, whose states cannot forget a wrong draft",
-            Feature.INT8_CACHE: f"{self.name}, whose states are in float32",
             Feature.SERVERS: f"{self.name}, whose weights are not pushed to servers",
             Feature.CONTEXT_PARALLEL: self.name,
         }

@@ -232,7 +232,7 @@ def decode(
     # Computed once, not in every product's fusion.
     angles = {rope: jax.lax.optimization_barrier(each) for rope, each in rotary_angles(position_W1, config).items()}
     live_W1 = slots.count_W[:, None] > 0
-    shared = LayerInputs(angles, live_W1, attend, _advance_over_cache(live_W1, slots, mesh), mesh, decoding=True)
+    shared = LayerInputs(angles, live_W1, attend, _advance_cache(slots, 1, mesh), mesh, decoding=True)
     hidden_W1D, cache, expert_W1LA = _run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
@@ -264,7 +264,8 @@ def extend(
         count_W = jnp.clip(slots.count_W - block * M, 0, M)
         part = slots._replace(first=slots.first + block * M, count_W=count_W)
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
-        hidden_WMD, cache, expert_WMLA = decode_block(params, config, tokens_WM, cache, part, mesh=mesh, decoding=False)
+        run_block = partial(_run_block, params, config, tokens_WM, cache, part, _advance_cache, mesh=mesh)
+        hidden_WMD, cache, expert_WMLA = run_block(decoding=False)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
         here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]
         expert_WXLA = jax.lax.dynamic_update_slice_in_dim(expert_WXLA, expert_WMLA, block * M, axis=1)
@@ -277,25 +278,40 @@ def extend(
 
 
 def decode_block(
+    params: Params, config: ModelConfig, tokens_WM: Array, cache: Cache, slots: Slots, mesh: jax.sharding.Mesh
+) -> tuple[Array, Callable[[Array], Cache], Array]:
+    """Run at most `BLOCK` tokens of each slot, which keeps the first ones: how many is known after the run.
+
+    Returns all final hidden states `[W, M, D]`, a function of the numbers of kept tokens, int32 [W], that returns the
+    cache with them, and the experts `[W, M, L, A]`. Later keys and values are replaced before they are read. A
+    recurrence's state cannot forget a token, so it is advanced again, from where the block began, over those that are
+    kept: only one state of a slot is held at a time, and their projections are computed once.
+    """
+    hidden_WMD, parts, expert_WMLA = _run_block(params, config, tokens_WM, cache, slots, _advance_later, mesh=mesh)
+
+    def keep(count_W: Array) -> Cache:
+        return tuple(part(count_W) if callable(part) else part for part in parts)
+
+    return hidden_WMD, keep, expert_WMLA
+
+
+def _run_block(
     params: Params,
     config: ModelConfig,
     tokens_WM: Array,
     cache: Cache,
     slots: Slots,
+    advance: Callable[[Slots, int, jax.sharding.Mesh], Advance],
     *,
     mesh: jax.sharding.Mesh,
     decoding: bool = True,
-) -> tuple[Array, Cache, Array]:
-    """Run and cache at most `BLOCK` tokens as `extend` does; return all their final hidden states `[W, M, D]`.
-
-    A slot that accepts only its first tokens can go on after them: later keys and values are replaced before they are
-    read. The state of a recurrence cannot.
-    """
-    index_1M = jnp.arange(tokens_WM.shape[1])[None]
-    position_WM = (slots.prompt_length_W + slots.first)[:, None] + index_1M
+) -> tuple[Array, tuple[PyTree, ...], Array]:
+    """Run a block of tokens with these recurrences."""
+    M = tokens_WM.shape[1]
+    position_WM = (slots.prompt_length_W + slots.first)[:, None] + jnp.arange(M)[None]
     attend = _attend_over_cache(_attend_to_block, slots, config, mesh)
-    angles, live_WM = rotary_angles(position_WM, config), index_1M < slots.count_W[:, None]
-    shared = LayerInputs(angles, live_WM, attend, _advance_over_cache(live_WM, slots, mesh), mesh, decoding)
+    angles, live_WM = rotary_angles(position_WM, config), _first(slots.count_W, M)
+    shared = LayerInputs(angles, live_WM, attend, advance(slots, M, mesh), mesh, decoding)
     return _run_layers(params, config, tokens_WM, shared, cache)
 
 
@@ -355,28 +371,60 @@ def _attend_over_cache(
     return attend
 
 
-def _advance_over_cache(live_WM: Array, slots: Slots, mesh: jax.sharding.Mesh) -> Advance:
-    """Make the recurrences over the slots' new tokens, from the slots' states; at position 0 the prompts'.
+def _first(count_W: Array, M: int) -> Array:
+    """Mark the first tokens of each slot's block, bool [W, M]."""
+    return jnp.arange(M)[None] < count_W[:, None]
+
+
+def _advance_cache(slots: Slots, M: int, mesh: jax.sharding.Mesh) -> Advance:
+    """Make the recurrences over the slots' M new tokens, from the slots' states; at position 0 the prompts'.
 
     The state of a slot without a new token is unchanged bit for bit: unlike a key, a wrong state is never replaced.
     """
-    rows = sample_axis(mesh, len(slots.count_W))
 
     def advance(run: Callable[..., tuple[Array, PyTree]], cache: LayerCache) -> tuple[Array, LayerCache]:
-        before: Callable[..., PyTree] = _states_before
-        if mesh.size > 1:
-            (by_row,), by_prompt, by_head = spec(rows), spec("batch", "heads"), spec(rows, "heads")
-            cached: PyTree = LayerCache._make((by_prompt, by_head))
-            placed = jax.tree.map(lambda x: PartitionSpec(by_row) if x.ndim else PartitionSpec(), slots)
-            before = jax.shard_map(before, mesh=mesh, in_specs=(cached, placed), out_specs=by_head, check_vma=False)
-        y_WMD, state = run(live_WM.astype(jnp.int32), before(cache, slots))
-        return y_WMD, LayerCache(cache.prompt, jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), state))
+        y_WMD, state = run(_first(slots.count_W, M).astype(jnp.int32), _states_before(cache, slots, mesh))
+        return y_WMD, _place_state(cache, state, mesh)
 
     return advance
 
 
-def _states_before(cache: LayerCache, slots: Slots) -> PyTree:
+def _advance_later(slots: Slots, M: int, mesh: jax.sharding.Mesh) -> Advance:
+    """Make recurrences as `_advance_cache`, whose cache is a function: of how many tokens each slot keeps."""
+
+    def advance(
+        run: Callable[..., tuple[Array, PyTree]], cache: LayerCache
+    ) -> tuple[Array, Callable[[Array], LayerCache]]:
+        before = _states_before(cache, slots, mesh)
+
+        def keep(count_W: Array) -> LayerCache:
+            return _place_state(cache, run(_first(count_W, M).astype(jnp.int32), before)[1], mesh)
+
+        return run(_first(slots.count_W, M).astype(jnp.int32), before)[0], keep
+
+    return advance
+
+
+def _place_state(cache: LayerCache, state: PyTree, mesh: jax.sharding.Mesh) -> LayerCache:
+    """Put new states of the slots on their devices, and into the cache."""
+    rows = sample_axis(mesh, len(jax.tree.leaves(state)[0]))
+    return LayerCache(cache.prompt, jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), state))
+
+
+def _states_before(cache: LayerCache, slots: Slots, mesh: jax.sharding.Mesh) -> PyTree:
     """Return the states that the slots' new tokens continue; a slot that begins gets its prompt's, in place."""
+    if mesh.size == 1:
+        return _begin_states(cache, slots)
+    rows = sample_axis(mesh, len(slots.count_W))
+    (by_row,), by_prompt, by_head = spec(rows), spec("batch", "heads"), spec(rows, "heads")
+    cached: PyTree = LayerCache._make((by_prompt, by_head))
+    placed = jax.tree.map(lambda x: PartitionSpec(by_row) if x.ndim else PartitionSpec(), slots)
+    begin = jax.shard_map(_begin_states, mesh=mesh, in_specs=(cached, placed), out_specs=by_head, check_vma=False)
+    return begin(cache, slots)
+
+
+def _begin_states(cache: LayerCache, slots: Slots) -> PyTree:
+    """Return one device's states of its slots, with those of prompts in the slots that begin."""
     prompts = len(jax.tree.leaves(cache.prompt)[0])
     prompt_W, begins_W = _prompt_numbers(slots, prompts), (slots.first == 0) & (slots.count_W > 0)
     order_W = jnp.argsort(~begins_W)

@@ -277,7 +277,7 @@ def advance(
     The parameters may be newer than at earlier tokens, whose cached keys and values are not recomputed.
     """
     last = state.step + tokens
-    decode, decode_drafts = (
+    decode, decode_tentatively = (
         partial(_decode_pass, params, key=key, options=options, version=version, drafted=drafted)
         for drafted in (False, True)
     )
@@ -289,10 +289,10 @@ def advance(
         def pays(state: State) -> Array:
             return _drafts_pay(state.rows, options)
 
-        state = jax.lax.while_loop(lambda state: goes_on(state) & pays(state), decode_drafts, state)
+        state = jax.lax.while_loop(lambda state: goes_on(state) & pays(state), decode_tentatively, state)
         return jax.lax.while_loop(lambda state: goes_on(state) & ~pays(state), decode, state)
 
-    run = decode_drafts if options.sampling.drafts else decode
+    run = decode_tentatively if options.sampling.drafts else decode
     return jax.lax.while_loop(goes_on, run if state.rows.right_W is None else alternate, state)
 
 
@@ -307,9 +307,7 @@ def _decode_pass(
         tokens_WM = jnp.concatenate([rows.token_W[:, None], draft_WK], axis=1)
         slots = slots._replace(count_W=slots.count_W * (1 + count_W))
         with jax.named_scope("decode"):
-            hidden_WMD, cache, expert_WMLA = decoding.decode_block(
-                params, model, tokens_WM, state.cache, slots, mesh=mesh
-            )
+            hidden_WMD, keep, expert_WMLA = decoding.decode_block(params, model, tokens_WM, state.cache, slots, mesh)
     else:
         if at_one_position(rows, options):
             slots = slots._replace(first=state.step)
@@ -325,7 +323,8 @@ def _decode_pass(
     kept_WMLA, at_version = expert_WMLA if options.keep_experts else None, jnp.asarray(version, jnp.int32)
     sampled = Sampled(rows.active_W, draw_WM, kept_WMLA, state.step, at_version)
     if drafted:
-        rows = on_devices(partial(_write_drafted, options=options), options, rows, draft_WK, count_W, sampled)
+        rows, kept_W = on_devices(partial(_write_drafted, options=options), options, rows, draft_WK, count_W, sampled)
+        cache = keep(kept_W)
     else:
         rows = on_devices(partial(_write_sampled, options=options), options, rows, sampled)
     return replace(state, rows=rows, step=state.step + 1, cache=cache)
@@ -367,19 +366,19 @@ def _write_sampled(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> R
     return _write_back(replace(rows, right_W=renewed_W), sampled, options=options)
 
 
-def _write_drafted(rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled, *, options: SampleOptions) -> Rows:
-    """Write back a pass with drafts.
-
-    A position's token counts if those before it were drafted right and none of them ends the turn.
-    """
+def _write_drafted(
+    rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled, *, options: SampleOptions
+) -> tuple[Rows, Array]:
+    """Write back a pass, up to the first wrong draft or a turn's end; return how many run tokens a slot keeps, too."""
     token_WM, index_1K = sampled.draw.token_B, jnp.arange(draft_WK.shape[1])[None]
     _, stops_WM = _follow(rows, token_WM, options)
     right_WK = (draft_WK == token_WM[:, :-1]) & (index_1K < count_W[:, None]) & ~stops_WM[:, :-1]
     right_W = jnp.cumprod(right_WK, axis=1, dtype=jnp.int32).sum(axis=1) * sampled.gets_W
     if rows.right_W is not None:
-        share_W = drafts.renew_share(rows.right_W, sampled.gets_W, draft_WK, count_W, token_WM[:, 0])
-        rows = replace(rows, right_W=share_W)
-    return _write_back(rows, sampled, right_W, options=options)
+        rows = replace(
+            rows, right_W=drafts.renew_share(rows.right_W, sampled.gets_W, draft_WK, count_W, token_WM[:, 0])
+        )
+    return _write_back(rows, sampled, right_W, options=options), (1 + right_W) * sampled.gets_W
 
 
 def _follow(rows: Rows, token_WM: Array, options: SampleOptions) -> tuple[Array | None, Array]:
