@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from gspax.config import Term
+from gspax.config import Formula, Term
 from gspax.losses import Terms
 from gspax.losses.terms import mean_over
 from gspax.types import known, segment_ids
@@ -24,6 +24,10 @@ class Tether(Term):
     def problems(self, passes):
         if self.slack < 0:
             yield f"terms: wanted a slack of at least 0, got {self.slack:g}"
+
+    @property
+    def formula(self):
+        return Formula(penalty=f"{self.coefficient!r} * mean(max(abs(logp - ref_logp) - {self.slack!r}, 0)**2)")
 
     def penalties(self, outputs, batch, constants, aggregate):
         mask_BT = batch.mask_BT

@@ -21,9 +21,9 @@ these are G - ddof with ddof 1, and eps 1e-6. Other differences are noted in eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, explicit, masked, traits
+from gspax.losses.formulas import formula
 
 Array = jax.Array
 
@@ -81,6 +82,7 @@ def takes_negative(advantage: Callable[..., object]) -> bool:
     return not any(getattr(layer, "non_negative", False) for layer in traits.layers(advantage))
 
 
+@formula("(reward - mean_g(reward)) / (std_g(reward, ddof) + eps)")
 def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
     """Compute A = (R - mean) / (std + eps) by group, as in GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071, eq. 6).
 
@@ -101,6 +103,7 @@ def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1
     return _standardize(reward_PG, mask_PG, ddof, eps)
 
 
+@formula("reward - mean_g(reward)")
 def center(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """Compute A = R - mean in each group (Dr. GRPO, arXiv 2503.20783, Section 3.2).
 
@@ -110,6 +113,7 @@ def center(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     return _center(*_rewards(reward_PG, mask_PG))
 
 
+@formula("(reward - mean_g(reward)) * group / (group - 1)")
 def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """Compute A_i = R_i - mean of the group's others (RLOO, arXiv 2402.14740), which is (R_i - mean)·G/(G - 1).
 
@@ -124,6 +128,7 @@ def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     return _center(reward_PG, mask_PG) * (count_P1 / jnp.maximum(count_P1 - 1, 1))
 
 
+@formula("(reward - mean_b(reward)) / (std_b(reward, ddof) + eps)")
 @across_groups
 def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
     """Compute A = (R - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv 2501.03262).
@@ -141,6 +146,7 @@ def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof:
     return explicit.like(advantage_1N.reshape(reward_PG.shape), reward_PG)
 
 
+@formula("centered = reward - mean_g(reward)\ncentered / (std_b(centered, ddof) + eps)")
 def reinforce_plus_plus_baseline(
     reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6
 ) -> Array:
@@ -157,6 +163,14 @@ def reinforce_plus_plus_baseline(
     return _over_batch_std(_center(reward_PG, mask_PG), mask_PG, ddof, eps)
 
 
+def _weighted_rewards(keywords: Mapping[str, Any]) -> str:
+    weights = keywords.get("weights")
+    factor = "" if weights is None else f"weights({', '.join(map(repr, weights))}) * "
+    each = "(reward - mean_g(reward)) / (std_g(reward, ddof) + eps)"
+    return f"total = sum_r({factor}{each})\ntotal / (std_b(total, ddof) + eps)"
+
+
+@formula(_weighted_rewards)
 def gdpo(
     reward_PGR: Array,
     mask_PG: Array | None = None,
@@ -197,6 +211,7 @@ def gdpo(
     return _over_batch_std(sum(each_R[1:], start=each_R[0]), mask_PG, ddof, eps)
 
 
+@formula("where(mean_g(reward) == 0, 0, (reward - mean_g(reward)) / mean_g(reward))")
 @non_negative
 def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """Compute A = (R - mean) / mean in each group, 0 if no sample succeeds (MaxRL, arXiv 2602.02710).
@@ -220,6 +235,7 @@ def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     return jnp.where(mean_P1 == 0, 0, _center(reward_PG, mask_PG) / jnp.where(mean_P1 == 0, 1, mean_P1))
 
 
+@formula("reward - sum_g(length * reward) / sum_g(length)")
 def opo(reward_PG: Array, mask_PG: Array | None = None, *, length_PG: Array | None = None) -> Array:
     """Compute A = R - Σ l R / Σ l in each group, with the lengths l (OPO, arXiv 2505.23585, its practical form).
 
@@ -248,6 +264,7 @@ def opo(reward_PG: Array, mask_PG: Array | None = None, *, length_PG: Array | No
     return jnp.where(mask_PG, above_PG - baseline_P1, 0)
 
 
+@formula("realized = up_to_t(score_norm) + 1e-08\nreward - sum_g(realized * reward) / sum_g(realized)")
 def otb(
     reward_PG: Array,
     mask_PG: Array | None = None,
@@ -288,6 +305,7 @@ def otb(
     return jnp.where(there_PGN, above_PG1 - baseline_PN[:, None], 0)
 
 
+@formula("max(reward - max_others_g(reward), 0)")
 def best_of_group(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     """Compute A = max R - max of the others' R, 0 for all but the best (arXiv 2503.19595; verl's `grpo_passk`).
 
@@ -367,6 +385,7 @@ def by_group(
     return advantage(reward_PG, mask_PG).at[p_B, g_B].get(mode="fill", fill_value=jnp.nan)
 
 
+@formula("to_go(reward, discount)")
 def by_turn(
     advantage: Callable[[Array, Array], Array], reward_PGK: Array, mask_PGK: Array, *, discount: float = 1.0
 ) -> Array:

@@ -115,7 +115,10 @@ def test_a_run_starts_with_a_table_of_its_model_objective_and_work():
     experiment = override(EXPERIMENT, ["loss.clip_high=0.25", "optimizer.learning_rate=3e-4"])
     rows = dict(overview(plan(experiment, 4)))
     assert [*rows] == ["Experiment", "Model", "Task", "Objective", "Optimizer", "Mesh", "One step", "In total"]
-    assert rows["Objective"] == "experiment_file.gspo, clip_low=2e-4, clip_high=0.25, experiment_file.advantage"
+    assert rows["Objective"].splitlines() == [
+        "advantage = advantage(reward, eps=1e-06)",
+        "loss = gspo(logp, old_logp, advantage, clip_low=0.0002, clip_high=0.25)",
+    ]
     assert (rows["Optimizer"], rows["Mesh"]) == ("learning rate 3e-4, constant", "fsdp=4: 4 devices")
     assert rows["Task"] == "experiment_file.Problems, experiment_file.reward"
     assert rows["In total"] in render(plan(experiment, 4))

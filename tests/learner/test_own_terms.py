@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tethers
 from small_experiment import experiment, objective_of
 from test_objective import BATCH, CONSTANTS, LOGP, MASK, OUTPUTS
 from tethers import Tether
 
 from gspax import advantages, config, losses
+from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.experiment.overrides import override
 from gspax.experiment.validation import validate
@@ -144,3 +146,56 @@ def test_each_setting_has_a_term_and_each_term_names_columns_that_exist():
     columns = {field.name for field in dataclasses.fields(Batch)}
     for term in found:
         assert columns >= term.needs | term.selections.keys(), term
+
+
+def test_two_terms_of_one_class_are_refused_for_their_metric():
+    """At the dry run: an update would raise in its compilation."""
+    told = validate(replace(TETHERED, terms=(Tether(), Tether(slack=0.1))), 1)
+    assert told == [
+        "terms: wanted a name for the metric of Tether that nothing else has, got 'tether', which another Tether has; "
+        "make the name a setting of Tether"
+    ]
+
+
+class OfTheLoss(Tether):
+    """Takes the name of a metric of the loss."""
+
+    def penalties(self, outputs, batch, constants, aggregate):
+        for coefficient, terms in super().penalties(outputs, batch, constants, aggregate):
+            yield coefficient, terms._replace(metrics={"ratio": terms.metrics["tether"]})
+
+
+class RaisingLater(Tether):
+    """Raises where an update would be compiled."""
+
+    def mix(self, batch):
+        raise KeyError("teacher")
+
+
+class Unweighted(Tether):
+    """Yields what is no penalty."""
+
+    def penalties(self, outputs, batch, constants, aggregate):
+        yield outputs.logp_BT.mean(), None
+
+
+def test_a_dry_run_calls_what_an_update_calls_of_a_term():
+    def of(term):
+        return validate(replace(TETHERED, terms=(term,)), 1)
+
+    (raised,) = of(RaisingLater())
+    assert raised.startswith("terms: RaisingLater raised KeyError: 'teacher'") and "test_own_terms.py" in raised
+    assert of(Unweighted()) == [
+        "terms: wanted Unweighted.penalties to yield Python numbers as coefficients, got DynamicJaxprTracer"
+    ]
+    assert of(OfTheLoss())[0].endswith("got 'ratio', which the loss has; make the name a setting of OfTheLoss")
+    packed = replace(TETHERED, schedule=replace(TETHERED.schedule, microbatch_tokens=64))
+    assert validate(packed, 1) == []
+
+
+def test_an_override_that_removes_the_terms_is_an_empty_tuple():
+    assert override(TETHERED, ["terms=()"]).terms == ()
+    with pytest.raises(
+        UserError, match=r"^terms: wanted values with commas between them, or \(\) for none, got 'null'"
+    ):
+        override(TETHERED, ["terms=null"])

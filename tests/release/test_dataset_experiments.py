@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equations
 import pytest
 
 from gspax import experiment as experiments
@@ -62,6 +63,7 @@ def test_a_dry_run_of_an_experiment_on_a_data_set(name, datasets, capsys):
         return
     shown = capsys.readouterr()
     assert code == 0, shown.err  # without the tokenizer too, which the pods have
+    equations.compare(experiments.load(FOLDER / f"{name}.py"))
     assert re.search(r"together +[\d.]+ GiB", shown.out)
 
 

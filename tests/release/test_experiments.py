@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import equations
 import families
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ import tiny
 from gspax.config import layers_of, row_shape
 from gspax.data import hf_tokenizer
 from gspax.data.problem import Problem
-from gspax.experiment import load, validate
+from gspax.experiment import describe, load, validate
+from gspax.experiment.explanation import explain
 from gspax.experiment.loading import MODULE
 from gspax.hf.config_json import read_config
 from gspax.learner import minibatches
@@ -24,6 +26,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.teacher import make_passes
 from gspax.learner.train_step import fill_old_logp, make_train_step
+from gspax.model.passes import Passes
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.problems import Skipped
@@ -139,6 +142,19 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
         source = warm_start.Demonstrations(stage=stage, **texts)
         batch, _ = warm_start.make_demonstrations(source, 0, mesh=runtime.mesh, skipped=Skipped())
         jax.eval_shape(update, start, batch)
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in FILES])
+def test_the_printed_equation_of_every_experiment_is_what_the_learner_computes(path):
+    experiment = load(path)
+    key = repr(describe(experiment.loss)), repr(Passes(experiment).terms), experiment.old_logp
+    if key not in COMPARED:  # the objective does not depend on anything else
+        equations.compare(experiment)
+        COMPARED.add(key)
+    assert "declares no formula" not in explain(Passes(experiment))
+
+
+COMPARED = set()
 
 
 def test_the_two_sorting_experiments_differ_in_two_lines():

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import equations
 import pytest
 from chat_folder import write_folder
 
@@ -30,6 +31,7 @@ def experiment(tmp_path, monkeypatch):
 
 def test_the_experiment_is_valid_and_holds_pairs_out(experiment):
     assert validate(experiment) == []
+    equations.compare(experiment)
     trained, heldout = (
         [split(index) for index in range(200)] for split in (experiment.data.train, experiment.data.heldout)
     )

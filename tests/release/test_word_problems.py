@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import equations
 import numpy as np
 import pytest
 import word_problems
@@ -92,6 +93,7 @@ def test_the_experiments_are_valid_and_their_lengths_suffice(folder):
     for name in ("word_problems_sft", "word_problems_gspo"):
         experiment = override(load(EXPERIMENTS / f"{name}.py"), [f"tokenizer.path={folder}", "model.checkpoint="])
         assert validate(experiment) == []
+        equations.compare(experiment)
         encode, sampling = experiment.tokenizer.encode, experiment.sampling
         for problem in map(experiment.data.train, range(200)):
             assert len(encode(problem.prompt)) <= sampling.max_prompt_tokens

@@ -137,6 +137,8 @@ def test_refills_end_when_every_group_has_a_signal_or_at_the_bound(bound, batche
     )
     assert found.prompts == taken
     everything = [reward for batch in batches for group in batch for reward in group]
+    sampled = sorted(each.length for each in [*found.completions, *found.replaced])
+    assert sampled == np.repeat(range(len(batches)), 2 * G).tolist(), "each sample is kept or among the replaced"
     assert found.metrics == {
         "sampling/prompts": taken,
         "sampling/groups_replaced": sum(each > 0 for each in from_batches),

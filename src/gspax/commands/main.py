@@ -36,6 +36,7 @@ SUBCOMMANDS = {  # name -> its package, and what the overview shows: its argumen
     "chat": ("tools", "SOURCE", "talk to the policy of a run, or to a published model"),
     "check": ("commands", "DIR", "verify the checkpoints of a run, or a converted one"),
     "launch": ("tools", "SUBCOMMAND ...", "run a subcommand in several processes here, and again after a failure"),
+    "explain": ("tools", "FILE", "print what an experiment minimizes, as an equation, and its batches and rates"),
     "report": ("commands", "DIR", "write report.html of a run"),
     "diagnose": ("tools", "DIR", "say why a run's reward is flat"),
     "samples": ("tools", "DIR", "show completions of a run as a table, or one problem over its steps"),

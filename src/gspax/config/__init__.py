@@ -87,7 +87,7 @@ from gspax.config.model import (
     token_id_dtype,
 )
 from gspax.config.published import Published
-from gspax.config.term import Held, RewardPenalty, Term
+from gspax.config.term import Formula, Held, RewardPenalty, Term
 
 __all__ = [
     "LOGIT_BUDGET",
@@ -107,6 +107,7 @@ __all__ = [
     "Experiment",
     "Experts",
     "Feature",
+    "Formula",
     "GatedDelta",
     "Grading",
     "Guard",

@@ -40,6 +40,15 @@ class Held(NamedTuple):
     in_state: bool = False  # part of the training state, so checkpoints hold them too
 
 
+class Formula(NamedTuple):
+    """What a term adds to the printed equation of an objective, in expressions of `losses.formulas`."""
+
+    penalty: str = ""  # added to the loss, with its sign and coefficient: "0.1 * mean((logp - ref_logp)**2)"
+    weight: str = ""  # a factor of the loss of a token
+    advantage: str = ""  # the advantage in place of `advantage`: "advantage - 0.5 * (old_logp - teacher_logp)"
+    words: Mapping[str, str] = {}  # what its own names are
+
+
 class RewardPenalty(NamedTuple):
     """An estimate that is summed over each response, multiplied, and subtracted from its reward."""
 
@@ -127,6 +136,11 @@ class Term:
     def reward_penalties(self) -> Iterator[RewardPenalty]:
         """Yield what is subtracted from the rewards."""
         yield from ()
+
+    @property
+    def formula(self) -> Formula | None:
+        """What `penalties`, `weight`, and `mix` add to the printed equation; None: the term's class is named there."""
+        return None
 
     def mix(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Add to the advantages of some rows; also return metrics."""

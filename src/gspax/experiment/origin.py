@@ -1,4 +1,4 @@
-"""Records where an experiment comes from, its code and its data, next to a run; not part of its description."""
+"""Records where an experiment comes from, its code and its data, and what it minimizes; not part of its description."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gspax.config import Experiment
 from gspax.config.functions import is_function, is_record, named_parts, unwrap
 from gspax.errors import is_library
 from gspax.experiment.description import described_parts, source_files
+from gspax.experiment.explanation import objective_lines
+from gspax.model.passes import Passes
 
 LARGEST = 2**20  # bytes of a code file to save
 
@@ -34,11 +37,13 @@ class Origin:
       file: the experiment file; None for an experiment that was not loaded from one.
       code: that file, and the files of the user's functions and classes in the experiment.
       data: the files of each table, by the table's key in the description, which has their hash.
+      objective: the equation of the objective, in lines (`experiment.explanation`).
     """
 
     file: Path | None = None
     code: tuple[Code, ...] = ()
     data: Mapping[str, list[str]] = field(default_factory=dict)
+    objective: tuple[str, ...] = ()
 
 
 def find_origin(experiment: object, file: str | os.PathLike[str] | None = None) -> Origin:
@@ -56,7 +61,8 @@ def find_origin(experiment: object, file: str | os.PathLike[str] | None = None) 
             place = f"other/{place}"
         if (content := _read_small(where)) is not None:
             code[place] = Code(place=place, path=where, content=content)
-    return Origin(file=path, code=tuple(code.values()), data=dict(_tables(experiment)))
+    objective = tuple(objective_lines(Passes(experiment))) if isinstance(experiment, Experiment) else ()
+    return Origin(file=path, code=tuple(code.values()), data=dict(_tables(experiment)), objective=objective)
 
 
 def _files(value: object) -> set[str]:

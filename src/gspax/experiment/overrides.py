@@ -306,7 +306,7 @@ def _parse_union(text: str, members: tuple[Hint, ...], current: object) -> objec
 
 
 def _parse_tuple(text: str, kind: Hint, members: tuple[Hint, ...], current: object) -> Sequence[object]:
-    if not text:
+    if not text or (text.lower() in ("null", "none") and members[:1] not in ((), (str,))):
         raise ValueError("values with commas between them, or () for none")
     if members[:1] == (str,) and (quoted := _quoted(text)):
         return quoted

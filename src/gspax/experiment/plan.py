@@ -21,6 +21,7 @@ from gspax.config import (
     with_vocabulary,
 )
 from gspax.experiment.description import describe, flatten, reward_names, show
+from gspax.experiment.explanation import objective_lines
 from gspax.model.passes import Passes
 from gspax.model.sizes import (
     SamplerSizes,
@@ -156,6 +157,8 @@ def render(plan: Plan) -> str:
         lines += ["", f"Memory per device, {title}"]
         lines += [f"  {part:<44}{_bytes(size):>12}" for part, size in parts.items()]
         lines.append(f"  {'together':<44}{_bytes(sum(parts.values())):>12}")
+    lines += ["", "Objective (`gspax explain` says what the names are)"]
+    lines += [f"  {line}" for line in objective_lines(Passes(experiment))]
     if plan.host:
         lines += ["", f"In host memory, for each device: the optimizer state, {_bytes(plan.host)}"]
     lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included"]
@@ -165,18 +168,13 @@ def render(plan: Plan) -> str:
 def overview(plan: Plan) -> list[tuple[str, str]]:
     """The table at the start of a run: a line for its model, its task, its objective, its devices, and its work."""
     experiment, settings = plan.experiment, flatten(describe(plan.experiment))
-    numbers = [  # such as the clip range
-        f"{key.removeprefix('loss.')}={show(value)}"
-        for key, value in settings.items()
-        if key.startswith("loss.") and isinstance(value, int | float) and not isinstance(value, bool)
-    ]
     start = f"{experiment.model.checkpoint}, " if experiment.model.checkpoint else ""
     rate, decay = experiment.optimizer.learning_rate, settings["optimizer.schedule"]
     return [
         ("Experiment", f"{experiment.name}, seed {experiment.seed}"),
         ("Model", start + _parameters(experiment.model)),
         ("Task", ", ".join([str(settings["data"]), *reward_names(settings)])),
-        ("Objective", ", ".join([str(settings["loss"]), *numbers, str(settings["advantage"])])),
+        ("Objective", "\n".join(objective_lines(Passes(experiment)))),
         ("Optimizer", f"learning rate {show(rate)}, {str(decay).rpartition('.')[2]}"),
         ("Mesh", _axes(plan.mesh)),
         *_work(plan),

@@ -70,6 +70,19 @@ def staleness_metrics(rollout: Rollout, trained: int, policy: int) -> dict[str, 
     return {"rollout/staleness": float(mean), "rollout/staleness_max": float(largest)}
 
 
+def ages(rollout: Rollout, trained: int, policy: int) -> np.ndarray:
+    """Compute the mean staleness of each response's tokens, float64 [B]; the arguments of `staleness_metrics`."""
+    if rollout.version_BT is None:
+        return np.full(len(np.asarray(rollout.length_B)), trained - policy, np.float64)
+    age_B = _age_by_row(trained - rollout.version_BT, rollout.mask_BT)
+    return np.asarray(multihost.to_host(age_B), np.float64)
+
+
+@jax.jit
+def _age_by_row(age_BT: Array, mask_BT: Array) -> Array:
+    return masked.mean(age_BT.astype(jnp.float32), mask_BT, axis=-1)
+
+
 @jax.jit
 def _mean_and_max(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
     value_BT = value_BT.astype(jnp.float32)

@@ -43,7 +43,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,7 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, sequences
+from gspax.losses.formulas import call_text, factors, formula, formula_of
 from gspax.losses.kl import k3
 from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of, log_ratio
 from gspax.losses.terms import Metrics, Spread, mean_over, share_of_sequences, share_of_tokens
@@ -61,6 +63,18 @@ Estimate = Callable[[Array, Array, Array], Array]  # (logp, ref_logp, mask) -> [
 OverSequence = Callable[[Array, Array, Array | None], Array]  # `sequences.mean`, `sequences.total`, `sequences.largest`
 
 
+def _estimate_text(keywords: Mapping[str, Any]) -> str:
+    """Return the formula of the KL estimate of a rejection: of KL(μ‖π_old)."""
+    names = {"logp": "sampler_logp", "ref_logp": "old_logp"}
+    return formula_of(keywords["estimate"], free=names) or call_text(keywords["estimate"], *names.values())
+
+
+def _sequence_text(keywords: Mapping[str, Any]) -> str:
+    over = formula_of(keywords["over"], free={"x": _estimate_text(keywords)})
+    return f"inside({over or call_text(keywords['over'], _estimate_text(keywords))}, low, high)"
+
+
+@formula("min(exp(old_logp - sampler_logp), cap)")
 @at_level("token")
 def truncate_tokens(
     old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
@@ -77,6 +91,7 @@ def truncate_tokens(
     return _truncated(log_ratio_BT, mask_BT, cap)
 
 
+@formula("min(exp(sum_t(old_logp - sampler_logp)), cap)")
 @at_level("sequence")
 def truncate_sequences(
     old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
@@ -93,6 +108,7 @@ def truncate_sequences(
     return _truncated(product, keep, cap)
 
 
+@formula("min(exp(mean_t(old_logp - sampler_logp)), cap)")
 @at_level("sequence")
 def truncate_geometric(
     old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
@@ -102,6 +118,7 @@ def truncate_geometric(
     return _truncated(mean, keep, cap)
 
 
+@formula("exp(old_logp - sampler_logp) * inside(exp(old_logp - sampler_logp), low, high)")
 @at_level("token")
 def mask_tokens(
     old_logp: Array,
@@ -122,6 +139,7 @@ def mask_tokens(
     return _masked(log_ratio_BT, mask_BT, low, high, jnp.exp)
 
 
+@formula("exp(sum_t(old_logp - sampler_logp)) * inside(exp(sum_t(old_logp - sampler_logp)), low, high)")
 @at_level("sequence")
 def mask_sequences(
     old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float, segment_ids: Array | None = None
@@ -135,6 +153,7 @@ def mask_sequences(
     return _masked(product, keep, low, high, jnp.exp)
 
 
+@formula("inside(exp(mean_t(old_logp - sampler_logp)), low, high)")
 @at_level("sequence")
 def reject_geometric(
     old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float, segment_ids: Array | None = None
@@ -148,6 +167,7 @@ def reject_geometric(
     return _masked(mean, keep, low, high, lambda x: x * 0 + 1)
 
 
+@formula(lambda keywords: f"inside({_estimate_text(keywords)}, low, high)")
 @at_level("token")
 def reject_tokens(
     old_logp: Array,
@@ -178,6 +198,7 @@ def reject_tokens(
     return _inside(value_BT, mask_BT, low, high)
 
 
+@formula(_sequence_text)
 @at_level("sequence")
 def reject_sequences(
     old_logp: Array,
@@ -208,6 +229,7 @@ def reject_sequences(
     return _inside(value, keep, low, high)
 
 
+@formula(lambda keywords: factors(*(call_text(each, "old_logp", "sampler_logp") for each in keywords["factors"])))
 def product(
     old_logp: Array,
     sampler_logp: Array,
@@ -249,6 +271,7 @@ def multiplied(weights: Sequence[Array]) -> Array:
     return functools.reduce(operator.mul, columns)
 
 
+@formula("where((advantage < 0) & (mean_t(sampler_logp - logp) > delta), 0, 1)")
 @at_level("sequence")
 def reject_off_policy(
     logp: Array,

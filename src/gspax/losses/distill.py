@@ -42,11 +42,14 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, explicit, sequences
+from gspax.losses.formulas import formula
 from gspax.losses.logprobs import checked_logits, in_chunks
 from gspax.losses.surrogate import compare_logp, k3_of, limited_log_ratio, sampling_ratio, with_gradient
 from gspax.losses.terms import Aggregate, Metrics, Terms, by_sequence, mean_over
 
 Array = jax.Array
+
+_MIXED = "log(beta * exp(teacher_logp_v) + (1 - beta) * exp(logp_v))"
 Divergence = Callable[[Array, Array], Array]
 """(student's log-probs [..., V], teacher's log-probs [..., V], a constant) -> [...], at least 0, differentiable."""
 
@@ -59,6 +62,10 @@ class Kept(NamedTuple):
     has_sampled_BT: Array  # bool     the token that was sampled is one of them
 
 
+@formula(
+    "sum_k(exp(kept_logp) * k3(kept_logp - kept_teacher_logp))"
+    " + where(sampled_is_kept, 0, exp(logp - old_logp) * k3(logp - teacher_logp))"
+)
 def reverse_kl(
     logp: Array,
     teacher_logp: Array,
@@ -186,16 +193,21 @@ def chunked_divergence(
     return jnp.pad(in_chunks(compare, chunk, hidden_BTD[:, :-1], teacher_hidden_BTE[:, :-1]), ((0, 0), (1, 0)))
 
 
+@formula("sum_v(exp(logp_v) * (logp_v - teacher_logp_v))")
 def full_reverse_kl(logp_V: Array, teacher_logp_V: Array) -> Array:
     """Compute KL(p‖q) = Σ p log(p/q): the student stays within the tokens that the teacher finds likely."""
     return _expected(logp_V, logp_V, teacher_logp_V)
 
 
+@formula("sum_v(exp(teacher_logp_v) * (teacher_logp_v - logp_v))")
 def full_forward_kl(logp_V: Array, teacher_logp_V: Array) -> Array:
     """Compute KL(q‖p) = Σ q log(q/p): the student covers all tokens that the teacher finds likely."""
     return _expected(teacher_logp_V, teacher_logp_V, logp_V)
 
 
+@formula(
+    f"sum_v(beta * exp(teacher_logp_v) * (teacher_logp_v - {_MIXED}) + (1 - beta) * exp(logp_v) * (logp_v - {_MIXED}))"
+)
 def jensen_shannon(logp_V: Array, teacher_logp_V: Array, *, beta: float) -> Array:
     """Compute β KL(q‖m) + (1 - β) KL(p‖m), m = βq + (1 - β)p (GKD, arXiv 2306.13649, eq. 1 with the student as p).
 
@@ -231,6 +243,7 @@ def mean_divergence(
     return Terms(*terms, {"teacher_kl": mean_over(stop_gradient(value_BT), mask_BT)})
 
 
+@formula("advantage - coefficient * (logp - teacher_logp)")
 def mixed_advantage(
     advantage: ArrayLike, logp: ArrayLike, teacher_logp: ArrayLike, mask: ArrayLike, *, coefficient: float = 1.0
 ) -> Array:

@@ -6,20 +6,36 @@ The axes, the keywords that every loss takes, and the differences from the paper
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax.losses import checks
-from gspax.losses.surrogate import Inputs, clipped, exp, policy_terms, prepare, weighted_terms
+from gspax.losses.formulas import formula
+from gspax.losses.surrogate import CLIPPED, Inputs, clipped, exp, policy_terms, prepare, weighted_terms
 from gspax.losses.terms import Aggregate, Terms, by_constant, by_sequence, by_token
 from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
 
+_STOPPED = (  # of DPPO, with `far`
+    "onward = advantage * (logp - old_logp) > 0\n"
+    "sg(where(far & onward, 0, min(exp(logp - old_logp), ratio_limit))) * advantage * logp"
+)
 
+
+def _clipped_tokens(keywords: Mapping[str, Any]) -> str:
+    """Return the formula of losses with a clipped ratio per token."""
+    ratio = "ratio = exp(logp - old_logp)\n"
+    if keywords.get("dual_clip") is None:
+        return ratio + CLIPPED
+    return f"{ratio}held = {CLIPPED}\nwhere(advantage < 0, max(held, dual_clip * advantage), held)"
+
+
+@formula(_clipped_tokens)
 @has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_sequence))
 def grpo(
     logp: Array,
@@ -75,6 +91,7 @@ def grpo(
     return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
+@formula(_clipped_tokens)
 @has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_constant))
 def dr_grpo(
     logp: Array,
@@ -122,6 +139,7 @@ def dr_grpo(
     )
 
 
+@formula(_clipped_tokens)
 @has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_token))
 def dapo(
     logp: Array,
@@ -169,6 +187,7 @@ def dapo(
     )
 
 
+@formula("exp(logp - old_logp) * advantage")
 @has_traits(Traits(ratio="token", correction="token", aggregate=by_sequence))
 def importance_sampling(
     logp: Array,
@@ -205,6 +224,7 @@ def importance_sampling(
     return policy_terms(exp(x.log_ratio_BT) * x.advantage_BU, x, aggregate)
 
 
+@formula("sg(clip(exp(logp - old_logp), 1 - clip_low, 1 + clip_high)) * advantage * logp")
 @has_traits(Traits(ratio="token", clip_range=True, clip_low_limit=math.inf, correction="token", aggregate=by_token))
 def cispo(
     logp: Array,
@@ -252,6 +272,10 @@ def cispo(
     return policy_terms(objective_BT, x, aggregate, high_BU=ratio_BT > 1 + clip_high, low_BU=ratio_BT < 1 - clip_low)
 
 
+@formula(
+    "tau = where(advantage > 0, tau_positive, tau_negative)\n"
+    "4 / tau * sigmoid(tau * (exp(logp - old_logp) - 1)) * advantage"
+)
 @has_traits(Traits(ratio="token", correction="token", aggregate=by_sequence))
 def sapo(
     logp: Array,
@@ -292,6 +316,7 @@ def sapo(
     return policy_terms(gate_BT * x.advantage_BU, x, aggregate)
 
 
+@formula(f"far = abs(exp(logp) - exp(old_logp)) > threshold\n{_STOPPED}")
 @has_traits(Traits(ratio="token", correction="token", aggregate=by_token))
 def dppo_tv(
     logp: Array,
@@ -331,6 +356,9 @@ def dppo_tv(
     return _dppo(_binary_tv, x, threshold, ratio_limit, aggregate)
 
 
+@formula(
+    f"p = exp(old_logp)\nq = exp(logp)\nfar = p * log(p / q) + (1 - p) * log((1 - p) / (1 - q)) > threshold\n{_STOPPED}"
+)
 @has_traits(Traits(ratio="token", correction="token", aggregate=by_token))
 def dppo_kl(
     logp: Array,

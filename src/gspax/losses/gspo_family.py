@@ -43,7 +43,9 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax.losses import checks, sequences
+from gspax.losses.formulas import formula
 from gspax.losses.surrogate import (
+    CLIPPED,
     LOG_RATIO_LIMIT,
     clipped,
     exp,
@@ -58,6 +60,7 @@ from gspax.losses.traits import Traits, has_traits
 Array = jax.Array
 
 
+@formula(f"ratio = exp(mean_t(logp - old_logp))\n{CLIPPED}")
 @has_traits(Traits(ratio="sequence", clip_range=True, correction="sequence", aggregate=by_sequence))
 def gspo(
     logp: Array,
@@ -139,6 +142,7 @@ def gspo_loss(
     )
 
 
+@formula(f"ratio = exp(sg(mean_t(logp - old_logp)) + logp - sg(logp))\n{CLIPPED}")
 @has_traits(Traits(ratio="sequence", clip_range=True, correction="token", token_advantage=True, aggregate=by_sequence))
 def gspo_token(
     logp: Array,
@@ -193,6 +197,7 @@ def gspo_token(
     return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT, share=of_sequences)
 
 
+@formula(f"ratio = exp(mean_t(logp - old_logp))\n{CLIPPED}")
 @has_traits(Traits(ratio="sequence", clip_range=True, correction="sequence", aggregate=by_constant))
 def luspo(
     logp: Array,
@@ -244,6 +249,11 @@ def luspo(
     )
 
 
+@formula(
+    "log_ratio = logp - old_logp\n"
+    "held = where(advantage > 0, min(log_ratio, clip_high), max(log_ratio, -clip_low))\n"
+    "exp(mean_t(held)) * advantage"
+)
 @has_traits(Traits(ratio="token", clip_range=True, correction="sequence", aggregate=by_sequence))
 def gmpo(
     logp: Array,
@@ -296,6 +306,12 @@ def gmpo(
     return policy_terms(objective_BU, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
+@formula(
+    "log_product = sg(sum_t(logp - old_logp))\n"
+    "k = where(advantage >= 0, k_positive, k_negative)\n"
+    "rate = where(advantage >= 0, lambda_positive, lambda_negative)\n"
+    "exp(k * log_product + rate * (1 - exp(log_product))) * advantage * logp"
+)
 @has_traits(Traits(ratio="sequence", correction="token", aggregate=by_token))
 def vespo(
     logp: Array,

@@ -34,12 +34,14 @@ import jax
 import jax.numpy as jnp
 
 from gspax.losses import checks, sequences
+from gspax.losses.formulas import formula
 from gspax.losses.surrogate import compare_logp, k3_of, sampling_ratio, with_gradient
 from gspax.losses.terms import Aggregate, Metrics, Terms, by_constant, by_sequence, mean_over
 
 Array = jax.Array
 
 
+@formula("k1(logp - ref_logp)")
 def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
     """Compute log π - log π_ref, float32 [B, T], 0 outside the mask, without a gradient. Unbiased; can be negative.
 
@@ -50,16 +52,19 @@ def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
     return compare_logp(logp, ref_logp, mask, None)[1]
 
 
+@formula("k2(logp - ref_logp)")
 def k2(logp: Array, ref_logp: Array, mask: Array) -> Array:
     """Compute (log π - log π_ref)² / 2, float32 [B, T], 0 outside the mask, no gradient. Biased; never negative."""
     return k1(logp, ref_logp, mask) ** 2 / 2
 
 
+@formula("k3(logp - ref_logp)")
 def k3(logp: Array, ref_logp: Array, mask: Array) -> Array:
     """Compute π_ref/π - 1 - log(π_ref/π), float32 [B, T], 0 outside the mask, no gradient. Unbiased; never negative."""
     return k3_of(k1(logp, ref_logp, mask))
 
 
+@formula(lambda keywords: f"exp(logp - {'sg(logp)' if 'old_logp' in keywords else 'old_logp'}) * k3(logp - ref_logp)")
 def token_kl(
     logp: Array,
     ref_logp: Array,
@@ -106,6 +111,7 @@ def token_kl(
     return Terms(*aggregate(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
 
+@formula("sg(logp - ref_logp) + sg(from_t(logp - ref_logp)) * (logp - sg(logp))")
 def sequence_kl(logp: Array, ref_logp: Array, mask: Array, *, segment_ids: Array | None = None) -> Terms:
     """Compute KL(π‖π_ref) of whole sequences: E[Σ_t x_t], of sequences sampled from π.
 
@@ -128,6 +134,7 @@ def sequence_kl(logp: Array, ref_logp: Array, mask: Array, *, segment_ids: Array
     return Terms(*by_constant(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
 
+@formula("k3(logp - ref_logp)")
 def grpo_kl(
     logp: Array,
     ref_logp: Array,

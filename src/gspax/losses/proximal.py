@@ -15,10 +15,12 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, explicit
+from gspax.losses.formulas import formula
 
 Array = jax.Array
 
 
+@formula("sampler_logp + where(progress == 0, 1, age / (age + progress)) * (sg(logp) - sampler_logp)")
 def interpolated_logp(logp: Array, sampler_logp: Array, age: Array, progress: ArrayLike) -> Array:
     """Compute log μ + α (log π - log μ) with α = age / (age + progress), float32 [B, T], without a gradient (A-3PO).
 

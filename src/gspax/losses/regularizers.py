@@ -16,12 +16,14 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, explicit, sequences
+from gspax.losses.formulas import formula
 from gspax.losses.surrogate import compare_logp, squared, with_gradient
 from gspax.losses.terms import Aggregate, Terms, by_sequence, mean_over
 
 Array = jax.Array
 
 
+@formula("-entropy")
 def entropy_bonus(
     entropy: Array, mask: Array, *, aggregate: Aggregate = by_sequence, segment_ids: Array | None = None
 ) -> Terms:
@@ -68,6 +70,7 @@ def next_coefficient(
     return jnp.clip(jnp.asarray(coefficient, jnp.float32) + change, 0.0, highest)
 
 
+@formula("(logp - sampler_logp)**2")
 def log_ratio_square(
     logp: Array,
     sampler_logp: Array,
@@ -100,6 +103,7 @@ def log_ratio_square(
     return _terms("log_ratio_square", squared(x_BT, logp_BT), mask_BT, aggregate, segment_BT)
 
 
+@formula("weight * abs(logp - old_logp)")
 def log_ratio_size(
     logp: Array,
     old_logp: Array,
@@ -132,6 +136,7 @@ def log_ratio_size(
     return _terms("kl_cov", value_BT, mask_BT, aggregate, segment_BT)
 
 
+@formula("mean_l(sum_e(load * router_prob))")
 def load_balance(
     prob: Array,
     load: Array,
@@ -170,6 +175,7 @@ def load_balance(
     return _terms("load_balance", value_BT, mask_BT, aggregate, segment_ids)
 
 
+@formula("mean_l(logsumexp_e(router_logits)**2)")
 def router_z(
     logits: Array, mask: Array, *, aggregate: Aggregate = by_sequence, segment_ids: Array | None = None
 ) -> Terms:

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax.losses import checks, explicit
+from gspax.losses.formulas import formula
 
 Array = jax.Array
 
 
+@formula("max(-router_distance, log(floor))")
 def log_factor(router_logp: Array, old_router_logp: Array, mask: Array, *, floor: float = 0.8) -> Array:
     """Compute log γ of each token, float32 [B, T], 0 outside the mask; without a gradient.
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax.losses import checks
+from gspax.losses.formulas import formula
 from gspax.losses.surrogate import exp, limited_log_ratio, policy_terms, prepare, squared, weighted_terms
 from gspax.losses.terms import Aggregate, Terms, by_token
 from gspax.losses.traits import Traits, has_traits
@@ -21,6 +22,10 @@ from gspax.losses.traits import Traits, has_traits
 Array = jax.Array
 
 
+@formula(
+    "ratio = sg(exp(logp - old_logp))\n"
+    "where((ratio < 1 - clip_low) | (ratio > 1 + clip_high), 0, ratio) * advantage * logp"
+)
 @has_traits(Traits(ratio="token", clip_range=True, correction="token", old_logp="sampler", aggregate=by_token))
 def dis(
     logp: Array,
@@ -68,6 +73,7 @@ def dis(
     return weighted_terms(ratio_BT, x, aggregate, high_BT=ratio_BT > 1 + clip_high, low_BT=ratio_BT < 1 - clip_low)
 
 
+@formula("moved = abs(exp(logp) - exp(old_logp))\nwhere(moved > threshold, 0, exp(logp - old_logp)) * advantage")
 @has_traits(Traits(ratio="token", correction="token", old_logp="sampler", aggregate=by_token))
 def ipo(
     logp: Array,
@@ -107,6 +113,7 @@ def ipo(
     return policy_terms(ratio_BT * x.advantage_BU, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
+@formula("advantage * logp - beta / 2 * (logp - old_logp)**2")
 @has_traits(Traits(correction="token", old_logp="sampler", aggregate=by_token))
 def dro(
     logp: Array,

@@ -17,9 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from gspax.losses import checks, explicit, masked
+from gspax.losses.formulas import formula
 from gspax.losses.traits import at_level
 
 Array = jax.Array
+
+COVARIANCE = "(advantage - average(advantage)) * (old_logp - average(old_logp))"  # the formula of `_covariance`
 
 
 class Minibatch(NamedTuple):
@@ -33,6 +36,7 @@ class Minibatch(NamedTuple):
     key: Array  # PRNG key, for a random selection
 
 
+@formula("top(old_entropy, share)")
 @at_level("token")
 def top_entropy(minibatch: Minibatch, *, share: float = 0.2) -> Array:
     """Select (1, else 0) the share of tokens with the largest entropy (arXiv 2506.01939; TRL's `top_entropy_quantile`).
@@ -49,6 +53,7 @@ def top_entropy(minibatch: Minibatch, *, share: float = 0.2) -> Array:
     return _largest(minibatch.entropy_BT, mask_BT, _count(share, mask_BT)).astype(jnp.float32)
 
 
+@formula("small_mean((old_logp - sampler_logp)**2, threshold)")
 @at_level("token")
 def second_moment(minibatch: Minibatch, *, threshold: float = 0.04) -> Array:
     """Reject (0) the tokens with the largest log²(π_old/μ) until the mean of the others is below (M2PO, 2510.01161).
@@ -72,6 +77,7 @@ def second_moment(minibatch: Minibatch, *, threshold: float = 0.04) -> Array:
     return (mask_BT & ~(square_BT > square_N[kept - 1])).astype(jnp.float32)
 
 
+@formula(f"1 - drawn((low < {COVARIANCE}) & ({COVARIANCE} < high), share)")
 @at_level("token")
 def clip_cov(minibatch: Minibatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Array:
     """Reject (0, else 1) a random share of all tokens, among those with low < cov < high (Clip-Cov, arXiv 2505.22617).
@@ -93,6 +99,7 @@ def clip_cov(minibatch: Minibatch, *, share: float = 2e-4, low: float = 1.0, hig
     return (mask_BT & ~drawn_BT).astype(jnp.float32)
 
 
+@formula(f"top({COVARIANCE}, share)")
 @at_level("token")
 def top_cov(minibatch: Minibatch, *, share: float = 2e-4) -> Array:
     """Select the share of tokens with the largest cov, 1, else 0: KL-Cov penalizes them (arXiv 2505.22617).

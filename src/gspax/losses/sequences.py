@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax.losses import explicit
+from gspax.losses.formulas import formula
 
 Array = jax.Array
 
@@ -25,6 +26,7 @@ def response(mask_BT: Array, segment_BT: Array | None) -> Array:
     return mask_BT if segment_BT is None else mask_BT & (segment_BT > 0)
 
 
+@formula("sum_t(x)")
 def total(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
     """Sum over the response tokens of each sequence, [B, S]. Values outside the mask never matter."""
     if segment_BT is not None:
@@ -40,6 +42,7 @@ def count(mask_BT: Array, segment_BT: Array | None) -> Array:
     return total(jnp.ones(mask_BT.shape, jnp.float32), mask_BT, segment_BT)
 
 
+@formula("mean_t(x)")
 def mean(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
     """Compute 1/|y| Σ over the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
     return total(value_BU, mask_BT, segment_BT) / jnp.maximum(count(mask_BT, segment_BT), 1)
@@ -53,6 +56,7 @@ def at_tokens(value_BS: Array, segment_BT: Array | None) -> Array:
     return explicit.like(at_BT, segment_BT)
 
 
+@formula("max_t(x)")
 def largest(value_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
     """Return the largest value of the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
     kept_BT = jnp.where(mask_BT, value_BT, -jnp.inf)

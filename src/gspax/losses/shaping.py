@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax.losses import checks
+from gspax.losses.formulas import formula
 
 Array = jax.Array
 
@@ -22,6 +23,7 @@ def response_length(mask_BT: Array) -> Array:
     return jnp.sum(checks.array("mask_BT", mask_BT, jnp.bool_, "BT"), axis=-1, dtype=jnp.int32)
 
 
+@formula("(clip(max_length - length, 0, buffer) - buffer) / buffer")
 def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -> Array:
     """Compute a reward from 0 to -1, float32 [B], to be added to the task's (DAPO, arXiv 2503.14476, eq. 13).
 

@@ -24,6 +24,7 @@ from gspax.losses.terms import Aggregate, Metrics, Quantile, Share, Spread, Term
 Array = jax.Array
 
 LOG_RATIO_LIMIT = 25.0
+CLIPPED = "min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)"  # the formula of `clipped`
 NOISE_ABOVE = 0.1  # share of the tokens whose sequences may lie beyond the noise floor
 
 

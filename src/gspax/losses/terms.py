@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax.losses import checks, explicit, masked, sequences
+from gspax.losses.formulas import formula
 from gspax.losses.traits import at_level
 
 Array = jax.Array
@@ -76,6 +77,7 @@ class Terms(NamedTuple):
     metrics: Metrics  # by name; no gradient flows through them
 
 
+@formula("sum(x / length) / sequences")
 @at_level("sequence")
 def by_sequence(value: Array, mask: Array, segment_ids: Array | None = None) -> tuple[Array, Array]:
     """Weigh every non-empty sequence the same: (Σ of the means over its sequences, their number) for each row.
@@ -100,6 +102,7 @@ def by_sequence(value: Array, mask: Array, segment_ids: Array | None = None) -> 
     return sequences.mean(value_BT, mask_BT, segment_BT).sum(-1), _sequence_count(mask_BT, segment_BT)
 
 
+@formula("sum(x) / tokens")
 @at_level("token")
 def by_token(value: Array, mask: Array, segment_ids: Array | None = None) -> tuple[Array, Array]:
     """Weigh every response token the same: (Σ over the row's response tokens, their number).
@@ -115,6 +118,7 @@ def by_token(value: Array, mask: Array, segment_ids: Array | None = None) -> tup
     return masked.sum(value_BT, mask_BT, axis=-1), sequences.count(mask_BT, segment_BT).sum(-1)
 
 
+@formula(lambda keywords: f"sum({'x' if keywords['length'] == 1 else 'x / length'}) / sequences")
 @at_level("sequence")
 def by_constant(
     value: Array, mask: Array, segment_ids: Array | None = None, *, length: float = 1.0

@@ -68,7 +68,7 @@ def traits_of(loss: Callable[..., object]) -> Traits:
     for layer in layers(loss):
         if isinstance(traits := getattr(layer, "traits", None), Traits):
             return traits
-    keywords = _keywords(loss)
+    keywords = keywords_of(loss)
     clip_range = {"clip_low", "clip_high"} <= keywords.keys()
     return Traits(
         ratio="token" if clip_range else None,
@@ -120,7 +120,7 @@ def layers(function: object) -> Iterator[object]:
         function = function.func if isinstance(function, functools.partial) else inner
 
 
-def _keywords(function: Callable[..., object]) -> dict[str, Any]:
+def keywords_of(function: Callable[..., object]) -> dict[str, Any]:
     """Return the keyword parameters of a function that have a default, with the default."""
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gspax.config import Experiment, Placement
 from gspax.config.protocols import Selection
 from gspax.config.term import Compare, Comparison, Held, Term
+from gspax.losses.formulas import formula_of
+from gspax.losses.proximal import interpolated_logp
+from gspax.losses.router_shift import log_factor
 from gspax.losses.traits import traits_of
 from gspax.model.terms import MAKERS
+
+
+class RatioFormula(NamedTuple):
+    """What stands before a loss in the printed equation: assignments, and names that replace those of its formula."""
+
+    lines: list[tuple[str, str]]
+    free: dict[str, str]
+    words: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,23 @@ class Passes:
         if "sampler" in (self.experiment.old_logp, traits_of(self.experiment.loss).old_logp):
             return "sampler"
         return "update" if self.experiment.old_logp == "interpolated" else "pass"
+
+    @property
+    def ratio_formula(self) -> RatioFormula:
+        """What the loss gets in place of `old_logp` and of its own clip range, for the printed equation."""
+        e, lines, free = self.experiment, list[tuple[str, str]](), dict[str, str]()
+        sources = {"sampler": "sampler_logp", "update": formula_of(interpolated_logp) or ""}
+        if source := sources.get(self.old_logp):
+            lines.append(("old_logp", source))
+        if (shift := e.router_shift) is not None:
+            lines.append(("shifted_logp", f"old_logp - {formula_of(partial(log_factor, floor=shift.floor))}"))
+            free["old_logp"] = "shifted_logp"
+        if (measured := e.calibration) is None:
+            return RatioFormula(lines, free, {})
+        follows = f"followed with a gain of {measured.gain!r} where it is off by more than {measured.tolerance!r}"
+        width = f"the measured width that clips the share {measured.share!r} of the sequences, {follows}"
+        widths = dict.fromkeys(("clip_low", "clip_high"), f"{width}; nothing is clipped before the second update")
+        return RatioFormula(lines, free | {name: name for name in widths}, widths)
 
     @property
     def staleness(self) -> str:

@@ -16,7 +16,7 @@ from gspax.experiment.description import flatten, reward_names, show
 from gspax.hf.source import HUB_NAME
 from gspax.report import statistics
 from gspax.report.run_page import TASK_COLUMNS, read_task
-from gspax.run.directory import RunDir, read_attempts
+from gspax.run.directory import RunDir, read_attempts, read_objective
 from gspax.run.record import read_metrics, read_rows
 from gspax.run.redaction import is_secret, redact
 from gspax.storage.objects import SCHEME
@@ -58,6 +58,9 @@ def render(run: RunDir, description: JsonObject, step: int, *, of_warm_start: bo
     ]
     if results := [] if of_warm_start else [*_held_out(run, step), *_tasks(run, step)]:
         lines += ["", "## Results", "", *results]
+    if objective := "" if of_warm_start else read_objective(run):
+        note = "`gspax explain` says what the names are."
+        lines += ["", "## Objective", "", note, "", *(f"    {line}" for line in objective.splitlines())]
     settings = {key: value for key, value in flat.items() if key.partition(".")[0] in PARTS and value is not None}
     rows = [(key, _public(show(value))) for key, value in settings.items() if not is_secret(key)]
     table = _table(("field", "value"), [(f"`{key}`", f"`{value}`") for key, value in rows])

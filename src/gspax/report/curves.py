@@ -86,6 +86,16 @@ PANELS = (
         "fraction of responses",
         {"training": "response/truncated", "held-out": "eval/truncated"},
     ),
+    Panel(
+        "Samples lost",
+        "fraction of all",
+        {name: f"samples/{name}" for name in ("cut", "failed", "late", "replaced")},
+    ),
+    Panel(
+        "Bias of what is trained on",
+        "in the loss - all sampled",
+        {"reward": "samples/reward_bias", "length": "samples/length_bias"},
+    ),
     Panel("Gradient norm", "before clipping", {"gradient": "optim/grad_norm"}),
     Panel("Learning rate", "", {"learning rate": "optim/learning_rate"}),
     Panel(

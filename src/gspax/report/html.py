@@ -36,6 +36,11 @@ def render_text(value: object) -> str:
     return _render(str(value), lambda text: [text])
 
 
+def render_lines(text: str) -> str:
+    """Render a text in full, line by line: escaped, with escape sequences for unprintable characters."""
+    return f"<pre>{_escape(text)}</pre>"
+
+
 def render_prose(text: str) -> str:
     """Render untrusted text with its formulas drawn; a tooltip shows a formula's source."""
     return _render(text, mathml.split)

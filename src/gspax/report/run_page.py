@@ -28,9 +28,17 @@ from gspax.report.curves import (
     render_figures,
     select_panels,
 )
-from gspax.report.html import render_note, render_page, render_prose, render_settings, render_table, render_text
+from gspax.report.html import (
+    render_lines,
+    render_note,
+    render_page,
+    render_prose,
+    render_settings,
+    render_table,
+    render_text,
+)
 from gspax.report.statistics import show
-from gspax.run.directory import RunDir, read_attempts, read_description, read_json, step_of
+from gspax.run.directory import RunDir, read_attempts, read_description, read_json, read_objective, step_of
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.record import read_completions
 from gspax.storage.files import open_storage
@@ -77,6 +85,7 @@ def write(workdir: Path) -> Path:
         ("Failed rewards", _failures(run)),
         ("Curves", _curves({name: series[name] for name in series if name not in rewards}, PANELS)),
         ("Warm start", _curves(read_series(run.warm_start.metrics), ())),
+        ("Objective", _objective(run)),
         ("Experiment", render_settings(flatten(experiment))),
         *(
             (f"Environment, attempt {n}", render_settings(flatten(attempt)))
@@ -87,6 +96,12 @@ def write(workdir: Path) -> Path:
         set_aside(run.report, "is a folder")
     write_atomically(run.report, render_page(str(experiment.get("name", run.path.name)), sections))
     return run.report
+
+
+def _objective(run: RunDir) -> str:
+    """Render the equation of the objective, with a note that says where its names are explained."""
+    text = read_objective(run)
+    return f"{render_note('`gspax explain` says what the names are.')}{render_lines(text)}" if text else ""
 
 
 def summarize(workdir: Path) -> str:

@@ -32,6 +32,7 @@ F = TypeVar("F", bound=UserFunction)
 
 COROUTINES = 32  # concurrent calls of an async function, unless the experiment says otherwise
 PURE = 32  # concurrent calls of a function without state, so that it does not delay others in a composition
+LATE = "late: "  # the beginning of the error of a call without an answer in time
 _SPARE = 1.0  # seconds beyond its deadline after which a coroutine is assumed to block its event loop
 
 
@@ -253,7 +254,7 @@ class Calls(Generic[T]):
         return self._fail_all(call, describe_error(error))
 
     def _late(self, call: _Call[T]) -> list[T]:
-        return self._fail_all(call, f"late: no answer after {self.grading.timeout:g} s ({self._deadline})")
+        return self._fail_all(call, f"{LATE}no answer after {self.grading.timeout:g} s ({self._deadline})")
 
     def _fail_all(self, call: _Call[T], error: str) -> list[T]:
         return [self._fail(error) for _ in call.futures]

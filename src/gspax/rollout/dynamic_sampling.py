@@ -9,7 +9,7 @@ Axes: P prompts, G samples, B = P·G completions, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -35,6 +35,7 @@ class GradedBatch:
     problems: Sequence[Problem | None]  # of the groups; None where this process has no row of it
     skipped: int = 0  # of these problems
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
+    replaced: Sequence[Completion] = ()  # that were sampled too, and are not trained on
 
 
 def refill(
@@ -70,6 +71,7 @@ def refill(
             rollout=replace_groups(batch.rollout, fresh.rollout, source_P, mesh),
             problems=[old if s < 0 else fresh.problems[s] for old, s in zip(batch.problems, source_P, strict=True)],
             completions=[old if source < 0 else fresh.completions[source] for old, source in sources],
+            replaced=[*batch.replaced, *_left_out(batch.completions, fresh.completions, source_P)],
         )
         rewards += [completion.reward for completion in fresh.completions]
         replaced += int((source_P >= 0).sum())
@@ -121,6 +123,14 @@ def replace_groups(rollout: Rollout, fresh: Rollout, source_P: np.ndarray, mesh:
         return np.where(source_B < 0, old, np.asarray(new)[source_B])
 
     return jax.tree.map(pick, rollout, fresh)
+
+
+def _left_out(old: Sequence[Completion], fresh: Sequence[Completion], source_P: np.ndarray) -> Iterator[Completion]:
+    """Yield the completions that gave way, and the fresh ones that took no place."""
+    source_B = _by_row(source_P, len(old))
+    yield from (each for each, source in zip(old, source_B, strict=True) if source >= 0)
+    taken = set(source_B.tolist())
+    yield from (each for row, each in enumerate(fresh) if row not in taken)
 
 
 def _by_row(source_P: np.ndarray, rows: int) -> np.ndarray:

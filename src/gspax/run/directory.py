@@ -227,6 +227,13 @@ def read_attempts(run: RunDir) -> list[JsonObject] | None:
     return attempts if isinstance(attempts, list) else None
 
 
+def read_objective(run: RunDir) -> str:
+    """Read the equation that the newest attempt minimized; empty if it is not recorded."""
+    attempts = read_attempts(run) or [{}]
+    lines = attempts[-1].get("objective") if isinstance(attempts[-1], dict) else None
+    return "\n".join(map(str, lines)) if isinstance(lines, list) else ""
+
+
 def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
     """Wait until every process sees the files that process 0 wrote. Collective.
 
@@ -293,11 +300,12 @@ def read_json(path: Path) -> Any:
 
 
 def _describe_origin(origin: Origin) -> JsonObject:
-    """Describe the paths of the experiment file and the data, and the file's commit; empty without them.
+    """Describe the paths of the experiment file and the data, the file's commit, and the objective; empty without them.
 
     The commit ends in -dirty if the repository's files differ from it, or if it lacks some of the run's code.
     """
     described: JsonObject = {"data": {key: [redact(path) for path in paths] for key, paths in origin.data.items()}}
+    described["objective"] = [*origin.objective]
     if origin.file is not None:
         commit = _describe_commit(origin.file.parent)
         files = [str(code.path) for code in origin.code]

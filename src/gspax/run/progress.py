@@ -76,10 +76,11 @@ def say(message: str) -> None:
 
 
 def show_table(rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and texts in two columns, as `say`."""
+    """Print names and texts, some of several lines, in two columns, as `say`."""
     console, width = _console(), max(len(name) for name, _ in rows)
     for name, text in rows:
-        console.print(Text.assemble((f"{name:<{width}}  ", "bold"), printable(text)), soft_wrap=True)
+        shown = printable(text).replace("\n", "\n" + " " * (width + 2))
+        console.print(Text.assemble((f"{name:<{width}}  ", "bold"), shown), soft_wrap=True)
 
 
 @contextlib.contextmanager

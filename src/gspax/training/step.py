@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspax.config import ModelConfig, row_shape, updates_per_step
 from gspax.learner import minibatches
 from gspax.learner.diagnostics import diagnostic_metrics
 from gspax.learner.metrics import (
     Clock,
+    ages,
     response_metrics,
     routing_metrics,
     sampling_mask_metrics,
@@ -46,6 +48,7 @@ from gspax.rollout.grading import (
     reward_metrics,
     shape_rewards,
 )
+from gspax.rollout.lost_samples import lost_metrics
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
@@ -270,10 +273,13 @@ def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[st
 
 
 def age_metrics(runtime: Runtime, graded: GradedBatch, trained: int) -> dict[str, float]:
-    """Compute the staleness of a rollout, where it may be of older weights."""
-    if runtime.experiment.apart is None:
-        return {}
-    return staleness_metrics(graded.rollout, trained, graded.policy)
+    """Compute the staleness of a rollout, where it may be of older weights, and what its lost samples are like."""
+    without_overlong, of_ages, age_B = runtime.experiment.filter_overlong, dict[str, float](), np.zeros(0)
+    if runtime.experiment.apart is not None:
+        of_ages = staleness_metrics(graded.rollout, trained, graded.policy)
+        age_B = ages(graded.rollout, trained, graded.policy)
+    lost = lost_metrics(graded.completions, graded.replaced, age_B=age_B.tolist(), without_overlong=without_overlong)
+    return of_ages | lost
 
 
 def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelConfig) -> dict[str, float]:

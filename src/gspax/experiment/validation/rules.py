@@ -74,6 +74,7 @@ from gspax.experiment.validation.losses import (
     term_problems,
     unscored_problems,
 )
+from gspax.experiment.validation.own_terms import own_term_problems
 from gspax.experiment.validation.pairs import BESIDE, NEEDS, pair_problems
 from gspax.experiment.validation.servers import engine_problems, engine_warnings
 from gspax.model.passes import Passes
@@ -146,7 +147,8 @@ def validate(
         lambda: _mesh(e, devices, slices),
     )
     e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
-    problems += _run(lambda: contract_problems(e), lambda: first_problems(e.data, e.environment, e.evaluation))
+    calls = partial(contract_problems, e), lambda: own_term_problems(Passes(e))
+    problems += _run(*calls, lambda: first_problems(e.data, e.environment, e.evaluation))
     return [*problems, *_run(lambda: _frozen(e.optimizer.frozen, e.model, e.lora))]
 
 

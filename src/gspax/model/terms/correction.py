@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspax.config.functions import Function
-from gspax.config.term import Term
+from gspax.config.term import Formula, Term
+from gspax.losses.formulas import call_text, words_of
 from gspax.model.terms.rules import level_warnings, scored_problems
 from gspax.types import Array, Batch, known, packed
 
@@ -43,6 +44,10 @@ class CorrectionTerm(SamplerWeightTerm):
         more = ", and a correction such as truncate_geometric weights whole sequences"
         yield from level_warnings("correction", self.function, passes, more)
 
+    @property
+    def formula(self) -> Formula:
+        return Formula(weight=call_text(self.function, "old_logp", "sampler_logp"), words=words_of(self.function))
+
     def weight(self, logp_BT: Array, batch: Batch) -> Array:
         logps = known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT")
         return self.function(*logps, batch.mask_BT, **packed(batch))
@@ -52,6 +57,11 @@ class RejectionTerm(SamplerWeightTerm):
     """`Experiment.rejection`: sequences that count no longer, by the policy that is trained."""
 
     weighs = "rejection"
+
+    @property
+    def formula(self) -> Formula:
+        names = "logp", "sampler_logp", "advantage"
+        return Formula(weight=call_text(self.function, *names), words=words_of(self.function))
 
     def weight(self, logp_BT: Array, batch: Batch) -> Array:
         rows = logp_BT, known(batch, "sampler_logp_BT"), known(batch, "advantage"), batch.mask_BT

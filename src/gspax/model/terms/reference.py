@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from gspax.config import Reference
 from gspax.config.functions import Function, free_keywords, keywords, title_of
-from gspax.config.term import RewardPenalty, Term
-from gspax.losses import Aggregate, Terms
+from gspax.config.term import Formula, RewardPenalty, Term
+from gspax.losses import Aggregate, Terms, by_constant
+from gspax.losses.formulas import aggregated, call_text, words_of
 from gspax.losses.kl import k2, k3
 from gspax.losses.traits import aggregate_of, layers, level_of
 from gspax.model.terms.rules import stale_problems
@@ -86,6 +87,13 @@ class ReferenceTerm(Term):
                 return estimate(known(batch, "old_logp_BT"), known(batch, "ref_logp_BT"), batch.mask_BT)
 
             yield RewardPenalty("reference.reward", "kl", self.settings.coefficient, estimate, of_tokens)
+
+    @property
+    def formula(self) -> Formula:
+        if (kl := self.settings.loss) is None:
+            return Formula()
+        text = aggregated(kl, call_text(kl, "logp", "ref_logp"), otherwise=by_constant)
+        return Formula(penalty=f"{self.settings.coefficient!r} * {text}", words=words_of(kl))
 
     def penalties(
         self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate

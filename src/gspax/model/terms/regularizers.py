@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from gspax.config import AdaptiveEntropy, CovarianceKL
 from gspax.config.protocols import Selection
-from gspax.config.term import Term
+from gspax.config.term import Formula, Term
 from gspax.losses import Aggregate, Terms
+from gspax.losses.formulas import call_text, formula_of, number_text
 from gspax.losses.regularizers import entropy_bonus, log_ratio_size, log_ratio_square
 from gspax.losses.selection import top_cov
 from gspax.model.terms.rules import scored_problems
@@ -40,6 +41,15 @@ class EntropyTerm(Term):
                 "regularizers.entropy: wanted a first coefficient from 0 to regularizers.adaptive_entropy.highest "
                 f"({self.adaptive.highest:g}), got {self.coefficient:g}"
             )
+
+    @property
+    def formula(self) -> Formula:
+        bonus = f"mean({call_text(entropy_bonus)})"
+        if self.adaptive is None:
+            return Formula(penalty=f"{number_text(self.coefficient)} * {bonus}")
+        change = f"{self.coefficient!r} at first; up or down by {self.adaptive.step!r} after every update, within 0 and"
+        words = f"{change} {self.adaptive.highest!r}, to keep the mean entropy near {self.adaptive.target!r}"
+        return Formula(penalty=f"entropy_coefficient * {bonus}", words={"entropy_coefficient": words})
 
     def penalties(
         self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate
@@ -73,6 +83,12 @@ class CovarianceTerm(Term):
     def problems(self, passes: Passes) -> Iterator[str]:
         yield from scored_problems("regularizers.kl_cov", passes)
 
+    @property
+    def formula(self) -> Formula:
+        weight = call_text(self.selections["penalized_BT"])
+        size = formula_of(log_ratio_size, free={"weight": weight})
+        return Formula(penalty=f"{self.settings.coefficient!r} * mean({size})")
+
     def penalties(
         self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate
     ) -> Iterator[tuple[float, Terms]]:
@@ -94,6 +110,10 @@ class SamplerDistanceTerm(Term):
     @property
     def penalized(self) -> tuple[str, ...]:
         return ("regularizers.log_ratio_square",)
+
+    @property
+    def formula(self) -> Formula:
+        return Formula(penalty=f"{self.coefficient!r} * mean({call_text(log_ratio_square)})")
 
     def penalties(
         self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from gspax.config import Router, has_experts
-from gspax.config.term import Term
+from gspax.config.term import Formula, Term
 from gspax.losses import Aggregate, Terms
+from gspax.losses.formulas import call_text
 from gspax.losses.regularizers import load_balance, router_z
 from gspax.model.router_scores import softmax_logits
 from gspax.model.terms.rules import scored_problems
@@ -39,6 +40,10 @@ class LoadBalanceTerm(Term):
         yield from expert_problems("regularizers.load_balance", passes)
         if not passes.samples_experts:
             yield from scored_problems("regularizers.load_balance", passes)
+
+    @property
+    def formula(self) -> Formula:
+        return Formula(penalty=f"{self.coefficient!r} * mean({call_text(load_balance)})")
 
     def penalties(
         self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate
@@ -70,6 +75,10 @@ class RouterLogitsTerm(Term):
                 "regularizers.router_z: wanted 0 with a router of sigmoids, which has no partition function to keep "
                 f"small, got {self.coefficient:g}"
             )
+
+    @property
+    def formula(self) -> Formula:
+        return Formula(penalty=f"{self.coefficient!r} * mean({call_text(router_z)})")
 
     def penalties(
         self, outputs: Any, batch: Batch, constants: Any, aggregate: Aggregate

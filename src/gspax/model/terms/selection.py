@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from gspax.config.functions import title_of
 from gspax.config.protocols import Selection
-from gspax.config.term import Term
+from gspax.config.term import Formula, Term
+from gspax.losses.formulas import call_text, words_of
 from gspax.losses.selection import top_cov
 from gspax.losses.traits import layers
 from gspax.model.terms.rules import level_warnings, scored_problems
@@ -46,6 +47,10 @@ class SelectionTerm(Term):
 
     def warnings(self, passes: Passes) -> Iterator[str]:
         yield from level_warnings("selection", self.function, passes)
+
+    @property
+    def formula(self) -> Formula:
+        return Formula(weight=call_text(self.function, "minibatch"), words=words_of(self.function))
 
     def weight(self, logp_BT: Array, batch: Batch) -> Array:
         return known(batch, "selected_BT")

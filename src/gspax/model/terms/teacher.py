@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,9 +20,10 @@ import jax.numpy as jnp
 from gspax import losses
 from gspax.config import Teacher, earlier_policy, filters_in_use
 from gspax.config.protocols import Divergence
-from gspax.config.term import Comparison, Held, Term
+from gspax.config.term import Comparison, Formula, Held, Term
 from gspax.losses import distill
-from gspax.losses.kl import k3
+from gspax.losses.formulas import call_text, formula_of, words_of
+from gspax.losses.kl import k3, token_kl
 from gspax.losses.terms import mean_over
 from gspax.model.low_rank import combine, partition
 from gspax.model.terms.rules import stale_problems
@@ -133,6 +135,22 @@ class TeacherTerm(Term):
             yield f"teacher.kept: wanted at most the {vocabulary} tokens of the vocabulary, got {teacher.kept}"
         if teacher.kept_by == "policy" and not teacher.kept:
             yield "teacher.kept_by: wanted 'teacher' without teacher.kept, got 'policy'"
+
+    @property
+    def formula(self) -> Formula:
+        teacher, coefficient = self.settings, self.settings.coefficient
+        if teacher.as_advantage:
+            mixed = formula_of(partial(distill.mixed_advantage, coefficient=coefficient), free={"logp": "old_logp"})
+            return Formula(advantage=mixed or "")
+        text = formula_of(token_kl, free={"ref_logp": "teacher_logp"})
+        if teacher.divergence is not None:
+            text = call_text(teacher.divergence, "logp_v", "teacher_logp_v")
+        elif teacher.kept:
+            text = formula_of(distill.reverse_kl)
+        kept = f"sum over the {teacher.kept} tokens that the {teacher.kept_by} finds most probable at the position"
+        words = {"sum_k": kept} if teacher.kept else {}
+        unknown = {} if teacher.divergence is None else words_of(teacher.divergence)
+        return Formula(penalty=f"{coefficient!r} * mean({text})", words=words | unknown)
 
     def mix(self, batch: Batch) -> tuple[Batch, losses.Metrics]:
         """Add the teacher's advantage to the batch's if `as_advantage`, and return its KL as a metric."""
