@@ -52,6 +52,8 @@ from gspax.training.run_log import RunLog
 from gspax.training.step import StepResult, run_step
 from gspax.types import Rollout, TrainState
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 CLOCKS = ("time/", "cpu/", "perf/")
 experiment = replace(small_experiment.experiment, model=replace(small_experiment.experiment.model, num_hidden_layers=1))
@@ -877,7 +879,7 @@ def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
     wanted = StepSettings(config=experiment.model, mesh=runtime.mesh, temperature=0.7, microbatch_rows=8)
-    assert given == [wanted, wanted] and runtime.mesh.size == 8
+    assert given == [wanted, wanted] and runtime.mesh.size == jax.device_count()
 
 
 @pytest.mark.parametrize("warm", [True, False])

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
+from few_devices import few_devices
 from small_experiment import Countdown, experiment
 
 from gspax import config, losses
@@ -32,9 +32,10 @@ BASE = replace(
 )
 
 
-def train(folder, run):
+def train(folder, run, devices=1):
     """The metrics of each step."""
-    loop.train(run, folder)
+    with few_devices(devices):
+        loop.train(run, folder)
     return [row for row in record.read_metrics(RunDir(folder).metrics) if "policy/loss" in row]
 
 
@@ -63,10 +64,8 @@ def once_each():
 
 
 @pytest.mark.parametrize("filters", [*once_each()])
-def test_every_ratio_on_policy_is_1(tmp_path, filters, monkeypatch):
-    """On one device; `test_sets_stay_with_their_tokens` has a sharded vocabulary."""
-    one = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: one)
+def test_every_ratio_on_policy_is_1(tmp_path, filters):
+    """`test_sets_stay_with_their_tokens` has a sharded vocabulary."""
     rows = train(tmp_path, replace(BASE, sampling=replace(BASE.sampling, **filters)))
     assert len(rows) == 2
     for row in rows:
@@ -104,7 +103,7 @@ COMBINATIONS = {
     },
     "partial rollouts": {
         "old_logp": "sampler",  # without them a KL by token is refused on stale samples
-        "placement": config.Placement(devices=4, staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)),
+        "placement": config.Placement(devices=1, staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)),
         "sampling": {"chunk": 2},
         "schedule": PACKED | {"share_prompts": False},
     },
@@ -118,17 +117,20 @@ def test_sets_stay_with_their_tokens(tmp_path, name):
     changes = dict(COMBINATIONS[name])
     sampling = replace(STILL.sampling, **changes.pop("sampling", {}))
     schedule = replace(STILL.schedule, **changes.pop("schedule", {}))
-    for row in train(tmp_path, replace(STILL, **changes, sampling=sampling, schedule=schedule)):
+    run = replace(STILL, **changes, sampling=sampling, schedule=schedule)
+    devices = run.mesh.fsdp * run.mesh.tensor if "mesh" in changes else 2 if run.placement else 1
+    for row in train(tmp_path, run, devices):
         assert row["mismatch/abs_diff_largest_max"] < (0.2 if name == "8 bits" else 1e-5)
         assert abs(row["reference/kl"]) < 1e-6 and row["policy/ratio_max"] < 1 + 1e-5
         assert 1 < row["sampling/mask_size"] < 5 and 0 < row["sampling/mask_cut"] < 1
 
 
 def test_a_run_with_sets_resumes_bit_for_bit(tmp_path):
+    """On all devices, as the other runs that resume are not."""
     schedule = replace(BASE.schedule, steps=4, checkpoint_every=2)
     whole = replace(BASE, sampling=replace(BASE.sampling, top_p=0.8, mask_replay=5), schedule=schedule)
-    train(tmp_path / "cut", replace(whole, schedule=replace(schedule, steps=2)))
-    wanted, got = train(tmp_path / "whole", whole), train(tmp_path / "cut", whole)
+    train(tmp_path / "cut", replace(whole, schedule=replace(schedule, steps=2)), devices=8)
+    wanted, got = (train(tmp_path / name, whole, devices=8) for name in ("whole", "cut"))
     clocks = ("time/", "cpu/", "perf/")
     for a, b in zip(wanted, got, strict=True):
         assert {name: x for name, x in a.items() if not name.startswith(clocks)} == {

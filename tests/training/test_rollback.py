@@ -28,7 +28,7 @@ from gspax.training.run_guard import Watch, check_finite, count_skipped, is_soun
 from gspax.training.step import StepResult
 from gspax.types import Adapted, Batch, TrainState
 
-pytestmark = pytest.mark.usefixtures("unevaluated")
+pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
