@@ -1,7 +1,7 @@
 """Texts that a model, a tool, a judge or a server may write: whatever they are, reading them takes linear time.
 
-Python's regular expressions hold the interpreter's lock, so a quadratic one stops the whole trainer. At 30,000
-characters a linear reader takes milliseconds and a quadratic one many seconds.
+Python's regular expressions hold the interpreter's lock, so a quadratic one stops the whole trainer. At 10,000
+characters a linear reader takes milliseconds and a quadratic one a second.
 The formulas of a report have such a test in tests/report/test_mathml.py.
 """
 
@@ -89,19 +89,22 @@ def read_seconds(read, text):
     return time.thread_time() - began
 
 
+LIMIT = 0.15  # seconds
+
+
 def check_linear(read, texts):
     for text in texts:
         took = read_seconds(read, text)
-        if took >= 0.4:  # as a collection of garbage in between makes it
+        if took >= LIMIT:  # as a collection of garbage in between makes it
             took = min(took, read_seconds(read, text), read_seconds(read, text))
-        assert took < 0.4, f"{took:.2f} s for {len(text)} characters like {text[:20]!r}…{text[-20:]!r}"
+        assert took < LIMIT, f"{took:.2f} s for {len(text)} characters like {text[:20]!r}…{text[-20:]!r}"
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_hostile_text_is_read_in_linear_time(name):
-    check_linear(READERS[name], hostile_texts(30_000))
+    check_linear(READERS[name], hostile_texts(10_000))
 
 
 @pytest.mark.parametrize("parse", PARSERS)
 def test_a_hostile_call_is_read_in_linear_time(parse):
-    check_linear(parse, hostile_texts(30_000, CALLS))
+    check_linear(parse, hostile_texts(10_000, CALLS))
