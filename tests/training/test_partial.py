@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from few_devices import few_devices
 from small_experiment import Countdown, Spoiled, experiment
 
 from gspax import config, losses
@@ -53,10 +54,11 @@ PARTIAL = replace(
     evaluation=config.Evaluation(problems=8),
     placement=Placement(devices=4, staleness=2, partial=PartialRollouts(carried=CARRIED, ahead=2)),
 )
+ON_TWO = replace(PARTIAL, placement=replace(PARTIAL.placement, devices=1))  # a device samples, the other learns
 
 
 TALKING = replace(
-    PARTIAL,
+    ON_TWO,
     environment=Countdown(),
     tokenizer=CharChat(PARTIAL.tokenizer.alphabet),
     turns=Turns(limit=2),
@@ -71,7 +73,7 @@ DELTA = replace(  # a gated delta net and a layer of attention; slots wait, are 
         delta_layers=(0,),
     ),
 )
-DRAFTED = replace(PARTIAL, sampling=replace(PARTIAL.sampling, drafts=3, stop=("11", "1=", "24", "0", "935")))
+DRAFTED = replace(ON_TWO, sampling=replace(PARTIAL.sampling, drafts=3, stop=("11", "1=", "24", "0", "935")))
 FORMS = {"completions": PARTIAL, "conversations": TALKING, "delta": DELTA, "drafts": DRAFTED}
 SPOILED = Spoiled(Numbered(), raising=(7, 34), too_long=(32, 43))  # 32 ends a checkpoint's batch, 34 begins the next
 CLOCKS = ("time/", "cpu/", "perf/")
@@ -100,7 +102,12 @@ def draw_batches(runtime, *, renew, skipped=None):
 
 @pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS)
 def runtime(request):
-    return make_runtime(request.param)
+    return runtime_of(request.param)
+
+
+def runtime_of(run):
+    with few_devices(2 * run.placement.devices):
+        return make_runtime(run)
 
 
 def problems_of(batch):
@@ -125,8 +132,9 @@ def drawn_at_once(runtime, state, count):
 
 def whole(runtime):
     """The sampler without chunks and drafts, which samples a whole rollout at once."""
-    sampling = replace(runtime.experiment.sampling, chunk=0, drafts=0)
-    return replace(runtime, experiment=replace(runtime.experiment, sampling=sampling, placement=Placement(devices=4)))
+    run = runtime.experiment
+    sampling, placement = replace(run.sampling, chunk=0, drafts=0), Placement(devices=run.placement.devices)
+    return replace(runtime, experiment=replace(run, sampling=sampling, placement=placement))
 
 
 def check_problems(batches, in_flight, skipped=()):
@@ -231,7 +239,7 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
 
 def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
     """With replies, among conversations that were carried over."""
-    runtime = make_runtime(replace(TALKING, model=experiment.model, routing_replay="sampler"))
+    runtime = runtime_of(replace(TALKING, model=experiment.model, routing_replay="sampler"))
     batches, _, states = draw_batches(runtime, renew=False)
     weights, compared = runtime.sampler.push(states[0].params, 0), 0
     for batch in batches[:2]:
