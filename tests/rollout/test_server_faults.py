@@ -13,7 +13,8 @@ import fake_vllm
 import jax
 import numpy as np
 import pytest
-from small_experiment import Countdown, experiment
+import small_experiment
+from small_experiment import Countdown
 
 from gspax.config import Engine, Turns
 from gspax.data import CharChat
@@ -30,7 +31,10 @@ from gspax.run.manifest import finished_steps
 from gspax.training import loop
 from gspax.training.in_flight import InFlight, receive, start_rollout
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 CLOCKS = ("time/", "cpu/", "perf/", "engine/write_seconds", "engine/load_seconds")
+experiment = replace(small_experiment.experiment, model=replace(small_experiment.experiment.model, num_hidden_layers=1))
 
 
 @pytest.fixture
@@ -296,7 +300,7 @@ def test_a_run_whose_server_died_resumes_bit_for_bit(here):
     assert rows == others and len(rows) == 7
 
 
-@pytest.mark.parametrize("old_logp", ["learner", "interpolated"])
+@pytest.mark.parametrize("old_logp", ["interpolated", pytest.param("learner", marks=pytest.mark.slow)])
 def test_staleness_1_samples_while_the_learner_updates(old_logp, here):
     """The second rollout is of the first parameters; none is asked for past a checkpoint, and evaluations wait."""
     with fake_vllm.serve(experiment.model) as fake:

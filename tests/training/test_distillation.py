@@ -27,6 +27,8 @@ from gspax.run.directory import RunDir
 from gspax.training import loop
 from gspax.training.teaching import score_all
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 small = replace(
     small_experiment.experiment,
     model=replace(small_experiment.experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=16),

@@ -16,7 +16,7 @@ from gspax.run.directory import RunDir
 from gspax.training import loop
 from gspax.types import Rollout
 
-pytestmark = pytest.mark.usefixtures("unevaluated")
+pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 
 
 @dataclass(frozen=True)

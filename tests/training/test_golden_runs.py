@@ -15,10 +15,10 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
     import conftest  # noqa: F401  JAX as in the tests
 
-import jax
 import numpy as np
 import optax
 import pytest
+from few_devices import few_devices
 from pair_options import OPTIONS, combined, problems
 
 from gspax import config
@@ -73,9 +73,8 @@ def run(objective, layout, folder):
         states.append(of_state(result.state))
         return result
 
-    step, devices = loop.run_step, jax.devices()[:1]
-    on_one = mock.patch.multiple(jax, devices=lambda *_: devices, device_count=lambda: 1)
-    with on_one, mock.patch.object(loop, "run_step", run_step), mock.patch.object(open_training, "run_page"):
+    step = loop.run_step
+    with few_devices(1), mock.patch.object(loop, "run_step", run_step), mock.patch.object(open_training, "run_page"):
         loop.train(combined(names), folder, report_to=())
     return record.read_metrics(folder / "metrics.jsonl"), states[0], states[-1]
 

@@ -12,9 +12,9 @@ import itertools
 import math
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
+from few_devices import few_devices
 from pair_options import OBJECTIVE, OPTIONS, REST, combined, device_count, problems
 
 from gspax import config
@@ -69,9 +69,6 @@ def run(own, objectives, folder, monkeypatch):
     base, taken, made = variants[0], itertools.count(), {}
     if any(variant.reference is not None for variant in variants):
         base = replace(base, reference=base.reference or config.Reference())
-    devices = jax.devices()[: device_count(base)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr(jax, "device_count", lambda: len(devices))
 
     def run_step(runtime, state, reference, in_flight, teachers):
         """As `step.run_step`, with the objective whose turn it is."""
@@ -86,8 +83,9 @@ def run(own, objectives, folder, monkeypatch):
         return step.run_step(changed, state, reference, in_flight, teachers)
 
     monkeypatch.setattr(loop, "run_step", run_step)
-    check_calls(base, lambda sentence: None)
-    loop.train(base, folder / "run", report_to=())
+    with few_devices(device_count(base)):
+        check_calls(base, lambda sentence: None)
+        loop.train(base, folder / "run", report_to=())
     metrics = record.read_metrics(folder / "run" / "metrics.jsonl")
     wrong = {name: x for row in metrics for name, x in row.items() if not math.isfinite(x)}
     assert len(metrics) >= steps and not wrong and not any(row.get("optim/skipped", 0) for row in metrics)

@@ -15,7 +15,7 @@ from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
 
-pytestmark = pytest.mark.usefixtures("unevaluated")
+pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 
 CHUNK = PARTIAL.sampling.chunk
 SPARSE = {"model": experiment.model, "routing_replay": "sampler"}
