@@ -150,6 +150,13 @@ def params(config, seed=0):
     return jax.tree_util.tree_map_with_path(stir, jax.jit(transformer.init, static_argnums=0)(config, key))
 
 
+def first_layers(config, count):
+    """A config with its first layers alone: a sampler's program has each layer anew."""
+    numbers = ("mlp_only_layers", "delta_layers", "sliding_layers")
+    few = {name: tuple(number for number in getattr(config, name) if number < count) for name in numbers}
+    return replace(config, num_hidden_layers=count, **few)
+
+
 def one_device():
     """The mesh of one device."""
     return single_device_mesh()

@@ -2,19 +2,17 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import jax
 import pytest
 import small_experiment
 
 from gspax import losses
-from gspax.commands import main
 from gspax.config import Optimizer
 from gspax.tools.diagnosis import find_causes, read_record
 from gspax.training.loop import train
 
-SORT = Path(__file__).parents[2] / "experiments" / "sort_gspo.py"
+pytestmark = pytest.mark.usefixtures("one_device")
+
 small = small_experiment.experiment
 experiment = replace(
     small,
@@ -45,18 +43,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("cause", BROKEN)
-def test_a_run_that_is_broken_on_purpose(cause, tmp_path, monkeypatch):
-    one = jax.devices()[:1]  # eight only compile longer
-    monkeypatch.setattr(jax, "devices", lambda: one)
+def test_a_run_that_is_broken_on_purpose(cause, tmp_path):
     train(replace(experiment, **BROKEN[cause]), tmp_path / "run")
     found, missing = find_causes(read_record(tmp_path / "run"))
     assert [finding.cause for finding in found] == [cause] * bool(cause), found
     assert missing == []
-
-
-def test_the_first_run_of_the_readme_shows_no_cause(tmp_path, capsys):
-    overrides = ["schedule.steps=10", "evaluation.problems=16"]
-    assert main.main(["train", str(SORT), "--workdir", str(tmp_path / "run"), *overrides]) == 0
-    capsys.readouterr()
-    assert main.main(["diagnose", str(tmp_path / "run")]) == 0
-    assert "None of the usual causes of a flat reward shows" in capsys.readouterr().out

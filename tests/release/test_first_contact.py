@@ -13,8 +13,11 @@ import venv
 from pathlib import Path
 
 import pytest
+from few_devices import few_devices
 
 import gspax
+from gspax.experiment import load, override
+from gspax.experiment.description import describe
 from gspax.run.directory import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +107,7 @@ def cells(kind):
 
 
 def test_the_notebook_trains_plots_and_reads_samples(tmp_path, monkeypatch, capsys):
-    """Its cells one after the other, as a kernel runs them, with fewer steps."""
+    """Its cells one after the other, as a kernel runs them, with fewer steps: the README's run, which is healthy."""
     import matplotlib.pyplot as plt
 
     shown = []
@@ -113,14 +116,18 @@ def test_the_notebook_trains_plots_and_reads_samples(tmp_path, monkeypatch, caps
     plt.switch_backend("agg")
     namespace = {"__name__": "__main__"}
     for cell in cells("code"):
-        source = "".join(cell["source"]).replace("STEPS = 150", "STEPS = 6")
-        exec(compile(source, cell["id"], "exec"), namespace)
+        source = "".join(cell["source"]).replace("STEPS = 150", "STEPS = 10")
+        with few_devices(1):
+            exec(compile(source, cell["id"], "exec"), namespace)
+    readme = override(load(ROOT / "experiments" / "sort_gspo.py"), ["name=first_run", "schedule.steps=10"])
+    assert describe(namespace["experiment"]) == describe(readme)
     (figure,) = shown
     drawn = {axis.get_title(loc="left"): {len(line.get_xdata()) for line in axis.lines} for axis in figure.axes}
-    assert drawn == {"Reward": {6}, "Held-out reward": {2}, "Entropy": {6}, "Clipped": {6}}
+    assert drawn == {"Reward": {10}, "Held-out reward": {2}, "Entropy": {10}, "Clipped": {10}}
     out = capsys.readouterr().out
     table = out[out.index("prompt    answer") :].splitlines()
     assert all(re.fullmatch(r"\d+= +\d+ +\S* \([01]\) +\S* \([01]\)", line) for line in table[1:11])
+    assert "None of the usual causes of a flat reward shows." in out
     assert "eval/reward" in table[11] and RunDir(tmp_path / "runs" / "first_run").metrics.exists()
     plt.close(figure)
 

@@ -55,10 +55,9 @@ def fuzz(pairs, capsys, tmp_path, monkeypatch):
 
 
 def test_some_values_of_every_field(capsys, tmp_path, monkeypatch):
-    """Each field gets two values, each value about ten fields."""
-    values = itertools.cycle(VALUES)
-    codes = fuzz([(key, next(values)) for key in set_fields() for _ in range(2)], capsys, tmp_path, monkeypatch)
-    assert len(codes) > 200 and codes.count(2) > 100 and codes.count(0) > 20
+    """Each field gets a value, each value about five fields."""
+    codes = fuzz([*zip(set_fields(), itertools.cycle(VALUES), strict=False)], capsys, tmp_path, monkeypatch)
+    assert len(codes) > 100 and codes.count(2) > 50 and codes.count(0) > 10
 
 
 @pytest.mark.slow

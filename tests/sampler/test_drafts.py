@@ -20,12 +20,18 @@ from gspax.sampler.inference_weights import make_inference_weights
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=12)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
 STOPS = (11, 17)
+MODELS = {name: tiny.first_layers(tiny.CONFIGS[name], 2) for name in ("dense", "latent attention")}
+MODELS |= {"experts": tiny.first_layers(tiny.TOGETHER["experts"], 2)}
+MODELS |= {"delta": replace(tiny.DELTA, num_hidden_layers=2, delta_layers=(0,))}
 
 
 @functools.cache
-def generate(name, texts="none", stops=STOPS, greedy=0, keep_experts=True, mask_size=0, **settings):
-    """A rollout; `texts` are those that drafts come from, of the same samples without drafts."""
-    config = (tiny.CONFIGS | tiny.OTHERS | {"experts": tiny.TOGETHER["experts"], "delta": tiny.DELTA})[name]
+def generate(name, texts="none", stops=STOPS, greedy=0, keep_experts=True, mask_size=0, segment=5, **settings):
+    """A rollout; `texts` are those that drafts come from, of the same samples without drafts.
+
+    The cache of 12 positions has three segments of five: a program has a branch for each number of them.
+    """
+    config = MODELS[name]
     params = make_inference_weights(
         tiny.params(config), config, tiny.one_device(), settings.get("weights_dtype", "auto")
     )
@@ -33,10 +39,11 @@ def generate(name, texts="none", stops=STOPS, greedy=0, keep_experts=True, mask_
     options = tiny.options(config, sampling, stops, greedy=greedy, keep_experts=keep_experts, mask_size=mask_size)
     earlier = ()
     if texts != "none":
-        plain = generate(name, stops=stops, greedy=greedy, mask_size=mask_size, **settings | {"drafts": 0})
+        same = {"stops": stops, "greedy": greedy, "mask_size": mask_size, "segment": segment}
+        plain = generate(name, **same, **settings | {"drafts": 0, "draft_cost": 0.0})
         earlier = [[*map(TEXTS[texts], group)] for group in grouped(completions(plain), sampling.group)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "SEGMENT", 5)  # of 12 positions: three
+        patch.setattr(segments, "SEGMENT", segment)
         rollout = sampler.sample(params, PROMPTS, range(4), jax.random.key(0), options, earlier=earlier)
         return jax.device_get(rollout)
 
@@ -66,14 +73,16 @@ def assert_same(got, want, tolerance=1e-5):
 
 
 CASES = {
-    "experts": ("experts", {}, 1e-5),
-    "slots": ("experts", {"slots": 5}, 1e-5),
+    "experts, slots": ("experts", {"slots": 5}, 1e-5),
     "greedy rows": ("dense", {"group": 4, "greedy": 1}, 1e-5),
     "latent attention": ("latent attention", {}, 1e-5),
     "gated delta nets": ("delta", {"slots": 5}, 5e-5),
-    "chunks": ("dense", {"chunk": 1, "slots": 3}, 1e-5),
+    "chunks, filters": (
+        "dense",
+        {"chunk": 1, "slots": 3, "top_k": 4, "temperature": 0.8, "mask_size": 3},
+        1e-5,
+    ),
     "a cache in 8 bits": ("dense", {"kv_cache_dtype": "int8", "weights_dtype": "int8"}, 0.05),
-    "filters": ("dense", {"top_k": 4, "temperature": 0.8, "mask_size": 3}, 1e-5),
     "drafts while they pay": ("dense", {"slots": 5, "draft_cost": 1.2, "max_tokens": 24}, 1e-5),
 }
 
@@ -82,7 +91,8 @@ CASES = {
 @pytest.mark.parametrize("texts", ["none", "same", "with errors", "longer"])
 def test_samples_are_those_without_drafts(case, texts):
     name, settings, tolerance = CASES[case]
-    want, got = generate(name, **settings), generate(name, texts, drafts=3, **settings)
+    want = generate(name, **settings | {"draft_cost": 0.0})
+    got = generate(name, texts, drafts=3, **settings)
     assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
     assert_same(got, want, tolerance)
     assert (got.passes_B <= want.length_B).all() and want.passes_B is None
@@ -98,9 +108,9 @@ def test_passes_have_drafts_while_these_give_more_tokens_than_they_cost():
 
     length = 48
 
-    def passes(texts, cost, drafted=3, slots=3):
-        rollout = generate("dense", texts, drafts=drafted, slots=slots, max_tokens=length, stops=(), draft_cost=cost)
-        return rollout.passes_B
+    def passes(texts, cost):
+        settings = {"drafts": 3, "slots": 3, "max_tokens": length, "draft_cost": cost}
+        return generate("dense", texts, stops=(), segment=64, **settings).passes_B
 
     assert (passes("same", 4.0) == length).all(), "no pass has drafts"
     right, wrong = passes("same", 1.5), passes("wrong", 1.5)

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -188,10 +189,16 @@ def test_a_collective_over_the_wrong_group_is_named(name, fast, monkeypatch):
 
 # Sampler and learner
 
+SHORT = replace(training.SAMPLING, max_prompt_tokens=24, max_tokens=8)
+
+
+def make_trainer(devices):
+    return training.make_trainer(jax.devices()[:devices], "float32", sampling=SHORT)
+
 
 @pytest.fixture(scope="module")
 def trainer():
-    return training.make_trainer(jax.devices()[:1], "float32")
+    return make_trainer(1)
 
 
 def test_a_healthy_trainer_passes(trainer, tmp_path):
@@ -231,13 +238,14 @@ def test_a_reduction_in_another_order_each_time_is_named(monkeypatch):
         return apply(params, jax.tree.map(lambda x: (x + noise) - noise, updates))
 
     monkeypatch.setattr(train_step.optax, "apply_updates", unordered)
-    check = partial(training.same_seed, training.make_trainer(jax.devices()[:1], "float32"))
+    check = partial(training.same_seed, make_trainer(1))
     assert wrong(check) == {"same seed twice, updates, float32"}
 
 
 def test_an_update_that_differs_on_the_mesh_is_named(monkeypatch):
     """On the mesh every other row is left out, as if one of two devices did not take part in the sum."""
-    trainer = training.make_trainer(jax.devices()[:2], "float32")
+    trainer, alone = make_trainer(2), make_trainer(1)
+    monkeypatch.setattr(training, "make_trainer", lambda *_: alone)  # both checks share its program
     (result,) = results.run("", partial(training.mesh_and_one_device, trainer))
     assert (result.name, result.status) == ("update on the mesh and on one device, fsdp=2", "ok")
     own = training.make_batch
