@@ -20,9 +20,9 @@ SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
 STOP = (11, 17)
 CONFIGS = {
-    "experts and windows": tiny.TOGETHER["experts"],
-    "dense": tiny.TOGETHER["dense"],
-    "bfloat16": replace(tiny.MOE, dtype="bfloat16"),
+    "experts and windows": tiny.first_layers(tiny.TOGETHER["experts"], 2),
+    "dense": tiny.first_layers(tiny.TOGETHER["dense"], 2),
+    "bfloat16": replace(tiny.first_layers(tiny.MOE, 2), dtype="bfloat16"),
 }
 
 

@@ -84,7 +84,7 @@ def test_an_empty_cache_is_not_rounded():
 
 @pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "experts"])
 def test_log_probs_are_those_of_the_rounded_model(name):
-    config = tiny.TOGETHER[name]  # tied embeddings in one, experts and windows in the other
+    config = tiny.first_layers(tiny.TOGETHER[name], 2)  # tied embeddings in one, experts and windows in the other
     assert mismatch(config, rounded(tiny.params(config), config), weights_dtype="int8").max() < 1e-4
     error = mismatch(config, tiny.params(config), **EIGHT, slots=5)
     assert 1e-3 < error.mean() < 0.05 and error.max() < 0.3, "0.016 and 0.09 when this was written"
@@ -92,7 +92,7 @@ def test_log_probs_are_those_of_the_rounded_model(name):
 
 def test_latents_in_8_bits():
     """One scale for a token; the projections of keys and values are absorbed with the scales of their weights."""
-    config = tiny.CONFIGS["latent attention"]
+    config = tiny.first_layers(tiny.CONFIGS["latent attention"], 2)
     assert mismatch(config, rounded(tiny.params(config), config), weights_dtype="int8").max() < 1e-4
     error = mismatch(config, tiny.params(config), kv_cache_dtype="int8", slots=5)
     assert 1e-3 < error.mean() < 0.02 and error.max() < 0.2, "0.007 and 0.05 when this was written"

@@ -19,7 +19,7 @@ from gspax.parallel import sharding
 from gspax.sampler import sampler, token_sampling
 from gspax.sampler.inference_weights import convert, make_inference_weights
 
-CONFIG = tiny.MOE
+CONFIG = tiny.first_layers(tiny.MOE, 2)
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
 NARROW = replace(SAMPLING, temperature=0.6, top_k=2)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]

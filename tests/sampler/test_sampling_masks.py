@@ -19,6 +19,7 @@ from gspax.sampler.continuous_batching import Prompts
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import pad_replies
 
+MODEL = tiny.first_layers(tiny.MOE, 1)
 FILTERS = [(0, 0.75, 0.0), (3, 1.0, 0.0), (0, 1.0, 0.1), (6, 0.9, 0.05), (0, 1e-6, 0.0)]
 
 
@@ -86,13 +87,13 @@ SAMPLING = Sampling(group=2, max_prompt_tokens=8, max_tokens=9, temperature=0.8,
 
 
 @functools.cache
-def generate(model=tiny.MOE, mesh=None, mask_size=6, **settings):
+def generate(model=MODEL, mesh=None, mask_size=6, **settings):
     options = tiny.options(model, replace(SAMPLING, **settings), STOP, mesh, mask_size=mask_size)
     weights = make_inference_weights(tiny.params(model), model, options.mesh)
     return jax.device_get(sampler.sample(weights, PROMPTS, range(4), jax.random.key(0), options))
 
 
-def assert_sets_are_the_filters(rollout, model=tiny.MOE, sampling=SAMPLING, size=6):
+def assert_sets_are_the_filters(rollout, model=MODEL, sampling=SAMPLING, size=6):
     """The learner's logits give the same sets, and its log-probs over them are the sampler's."""
     params, mask = tiny.params(model), np.asarray(rollout.mask_BT)
     total = rollout.prompt_length_B + rollout.length_B
@@ -144,7 +145,7 @@ def test_sets_do_not_depend_on_slots_and_chunks(settings):
 )
 def test_sets_do_not_depend_on_the_mesh(axes):
     """With the vocabulary sharded over two devices."""
-    model, mesh = replace(tiny.MOE, vocab_size=24), sharding.make_mesh(axes, jax.devices()[: 8 if axes.data > 1 else 4])
+    model, mesh = replace(MODEL, vocab_size=24), sharding.make_mesh(axes, jax.devices()[: 8 if axes.data > 1 else 4])
     wanted, got = generate(model), generate(model, mesh)
     np.testing.assert_array_equal(got.tokens_BT, wanted.tokens_BT)
     np.testing.assert_array_equal(got.kept_BTK[wanted.mask_BT], wanted.kept_BTK[wanted.mask_BT])
@@ -152,7 +153,7 @@ def test_sets_do_not_depend_on_the_mesh(axes):
 
 
 def test_turns_after_replies_have_their_sets():
-    model, rng, key = tiny.MOE, np.random.default_rng(0), jax.random.key(1)
+    model, rng, key = MODEL, np.random.default_rng(0), jax.random.key(1)
     sampling, stops = replace(SAMPLING, prompts=3, max_tokens=30), (0, 1, 2, 3)
     options = tiny.options(model, sampling, stops, turns=True, mask_size=6)
     weights = make_inference_weights(tiny.params(model), model, tiny.one_device())
