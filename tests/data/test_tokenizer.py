@@ -156,6 +156,11 @@ def test_a_dry_run_does_not_need_transformers(small):
         ("tokenizer.json", "[]", r"tokenizer\.json: wanted a JSON object, got \[\]"),
         ("tokenizer.json", '{"model": {}}', r"not in the form of a tokenizer: KeyError\('vocab'\)"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}', "not in the form of a tokenizer"),
+        (
+            "tokenizer.json",
+            '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": null, "id": 1}]}',
+            "not in the form of a tokenizer: .*wanted texts as tokens, got None",
+        ),
         ("tokenizer.json", '{"model": {"vocab": {"a": "x"}}}', "not in the form of a tokenizer: ValueError"),
         ("tokenizer.json", '{"model": {"vocab": {}}}', r"not in the form of a tokenizer: ValueError\('no tokens'\)"),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json: cannot be read"),

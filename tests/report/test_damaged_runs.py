@@ -11,7 +11,7 @@ from gspax.commands import main
 from gspax.run.directory import RunDir, open_run
 from gspax.run.record import Recorder
 
-PIPE = object()
+PIPE, LOOP = object(), object()
 SUMMARY = {"problems": 2, "samples": 1, "reward": {"mean": 0.5, "low": None, "high": None}, "truncated": 0.0}
 SUMMARY |= {"pass": {}, "majority": {}, "tokens": {"mean": 3.0}}
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2", "reward": 1.0, "advantage": 0.5, "length": 1}
@@ -54,10 +54,11 @@ def spoil_values(value):
 
 
 def damages(file):
-    """Contents instead of a file's; None for a folder in its place, PIPE for a pipe that nobody writes to."""
+    """Contents instead of a file's; None for a folder, PIPE for a pipe without a writer, LOOP for a link to itself."""
     yield from (
         None,
         PIPE,
+        LOOP,
         b"",
         b"5",
         b"[]",
@@ -114,7 +115,8 @@ def test_no_damaged_file_gives_a_traceback(whole, tool, tmp_path, capfd, monkeyp
             shutil.copytree(whole, run)
             path = run / file
             path.unlink(missing_ok=True)
-            {None: path.mkdir, PIPE: partial(os.mkfifo, path)}.get(content, partial(path.write_bytes, content))()
+            others = {None: path.mkdir, PIPE: partial(os.mkfifo, path), LOOP: partial(path.symlink_to, path.name)}
+            others.get(content, partial(path.write_bytes, content))()
             code = main.main(TOOLS[tool](run))
             said = capfd.readouterr().err
             if code not in (0, 1, 2) or "Traceback" in said:

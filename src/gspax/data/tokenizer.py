@@ -190,6 +190,8 @@ class HFTokenizer:
             ids = {token: int(i) for token, i in pairs} | added
             if not ids:
                 raise ValueError("no tokens")
+            if wrong := [token for token in ids if not isinstance(token, str)]:
+                raise ValueError(f"wanted texts as tokens, got {wrong[0]!r}")
             return _TokenizerFile(added, ids, table.get("decoder"))
 
     @functools.cached_property
