@@ -522,3 +522,18 @@ def test_the_docs_list_every_function_and_metric():
     for key in reduced(CASES["ragged-0.3"]):
         if not key.endswith(("_min", "_max", "_mean")):
             assert f"`{key}`" in PAGE, key
+
+
+def test_the_mismatch_of_late_tokens_is_not_hidden_in_the_mean():
+    """A sampler that goes wrong from a token on: the ranges before it show nothing, and the one that it is in does."""
+    mask = np.zeros((2, 100), bool)
+    mask[0, 10:90], mask[1, 20:30] = True, True
+    mask[0, 30:40] = False  # a reply: places count what the policy sampled
+    old_logp = np.full(mask.shape, -1.0, np.float32)
+    sampler_logp = old_logp.copy()
+    sampler_logp[0, 84:90] -= 0.5  # places 65 to 70
+    reduced = losses.reduce(
+        losses.Terms(jnp.zeros(2), jnp.ones(2), correction.mismatch_by_position(old_logp, sampler_logp, mask))
+    )[1]
+    assert [*reduced] == [f"mismatch_abs_diff_from_{first}" for first in (1, 17, 65)]
+    assert [float(value) for value in reduced.values()] == [0.0, 0.0, 0.5]

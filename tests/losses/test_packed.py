@@ -155,6 +155,10 @@ def test_mismatch_metrics_of_packed_rows_equal_one_row_per_sequence(name):
     arrays = [pack(packed, each) for each in (x.logp, x.old_logp, x.mask)]
     got = correction.mismatch_metrics(*arrays, segment_ids=segments(packed))
     assert_same_metrics(got, correction.mismatch_metrics(x.logp, x.old_logp, x.mask))
+    with pytest.MonkeyPatch.context() as patch:  # ranges that rows this short have
+        patch.setattr(correction, "PLACES", (1, 3, 6))
+        placed = correction.mismatch_by_position(*arrays, segment_ids=segments(packed))
+        assert_same_metrics(placed, correction.mismatch_by_position(x.logp, x.old_logp, x.mask))
 
 
 def test_the_objective_of_packed_rows_equals_one_row_per_sequence():

@@ -15,7 +15,7 @@ import numpy as np
 from gspax import losses
 from gspax.learner.objective import Scores, segment_ids
 from gspax.losses import kl, masked
-from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
+from gspax.losses.correction import effective_sample_sizes, mismatch_by_position, mismatch_metrics
 from gspax.losses.terms import mean_over
 from gspax.parallel import multihost
 from gspax.types import Array, Batch, Rollout, known
@@ -120,8 +120,8 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def score_metrics(scored: Sequence[tuple[Batch, Scores]]) -> dict[str, float]:
     """Compute the old policy's entropy, the mismatch of sampler and learner, and the KL to the reference.
 
-    `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
-    over the response tokens. Without any of these there are no metrics.
+    `mismatch/` has the metrics of `losses.correction.mismatch_metrics` and `mismatch_by_position`; `reference/kl` and
+    `reference/kl_k1` are means over the response tokens. Without any of these there are no metrics.
     """
     parts = [_score_rows(batch, scores.logp_BT, scores.entropy_BT) for batch, scores in scored]
     rows = jax.tree.map(lambda *parts: np.concatenate(parts), *multihost.to_host(parts))
@@ -143,9 +143,11 @@ def _reduce_rows(rows: losses.Metrics) -> dict[str, Array]:
 def _score_rows(batch: Batch, logp_BT: Array, entropy_BT: Array) -> losses.Metrics:
     """Compute the metrics of `score_metrics` by row."""
     mask_BT, ref_logp_BT = batch.mask_BT, batch.ref_logp_BT
+    policies = logp_BT, known(batch, "sampler_logp_BT")
     metrics: losses.Metrics = {
         "policy/entropy": mean_over(entropy_BT, mask_BT),
-        **mismatch_metrics(logp_BT, known(batch, "sampler_logp_BT"), mask_BT, segment_ids=segment_ids(batch)),
+        **mismatch_metrics(*policies, mask_BT, segment_ids=segment_ids(batch)),
+        **mismatch_by_position(*policies, mask_BT, segment_ids=segment_ids(batch)),
     }
     if ref_logp_BT is not None:
         metrics["reference/kl"] = mean_over(kl.k3(logp_BT, ref_logp_BT, mask_BT), mask_BT)

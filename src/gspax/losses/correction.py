@@ -60,6 +60,7 @@ from gspax.losses.traits import at_level
 
 Array = jax.Array
 Estimate = Callable[[Array, Array, Array], Array]  # (logp, ref_logp, mask) -> [B, T]: `kl.k1`, `kl.k2`, or `kl.k3`
+PLACES = (1, 17, 65, 257, 1025, 4097)  # in a response, where ranges of `mismatch_by_position` begin
 OverSequence = Callable[[Array, Array, Array | None], Array]  # `sequences.mean`, `sequences.total`, `sequences.largest`
 
 
@@ -379,6 +380,25 @@ def mismatch_metrics(
         "mismatch_extreme_tokens": share_of_tokens(size_BT > math.log(2), mask_BT),
         "mismatch_abs_diff": mean_over(size_BT, mask_BT),
         "mismatch_abs_diff_largest": Spread(sequences.largest(size_BT, mask_BT, segment_BT), some_BS),
+    }
+
+
+def mismatch_by_position(
+    old_logp: Array, sampler_logp: Array, mask: Array, *, segment_ids: Array | None = None
+) -> Metrics:
+    """Measure the mean of |log π_old - log μ| by the place of a token in its response: `mismatch_abs_diff_from_N`.
+
+    N is the first place of a range, 1, 17, 65, 257, 1025, 4097; the range ends before the next one. What goes wrong
+    late in a response, as with a cache that was filled wrongly, is hidden in the mean over all tokens.
+    """
+    d_BT, mask_BT, segment_BT = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
+    count_BU = sequences.at_tokens(sequences.count(mask_BT, segment_BT), segment_BT)
+    place_BT = count_BU - sequences.to_go(mask_BT.astype(jnp.float32), segment_BT) + 1
+    ranges = zip(PLACES, (*PLACES[1:], math.inf), strict=True)
+    return {
+        f"mismatch_abs_diff_from_{first}": mean_over(jnp.abs(d_BT), mask_BT & (place_BT >= first) & (place_BT < end))
+        for first, end in ranges
+        if first <= mask_BT.shape[1]
     }
 
 

@@ -110,6 +110,12 @@ PANELS = (
         {"mean": "mismatch/abs_diff", "max": "mismatch/abs_diff_largest_max"},
         log=True,
     ),
+    Panel(
+        "Mismatch by place in the response",
+        "mean |Δ log-prob|, nats",
+        {f"from token {first}": f"mismatch/abs_diff_from_{first}" for first in (1, 17, 65, 257, 1025, 4097)},
+        log=True,
+    ),
     Panel("Time per step", "seconds", _phases("time"), log=True),
     Panel("CPU time per step", "CPU-seconds of host 0", _phases("cpu"), log=True),
     Panel("Throughput", "response tokens per second", {"tokens": "perf/tokens_per_second"}),
