@@ -362,15 +362,17 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
     assert update._cache_size() == 1
 
 
-SPARSE_LAYERS = {"run": {}, "alternate": {"num_hidden_layers": 5, "decoder_sparse_step": 2}}
+SIGMOIDS, SPEED = tiny.CONFIGS["a router of sigmoids"], 0.01
 
 
-@pytest.mark.parametrize("layers", SPARSE_LAYERS)
-def test_correction_biases_move_toward_equal_loads(layers):
-    """By the speed, up where an expert has fewer tokens than the mean."""
-    model, speed = replace(tiny.CONFIGS["a router of sigmoids"], **SPARSE_LAYERS[layers]), 0.01
+def test_correction_biases_of_layers_that_alternate_move_toward_equal_loads():
+    model = replace(SIGMOIDS, num_hidden_layers=5, decoder_sparse_step=2)
     before = tiny.params(model)
-    after, count_LE = update_biases(model, before, speed)
+    assert_moved(model, before, *update_biases(model, before, SPEED), SPEED)
+
+
+def assert_moved(model, before, after, count_LE, speed):
+    """By the speed, up where an expert has fewer tokens than the mean."""
     wanted_LE = speed * np.sign(count_LE.mean(axis=1, keepdims=True) - count_LE)
     assert count_LE.shape == (config.sparse_layers(model), model.num_experts) and (wanted_LE > 0).any()
     for number, wanted_E in zip(config.sparse_numbers(model), wanted_LE, strict=True):
@@ -382,14 +384,15 @@ def test_correction_biases_move_toward_equal_loads(layers):
         close(np.asarray(new_E)[place.position] - np.asarray(old_E)[place.position], wanted_E, atol=1e-6)
 
 
-def test_all_but_correction_biases_moves_as_without_a_speed():
+def test_all_but_correction_biases_of_a_run_of_layers_moves_as_without_a_speed():
     """In bfloat16, beside biases in float32, which stay as they are without a speed."""
-    model = replace(tiny.CONFIGS["a router of sigmoids"], param_dtype="bfloat16")
+    model = replace(SIGMOIDS, param_dtype="bfloat16")
     before = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if path[-1].key == "correction_bias" else leaf.astype("bfloat16"),
         tiny.params(replace(model, param_dtype="float32")),
     )
-    moved, still = (update_biases(model, before, speed)[0] for speed in (0.01, 0.0))
+    (moved, count_LE), (still, _) = (update_biases(model, before, speed) for speed in (SPEED, 0.0))
+    assert_moved(model, before, moved, count_LE, SPEED)
 
     def leaves(params, biases):
         with_paths = jax.tree_util.tree_leaves_with_path(params)
