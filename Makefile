@@ -20,9 +20,10 @@ VLLM := $(VENV)/vllm
 REAL := $(VENV)/real
 SMOLLM2 := .cache/smollm2/config.json
 
-# pip's output goes to a log, which is shown if pip fails.
+# pip's output goes to a log, which is shown if pip fails. Python compiles a module when it is imported first: pip would take
+# a minute for all 17,000 files of the tests' packages.
 LOG = $(VENV)/pip.log
-PIP = $(BIN)/python -m pip install --disable-pip-version-check >> $(LOG) 2>&1
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile >> $(LOG) 2>&1
 SHOW_LOG = { cat $(LOG) >&2; exit 1; }
 
 # A test file stays on one worker, where its tests share what they compile.
@@ -30,7 +31,7 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Without bytecode, pytest rewrites the assertions of every test file at each start.
 unexport PYTHONDONTWRITEBYTECODE
 # The folders of the tier "unit" without the files that import torch: 4 CPU-seconds to collect, where all tests take 13.
-UNIT = $(addprefix tests/,config data experiment hf losses report run) \
+UNIT = $(addprefix tests/,config data experiment hf losses report run tools/test_comparison.py tools/test_diagnosis.py) \
 	$(patsubst %,--ignore=tests/hf/test_%.py,families mxfp4 peft_torch transformers wrappers)
 RUN = $(VENV)/run
 FLOOR_TESTS := chex hypothesis pytest pytest-timeout pytest-xdist
@@ -105,7 +106,7 @@ lock:
 test-python: $(TESTS)
 	rm -rf $(RUN)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
-	$(PYTEST) -q -m "unit and not slow and not release"
+	$(PYTEST) --loadscope-reorder -q -m "not slow and not release" $(UNIT)
 
 # The lowest versions that setup.cfg allows, in a virtual environment of its own.
 test-floors: VENV := .venv-floors
@@ -116,7 +117,7 @@ test-floors:
 	@echo "installing the versions of $(VENV)/floors.txt"
 	@$(PIP) --constraint $(VENV)/floors.txt --editable '.[train,rewards]' $(FLOOR_TESTS) || $(SHOW_LOG)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
-	$(PYTEST) -q -m "not slow and not release" $(UNIT)
+	$(PYTEST) --loadscope-reorder -q -m "not slow and not release" $(UNIT)
 
 # A study of experiments/studies: finished runs are skipped, interrupted ones resumed (JOBS=2 at a time).
 study: $(INSTALLED)
