@@ -35,6 +35,8 @@ from gspax.run.record import read_rows
 from gspax.sampler.placement import make_sampler
 from gspax.training import loop
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 PROBLEMS, SAMPLES = 5, 4
 
 

@@ -1,5 +1,6 @@
 """A dialogue against whole forward passes over the conversation as one row of tokens."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -20,14 +21,15 @@ from gspax.tools.dialogue import Dialogue
 
 KEY = jax.random.key(5)
 CHAT = CharChat("abcdefghijklmnopqrst#", user="{}#")  # with the stop id 22 ids
+MODEL = tiny.first_layers(tiny.CONFIGS["dense"], 1)
 SAMPLING = Sampling(max_prompt_tokens=8, max_tokens=40)
 STOPS = (0, 1, CHAT.turn_end)
 
 
 def dialogue(tokenizer=CHAT, mesh=None, **changes):
-    model, mesh = tiny.CONFIGS["dense"], mesh or tiny.one_device()
-    weights = make_inference_weights(tiny.params(model), model, mesh)
-    return Dialogue(weights, tokenizer, tiny.options(model, replace(SAMPLING, **changes), STOPS, mesh), KEY)
+    mesh = mesh or tiny.one_device()
+    weights = make_inference_weights(tiny.params(MODEL), MODEL, mesh)
+    return Dialogue(weights, tokenizer, tiny.options(MODEL, replace(SAMPLING, **changes), STOPS, mesh), KEY)
 
 
 def last(answers):
@@ -39,17 +41,23 @@ def last(answers):
 
 def check_answer(row, answer, logp, temperature):
     """The answer's tokens are those that the logits of the whole row give at their positions, and so are log-probs."""
-    model, sampling = tiny.CONFIGS["dense"], Sampling(temperature=temperature)
-    tokens_BT = jnp.array([[*row, *answer]])
-    hidden_BTD, _ = transformer.apply(
-        tiny.params(model), model, tokens_BT, jnp.ones_like(tokens_BT), mesh=tiny.one_device()
-    )
-    logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(tiny.params(model)))
-    key_B = [jax.random.fold_in(jax.random.fold_in(KEY, 0), position) for position in range(len(row), tokens_BT.size)]
-    expected, _ = sample_tokens(logits_BTV[0, len(row) - 1 : -1], jnp.stack(key_B), sampling)
-    assert answer == expected.tolist()
-    expected_BT = token_logp(logits_BTV / (temperature or 1), tokens_BT)
-    np.testing.assert_allclose(logp, expected_BT[0, len(row) :], rtol=1e-3, atol=1e-4)
+    tokens_BT, whole = np.zeros((1, 48), np.int32), [*row, *answer]  # one length for all, so that one program runs
+    tokens_BT[0, : len(whole)] = whole
+    expected_T, logp_T = expect(tokens_BT, len(whole), Sampling(temperature=temperature))
+    assert answer == expected_T[len(row) - 1 : len(whole) - 1].tolist()
+    np.testing.assert_allclose(logp, logp_T[len(row) : len(whole)], rtol=1e-3, atol=1e-4)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def expect(tokens_BT, length, sampling):
+    """The token that follows each position of a row, and the log-prob of each token after those before."""
+    segment_BT = (jnp.arange(tokens_BT.shape[1])[None] < length).astype(jnp.int32)
+    hidden_BTD, _ = transformer.apply(tiny.params(MODEL), MODEL, tokens_BT, segment_BT, mesh=tiny.one_device())
+    logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(tiny.params(MODEL)))
+    key = jax.random.fold_in(KEY, 0)
+    key_T = jax.vmap(lambda position: jax.random.fold_in(key, position))(jnp.arange(1, tokens_BT.shape[1] + 1))
+    expected_T, _ = sample_tokens(logits_BTV[0], key_T, sampling)
+    return expected_T, token_logp(logits_BTV / (sampling.temperature or 1), tokens_BT)[0]
 
 
 def test_answers_continue_the_conversation():

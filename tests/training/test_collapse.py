@@ -22,7 +22,7 @@ from gspax.training import run_guard as guards
 from gspax.training.run_guard import Watch
 from gspax.training.step import StepResult
 
-pytestmark = pytest.mark.usefixtures("unevaluated")
+pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
