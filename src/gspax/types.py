@@ -53,6 +53,9 @@ class Rollout:
     reply_B: Array | None = None  # int32    with an environment, the tokens of its replies
     version_BT: Array | None = None  # int32    on request, version of the weights that sampled the token; 0 elsewhere
     passes_B: Array | None = None  # int32    with drafts, the passes of the model that sampled the tokens
+    # int32    where samples are several sequences, as an agent's are, the number of the token's own: 1, 2, ... in this
+    # order; 0 on padding. The first token of a sequence is never masked in. None: each sample is one sequence.
+    sequence_BT: Array | None = None
     # On request, the sampling mask: the ids of the tokens that the filters left the sampler to choose from, the most
     # probable first, then the vocabulary's size. Log-probs are then over these tokens. Undefined where not masked in.
     kept_BTK: Array | None = None  # uint8 or wider
@@ -71,6 +74,8 @@ class Batch:
     advantage: Array | None = None  # float32  [B], or [B, T] for packed rows and for advantages of tokens
     # int32    with shared prompts, the segment that a token's own continues (the prompt's); 0: none
     prefix_BT: Array | None = None
+    # int32    where samples are several segments: 1, 2, ... the token's own; 0 = padding. None: each is one segment
+    sample_BT: Array | None = None
     sampler_logp_BT: Array | None = None  # float32  log-prob under the sampler, for corrections
     ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
     version_BT: Array | None = None  # int32    as in `Rollout`, where the update interpolates old log-probs
@@ -107,11 +112,14 @@ def known(batch: Batch, name: str) -> Array:
 
 
 def segment_ids(batch: Batch) -> Array | None:
-    """Return the segments of a batch with advantages [B, T], of packed rows or of tokens; else None.
+    """Return the samples of a batch with advantages [B, T], of packed rows or of tokens; else None: a row is a sample.
 
-    With one sequence in each row they change nothing but the shape of what a loss takes and returns.
+    With one sample in each row they change nothing but the shape of what a loss takes and returns. A sample of several
+    sequences has one ratio, over the tokens of all of them.
     """
-    return batch.segment_BT if known(batch, "advantage").ndim == 2 else None
+    if known(batch, "advantage").ndim != 2:
+        return None
+    return batch.segment_BT if batch.sample_BT is None else batch.sample_BT
 
 
 def packed(batch: Batch) -> dict[str, Array]:

@@ -14,8 +14,16 @@ from small_experiment import experiment, objective_with
 from gspax import config, losses
 from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
 from gspax.learner import adapters, metrics, minibatches, train_step
-from gspax.learner.forward import StepSettings
-from gspax.learner.minibatches import Piece, first_fit_decreasing, pack, separate, share_prompts
+from gspax.learner.forward import Inputs, StepSettings, forward
+from gspax.learner.packing import (
+    Piece,
+    first_fit_decreasing,
+    pack,
+    separate,
+    share_prompts,
+    unit_length,
+)
+from gspax.learner.prefixes import Tokens, separate_sequences, share_prefixes, split_sequences
 from gspax.learner.state import abstract_state, new_state
 from gspax.losses import correction, kl
 from gspax.model.terms.reference import ReferenceTerm
@@ -42,15 +50,15 @@ def test_first_fit_decreasing_by_hand():
 
 def test_every_token_has_one_place_and_used_microbatches_come_first():
     lengths, shape = np.random.default_rng(0).integers(2, 12, 23), RowShape(24, 15, 4, True)
-    sequence, column, segment, prefix, used = pack(separate(lengths), shape)
+    sample, column, segment, prefix, used = pack(separate(lengths), shape)
     assert not prefix.any()
-    assert sequence.shape == column.shape == segment.shape == (24, 15)
+    assert sample.shape == column.shape == segment.shape == (24, 15)
     for index, length in enumerate(lengths):
-        rows, columns = np.nonzero(sequence == index)
+        rows, columns = np.nonzero(sample == index)
         assert len(set(rows)) == 1 and (np.diff(columns) == 1).all()
         np.testing.assert_array_equal(column[rows, columns], np.arange(length))
         assert len(set(segment[rows, columns])) == 1
-    assert ((segment > 0) == (sequence >= 0)).all() and (sequence >= 0).sum() == lengths.sum()
+    assert ((segment > 0) == (sample >= 0)).all() and (sample >= 0).sum() == lengths.sum()
     for row in segment:
         assert set(row) - {0} == set(range(1, row.max() + 1))
     parts = segment.reshape(4, 6, 15).swapaxes(0, 1)  # as `run_microbatches` splits them
@@ -61,11 +69,90 @@ def test_every_token_has_one_place_and_used_microbatches_come_first():
 def test_prompts_are_shared_by_hand():
     length, prompt, group = np.array([9, 5, 7, 3, 3, 6]), np.array([4, 4, 4, 1, 1, 5]), np.array([0, 0, 0, 1, 1, 2])
     assert share_prompts(length, prompt, group, 14) == [
-        [Piece(0, 0, 3), Piece(0, 3, 6), Piece(2, 3, 4)],  # 3 + 6 + 4, and 2 more do not fit
+        [Piece(0, 0, 3), Piece(0, 3, 6, parent=0), Piece(2, 3, 4, parent=0)],  # 3 + 6 + 4, and 2 more do not fit
         [Piece(1, 0, 5)],
         *([Piece(3, 0, 3)], [Piece(4, 0, 3)]),  # a prompt of one token is not worth it
         [Piece(5, 0, 6)],
     ]
+
+
+def sequences(*given):
+    """Sequences of samples, from texts: capital letters are sampled."""
+    return [
+        [
+            Tokens(
+                number,
+                sum(map(len, texts[:place])),
+                np.array([ord(letter.lower()) for letter in text]),
+                np.array([letter.isupper() for letter in text]),
+            )
+            for place, text in enumerate(texts)
+        ]
+        for number, texts in enumerate(given)
+    ]
+
+
+def test_samples_are_split_into_their_sequences():
+    tokens, length = np.arange(18).reshape(2, 9), np.array([9, 5])
+    number = np.array([[1, 1, 1, 1, 1, 2, 2, 3, 3], [1] * 5 + [0] * 4])
+    mask = tokens % 2 == 1
+    samples = split_sequences(tokens, mask, number, length)
+    assert [[one.tokens.tolist() for one in sample] for sample in samples] == [
+        [[0, 1, 2, 3, 4], [5, 6], [7, 8]],
+        [[9, 10, 11, 12, 13]],
+    ]
+    assert [one.prompt for one in samples[0]] == [1, 0, 0]
+    assert separate_sequences(samples) == [[Piece(0, 0, 5), Piece(0, 5, 2), Piece(0, 7, 2)], [Piece(1, 0, 5)]]
+
+
+def test_prefixes_are_shared_by_hand():
+    """What the policy sampled stands once; a branch begins with the last shared token, which another one sampled."""
+    (unit,) = share_prefixes(sequences(["pqABrsCD", "pqabrtEF", "pqxyG"]), np.array([0]), 30)
+    assert unit == [
+        Piece(0, 0, 1),  # p
+        Piece(0, 1, 3, parent=0),  # q A B
+        Piece(0, 4, 4, parent=1),  # r s C D
+        Piece(0, 12, 4, parent=1),  # r t E F, of the second sequence, from its column 8 on
+        Piece(0, 17, 4, parent=0),  # q x y G
+    ]
+    (unit,) = share_prefixes(sequences(["abC", "ABc"], ["abD"]), np.zeros(2, int), 30)
+    assert unit == [  # the second sequence has sampled what the first has: both count
+        *(Piece(0, 0, 1), Piece(0, 1, 2, parent=0), Piece(1, 1, 2, parent=0)),
+        Piece(0, 3, 3),
+    ]
+    (unit,) = share_prefixes(sequences(["pqABrsCD", "pqabrtEF", "pqxyG"]), np.array([0]), 30, deep=False)
+    assert unit == [Piece(0, 0, 1), *(Piece(0, first, length, parent=0) for first, length in ((1, 7), (9, 7), (17, 4)))]
+    units = share_prefixes(sequences(["abC"], ["abD"], ["abEFGHIJ"]), np.zeros(3, int), 8)
+    assert sorted(map(unit_length, units)) == [5, 8], "as many as fit"
+
+
+def test_every_branch_of_a_tree_is_its_sequence():
+    """Random sequences of few letters: the path from the root is the sequence, and each sampled token stands once."""
+    rng = np.random.default_rng(0)
+    for round in range(200):
+        texts = [["p" + "".join(rng.choice(list("abAB"), rng.integers(1, 7))) for _ in range(3)] for _ in range(2)]
+        samples = sequences(*texts)
+        (unit,) = share_prefixes(samples, np.zeros(2, int), 60, deep=round % 2 == 0)
+        assert round % 2 == 0 or all(unit[piece.parent].parent < 0 for piece in unit if piece.parent >= 0)
+        rows = ["".join(row) for row in texts]
+
+        def text(number, unit=unit, rows=rows):
+            piece = unit[number]
+            above = "" if piece.parent < 0 else text(piece.parent)
+            return above + rows[piece.sample][piece.first : piece.first + piece.length]
+
+        paths = [text(number).lower() for number in range(len(unit))]
+        wanted = [one.lower() for row in texts for one in row]
+        leaves = set(range(len(unit))) - {piece.parent for piece in unit}
+        assert sorted(paths[leaf] for leaf in leaves) == sorted(wanted)
+        taken = [(piece.sample, piece.first + offset) for piece in unit for offset in range(piece.length)]
+        assert len(set(taken)) == len(taken), "no column of a sample twice"
+        sampled = [(n, column) for n, row in enumerate(rows) for column, letter in enumerate(row) if letter.isupper()]
+        assert set(sampled) <= set(taken)
+        for number, piece in enumerate(unit):  # the token before a sampled one is beside it
+            if rows[piece.sample][piece.first].isupper():
+                before = unit[number - 1]
+                assert piece.parent == number - 1 and (before.sample, before.first + before.length) == piece[:2]
 
 
 def test_a_shared_prompt_stands_once_before_its_responses():
@@ -75,13 +162,13 @@ def test_a_shared_prompt_stands_once_before_its_responses():
     packed = pack(share_prompts(length, prompt, group, 24), shape)
     seen = np.zeros((24, 24), int)
     for row, place in zip(*np.nonzero(packed.segment_BT), strict=True):
-        index, column = packed.sequence_BT[row, place], packed.column_BT[row, place]
+        index, column = packed.sample_BT[row, place], packed.column_BT[row, place]
         own = packed.segment_BT[row] == packed.segment_BT[row, place]
         before = (packed.prefix_BT[row, place] > 0) & (packed.segment_BT[row] == packed.prefix_BT[row, place])
         visible = (own & (np.arange(24) <= place)) | before
         np.testing.assert_array_equal(np.sort(packed.column_BT[row, visible]), np.arange(column + 1), "all before it")
-        assert set(group[packed.sequence_BT[row, visible]]) == {group[index]}
-        assert column < prompt[index] or (packed.sequence_BT[row, own] == index).all()
+        assert set(group[packed.sample_BT[row, visible]]) == {group[index]}
+        assert column < prompt[index] or (packed.sample_BT[row, own] == index).all()
         seen[index, column] += 1
     answers = np.arange(24)[None] >= prompt[:, None]
     np.testing.assert_array_equal(seen[answers], (answers & (np.arange(24)[None] < length[:, None]))[answers])
@@ -311,3 +398,68 @@ def test_a_run_with_shared_prompts_is_one_with_separate_rows(tmp_path, replay):
         assert got["learner/tokens"] < want["learner/tokens"]
         for metric in ("reward/mean", "response/length_mean", "policy/loss", "policy/entropy", "optim/grad_norm"):
             np.testing.assert_allclose(got[metric], want[metric], rtol=1e-4, atol=5e-6, err_msg=metric)
+
+
+@functools.cache
+def of_several_sequences():
+    """Samples of up to three sequences: the second begins as the first did, the third with the prompt only."""
+    data, rng = rollout(), np.random.default_rng(5)
+    tokens, mask, sequence = (np.zeros((N, S + C), dtype) for dtype in (np.int32, bool, np.int32))
+    for n, prompt in enumerate(data.prompt_length_B):
+        begin = [(token, False) for token in data.tokens_BT[n, :prompt]]
+        new = [(token, True) for token in rng.integers(0, MODEL.vocab_size, 5, dtype=np.int32)]
+        first = begin + new[: 1 + (prompt < 3)]
+        second = [(token, False) for token, _ in first] + new[2:4]
+        sequences = (first, second, begin + new[4:])[: 1 + n % 3]
+        row = [(*each, number) for number, one in enumerate(sequences, start=1) for each in one][: S + C]
+        tokens[n, : len(row)], mask[n, : len(row)], sequence[n, : len(row)] = zip(*row, strict=True)
+    assert sequence.max() == 3
+    length = (sequence > 0).sum(1).astype(np.int32) - data.prompt_length_B
+    logp = np.where(mask, data.logp_BT - 1, 0).astype(np.float32)
+    return replace(
+        data, tokens_BT=tokens, mask_BT=mask, logp_BT=logp, length_B=length, sequence_BT=sequence, kept_BTK=None
+    )
+
+
+def filter_truncated(data):
+    """The mask without the completions that were cut, which `learn` leaves out."""
+    return data.mask_BT & data.finished_B[:, None]
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, SHARED], ids=["packed", "shared"])
+def test_the_sequences_of_a_sample_may_stand_anywhere_in_its_row(schedule):
+    """Loss, gradient and all metrics of packed rows are those of rows with one sample each."""
+    *_, batch = compare(schedule=schedule, data=of_several_sequences())
+    assert batch.sample_BT.max() > 1 and (batch.segment_BT.max(1) > batch.sample_BT.max(1)).any()
+    assert schedule is SCHEDULE or batch.prefix_BT.max() > 1, "a segment that continues one which is no prompt"
+
+
+def test_a_sample_of_several_sequences_has_one_ratio():
+    """GSPO's gradient is that of the definition, with each sequence computed in a row of its own."""
+    data, bound, advantage = of_several_sequences(), 5e-4, np.linspace(-1, 1, N)
+    loss = functools.partial(losses.gspo, clip_low=bound, clip_high=bound)
+    (got, found, *_), _, _ = learn(Schedule(minibatches=1), ALONE, {"loss": loss}, replay=False, data=data)
+    owner, rows = zip(
+        *((n, data.sequence_BT[n] == number) for n in range(N) for number in range(1, data.sequence_BT[n].max() + 1)),
+        strict=True,
+    )
+    tokens, mask, segment = (np.zeros((len(rows), S + C), np.int32) for _ in range(3))
+    kept = filter_truncated(data)
+    for row, (n, of_sequence) in enumerate(zip(owner, rows, strict=True)):
+        here = slice(of_sequence.sum())
+        tokens[row, here], mask[row, here], segment[row, here] = data.tokens_BT[n, of_sequence], kept[n, of_sequence], 1
+    settings = StepSettings(config=MODEL, mesh=ALONE, temperature=SAMPLING.temperature)
+    score = functools.partial(forward, settings=settings, rows=Inputs(tokens, segment, mask.astype(bool)))
+    old = np.asarray(score(moved(start(None), 1e-3)).logp_BT)
+
+    def objective(params):
+        log_ratio = jax.ops.segment_sum(((score(params).logp_BT - old) * mask).sum(1), jnp.array(owner), N)
+        count = kept.sum(1)
+        ratio = jnp.exp(log_ratio / np.maximum(count, 1))
+        value = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - bound, 1 + bound) * advantage)
+        return -(value * (count > 0)).sum() / (count > 0).sum(), ratio
+
+    (value, ratio), gradient = jax.value_and_grad(objective, has_aux=True)(start(None))
+    assert 0 < found["clip_fraction_sequences"] < 1 and np.abs(ratio - 1).max() > bound
+    np.testing.assert_allclose(found["loss"], value, rtol=1e-5)
+    assert_close(jax.tree.map(lambda a, b: a - b, start(None), got), gradient)

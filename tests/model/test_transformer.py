@@ -11,6 +11,7 @@ import reference_model
 import tiny
 
 from gspax.model import decoding, transformer
+from gspax.model.kernels.trees import positions
 from gspax.parallel.sharding import RULES, spec
 from gspax.sampler.inference_weights import make_inference_weights
 
@@ -74,7 +75,7 @@ def test_padded_and_packed_rows_equal_single_sequences(name):
 def test_positions_restart_with_each_segment():
     segment = jnp.array([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 2, 3, 3, 3, 3, 3]])
     expected = [[0, 1, 0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2, 3, 4]]
-    np.testing.assert_array_equal(transformer.positions(segment), expected)
+    np.testing.assert_array_equal(positions(segment), expected)
 
 
 def test_a_row_does_not_depend_on_its_batch():

@@ -109,7 +109,9 @@ def decay_of_a_step(monkeypatch):
     )
 
 
-ATTENTION = {f"attention, {case}, float32" for case in ("packed", "window", "sinks", "shared prompts")}
+ATTENTION = {
+    f"attention, {case}, float32" for case in ("packed", "window", "sinks", "shared prompts", "shared prefixes")
+}
 DECODING = {f"decode attention, float32, cache {cache}" for cache in ("float32", "int8")}
 FAULTS = {
     shift_by_one: (kernels.attention, ATTENTION, "context"),

@@ -18,6 +18,7 @@ from gspax.hf.config_json import read_config, to_json
 from gspax.hf.parameters import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import decoding, transformer
+from gspax.model.kernels.trees import positions
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import sample
 
@@ -84,7 +85,7 @@ def test_logits_of_full_left_padded_right_padded_and_packed_rows(config, tmp_pat
     segment_BT[3, 7:] = 2
     hidden, _ = apply(params, config, tokens_BT, segment_BT, mesh=tiny.one_device())
     ours_BTV = np.asarray(transformer.logits(params, hidden))
-    position_BT = np.asarray(transformer.positions(jnp.asarray(segment_BT)))
+    position_BT = np.asarray(positions(jnp.asarray(segment_BT)))
     padded = their_logits(
         model,
         tokens_BT[:3],

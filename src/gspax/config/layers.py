@@ -67,6 +67,7 @@ class Mixer:
     name: ClassVar[str]  # in sentences and plans
     part: ClassVar[str] = "mixer"  # of a layer's parameters
     window: int = 0
+    deep_prefixes: ClassVar[bool] = False  # a segment may continue one that continues another (`kernels.trees`)
 
     @property
     def obstacles(self) -> Mapping[Feature, str]:
@@ -119,6 +120,7 @@ class SelfAttention(Mixer):
     module = "gspax.model.layers.Attention"
     name = "attention"
     part = "attention"
+    deep_prefixes = True
 
     heads: int
     key_heads: int
@@ -179,6 +181,7 @@ class LatentAttention(Mixer):
     module = "gspax.model.latent_attention.LatentMixer"
     name = "latent attention"
     part = "attention"
+    deep_prefixes = True
 
     heads: int
     rank: int  # of the latent

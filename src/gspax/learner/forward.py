@@ -52,7 +52,7 @@ class StepSettings:
     mesh: jax.sharding.Mesh  # the arrays are sharded over it
     temperature: float = 1.0  # the sampler's; log-probs are of the logits divided by it
     microbatch_rows: int = 0  # rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once
-    # Rows are packed (`minibatches.pack`): advantages are [B, T], and microbatches without a token are not run. Their
+    # Rows are packed (`packing.pack`): advantages are [B, T], and microbatches without a token are not run. Their
     # number may change without a new compilation.
     packed: bool = False
     worst_case: bool = False  # run every microbatch and every position, so that each loop has a known length

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import RowShape
-from gspax.learner.minibatches import Layout, pack, separate
+from gspax.learner.minibatches import Layout
+from gspax.learner.packing import pack, separate
 from gspax.learner.teacher import Teach
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding, token_spec
@@ -115,7 +116,7 @@ def _read(
     by_row, (N, U) = named_sharding(mesh, "batch"), lessons.tokens_NU.shape
     packed = pack(separate(lessons.length_N[chosen]), shape)
     there_BU = packed.segment_BT > 0
-    response_BU = np.where(there_BU, chosen[packed.sequence_BT], 0)
+    response_BU = np.where(there_BU, chosen[packed.sample_BT], 0)
     source_BU = np.where(there_BU, response_BU * U + packed.column_BT, 0).astype(np.int32)
     arrays = multihost.to_devices((source_BU, packed.segment_BT), by_row)
     take = jax.jit(_take, out_shardings=by_row)

@@ -5,7 +5,7 @@ Packed rows hold several responses, each with its prompt or after a shared one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -17,6 +17,8 @@ import numpy as np
 
 from gspax.config import RewardPenalty, RowShape, Term
 from gspax.learner.objective import Scores, mix
+from gspax.learner.packing import Unit, number_samples, pack, separate, share_prompts
+from gspax.learner.prefixes import separate_sequences, share_prefixes, split_sequences
 from gspax.learner.train_step import Score
 from gspax.losses.selection import Minibatch
 from gspax.losses.shaping import filter_overlong
@@ -37,6 +39,14 @@ class Layout:
     positions: int  # positions that a pass computes
 
 
+class Segments(NamedTuple):
+    """The fields of `Batch` that say which tokens belong together; int32."""
+
+    segment_BT: Array | np.ndarray
+    prefix_BT: Array | np.ndarray | None = None
+    sample_BT: Array | np.ndarray | None = None
+
+
 def split_minibatches(
     rollout: Rollout,
     count: int,
@@ -45,6 +55,7 @@ def split_minibatches(
     *,
     without_overlong: bool = False,
     sharing: int = 0,
+    deep_prefixes: bool = True,
 ) -> tuple[list[Batch], list[Layout]]:
     """Split a rollout into `count` minibatches of adjacent responses, sharded over the mesh.
 
@@ -52,8 +63,9 @@ def split_minibatches(
       rollout: its lengths are on the host.
       shape: `config.row_shape`. Rows that are not packed keep the rollout's length.
       without_overlong: the loss leaves out completions that were truncated at the maximum length.
-      sharing: the number of adjacent responses with one prompt, which packed rows hold once for several of them; 0:
-        each response has its own.
+      sharing: the number of adjacent responses with one prompt, which packed rows hold once for several of them, as
+        they do other prefixes of samples that are several sequences; 0: each response has its own.
+      deep_prefixes: all layers have `Mixer.deep_prefixes`.
     """
     # rows that one device sampled are redistributed over all of them without passing through the host
     jit = partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
@@ -67,29 +79,49 @@ def split_minibatches(
             Layout(np.concatenate([part, padding])[:, None], column_1T, int(total_N[part].sum()), shape.rows * T)
             for part in parts
         ]
-    gather, batches, layouts = jit(_gather, static_argnums=4), [], []
-    for part in parts:
-        units = separate(total_N[part])
-        if sharing:
-            prompt_N, group_N = np.asarray(rollout.prompt_length_B)[part], np.array(part) // sharing
-            units = share_prompts(total_N[part], prompt_N, group_N, shape.length)
-        sequence_BT, column_BT, segment_BT, prefix_BT, used = pack(units, shape)
-        response_BT = np.where(segment_BT > 0, sequence_BT + part.start, -1).astype(np.int32)
+    gather, batches, layouts = jit(_gather, static_argnums=3), [], []
+    for part, units in zip(parts, _make_units(rollout, parts, shape.length, sharing, deep_prefixes), strict=True):
+        sample_BT, column_BT, segment_BT, prefix_BT, used = pack(units, shape)
+        response_BT = np.where(segment_BT > 0, sample_BT + part.start, -1).astype(np.int32)
         source_BT = np.where(segment_BT > 0, response_BT * T + column_BT, 0).astype(np.int32)
-        arrays = source_BT, segment_BT, prefix_BT if sharing else None
-        placed = multihost.to_devices(arrays, named_sharding(mesh, "batch"))
+        numbers_BT = None if rollout.sequence_BT is None else number_samples(response_BT)
+        related = Segments(segment_BT, prefix_BT if sharing else None, numbers_BT)
+        placed = multihost.to_devices((source_BT, related), named_sharding(mesh, "batch"))
         batches.append(gather(rollout, *placed, without_overlong))
         positions = used * shape.microbatch * shape.length
         layouts.append(Layout(response_BT, column_BT, int((segment_BT > 0).sum()), positions))
     return batches, layouts
 
 
+def _make_units(
+    rollout: Rollout, parts: Sequence[range], capacity: int, sharing: int, deep: bool
+) -> Iterator[list[Unit]]:
+    """Make the units of each part of a rollout. Collective if samples are several sequences."""
+    prompt_N = np.asarray(rollout.prompt_length_B)
+    total_N = prompt_N + np.asarray(rollout.length_B)
+    samples = None
+    if rollout.sequence_BT is not None:
+        tokens_NT, mask_NT, sequence_NT = multihost.to_host((rollout.tokens_BT, rollout.mask_BT, rollout.sequence_BT))
+        samples = split_sequences(tokens_NT, mask_NT, sequence_NT, total_N)
+    for part in parts:
+        here, group_N = slice(part.start, part.stop), np.array(part) // max(sharing, 1)
+        if samples is None:
+            shared = partial(share_prompts, total_N[here], prompt_N[here])
+            yield shared(group_N, capacity) if sharing else separate(total_N[here])
+        else:
+            own = [[one._replace(sample=one.sample - part.start) for one in sample] for sample in samples[here]]
+            yield share_prefixes(own, group_N, capacity, deep=deep) if sharing else separate_sequences(own)
+
+
 def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> list[Batch]:
     """Make one row per response, and empty rows at the end of each minibatch."""
     total_B1 = (rollout.prompt_length_B + rollout.length_B)[:, None]
     responses, columns = rollout.tokens_BT.shape
-    segment_BT = (jnp.arange(columns)[None] < total_B1).astype(jnp.int32)
-    batch, size = Batch(segment_BT=segment_BT, **_arrays(rollout, without_overlong)), responses // count
+    sample_BT = (jnp.arange(columns)[None] < total_B1).astype(jnp.int32)
+    related = Segments(sample_BT)
+    if rollout.sequence_BT is not None:
+        related = Segments(rollout.sequence_BT, None, sample_BT)
+    batch, size = Batch(**related._asdict(), **_arrays(rollout, without_overlong)), responses // count
 
     def part(x: Array, first: int) -> Array:
         return jnp.pad(x[first : first + size], ((0, rows - size), *[(0, 0)] * (x.ndim - 1)))
@@ -97,21 +129,19 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
     return [jax.tree.map(partial(part, first=i * size), batch) for i in range(count)]
 
 
-def _gather(
-    rollout: Rollout, source_BT: Array, segment_BT: Array, prefix_BT: Array | None, without_overlong: bool
-) -> Batch:
+def _gather(rollout: Rollout, source_BT: Array, related: Segments, without_overlong: bool) -> Batch:
     """Build packed rows; `source_BT` is each position's index in the concatenated rows of the rollout."""
 
     def take(x_BT: Array) -> Array:  # sets and experts of padding are any: nothing reads them
         taken_BT = x_BT.reshape(-1, *x_BT.shape[2:])[source_BT]
-        return taken_BT if x_BT.ndim > 2 else jnp.where(segment_BT > 0, taken_BT, jnp.zeros((), x_BT.dtype))
+        return taken_BT if x_BT.ndim > 2 else jnp.where(related.segment_BT > 0, taken_BT, jnp.zeros((), x_BT.dtype))
 
     arrays = _arrays(rollout, without_overlong)
     expert_BLTA = arrays.pop("expert_BLTA")
     if expert_BLTA is not None:
         expert_BLTA = take(expert_BLTA.swapaxes(1, 2)).swapaxes(1, 2)
     taken = jax.tree.map(take, arrays)
-    return Batch(segment_BT=segment_BT, prefix_BT=prefix_BT, expert_BLTA=expert_BLTA, **taken)
+    return Batch(**related._asdict(), expert_BLTA=expert_BLTA, **taken)
 
 
 def _arrays(rollout: Rollout, without_overlong: bool) -> dict[str, PyTree]:
@@ -125,102 +155,6 @@ def _arrays(rollout: Rollout, without_overlong: bool) -> dict[str, PyTree]:
         "expert_BLTA": rollout.expert_BLTA,
         "kept_BTK": rollout.kept_BTK,
     }
-
-
-def first_fit_decreasing(length_N: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Assign each sequence a row and a start position: the longest first, each to the first row with room for it.
-
-    At most 11/9 of the fewest rows possible, plus one (Johnson 1973).
-
-    Raises:
-      ValueError: a sequence is longer than `capacity`, the tokens of a row.
-    """
-    if length_N.max(initial=0) > capacity:
-        raise ValueError(f"packing: wanted sequences of at most {capacity} tokens, got {length_N.max()}")
-    row_N, first_N = np.zeros_like(length_N), np.zeros_like(length_N)
-    free = np.full(len(length_N), capacity)
-    for index in np.argsort(-length_N, kind="stable"):
-        row = np.argmax(free >= length_N[index])
-        row_N[index], first_N[index] = row, capacity - free[row]
-        free[row] -= length_N[index]
-    return row_N, first_N
-
-
-class Piece(NamedTuple):
-    """Adjacent tokens of a sequence."""
-
-    sequence: int
-    first: int  # position of its first token in the sequence
-    length: int
-
-
-Unit = list[Piece]  # pieces that stay together in a row: one sequence, or a prompt and what continues it
-
-
-def separate(length_N: np.ndarray) -> list[Unit]:
-    """Make one unit per sequence, prompt included."""
-    return [[Piece(index, 0, int(length))] for index, length in enumerate(length_N)]
-
-
-def share_prompts(length_N: np.ndarray, prompt_length_N: np.ndarray, group_N: np.ndarray, capacity: int) -> list[Unit]:
-    """Make units that hold a prompt once for as many of its responses as fit a row of `capacity` tokens.
-
-    The first piece of a unit is the prompt without its last token. The last token is repeated in every response, so
-    that the token before each token of a response is in the same piece.
-
-    Args:
-      group_N: sequences with equal numbers have one prompt.
-    """
-    units: list[Unit] = []
-    for group in np.unique(group_N):
-        members = np.flatnonzero(group_N == group)
-        shared = int(prompt_length_N[members[0]]) - 1
-        row, _ = first_fit_decreasing(length_N[members] - shared, capacity - shared)
-        for number in range(row.max() + 1):
-            chosen = members[row == number].tolist()
-            if len(chosen) == 1 or shared == 0:
-                units += [[Piece(index, 0, int(length_N[index]))] for index in chosen]
-                continue
-            rests = [Piece(index, shared, int(length_N[index]) - shared) for index in chosen]
-            units.append([Piece(chosen[0], 0, shared), *rests])
-    return units
-
-
-class Packed(NamedTuple):
-    """The positions of the pieces in packed rows; int32 [B, T]."""
-
-    sequence_BT: np.ndarray  # the sequence at each position; -1: padding
-    column_BT: np.ndarray  # its position in that sequence; -1: padding
-    segment_BT: np.ndarray  # the number of the piece, from 1 in each row; 0: padding
-    prefix_BT: np.ndarray  # the number of the piece that it continues; 0: none
-    used: int  # microbatches with a token; the others come last
-
-
-def pack(units: Sequence[Unit], shape: RowShape) -> Packed:
-    """Pack units into rows; the pieces of a unit are adjacent.
-
-    Axes: B rows, T positions, as `shape` has them. Microbatch m takes the rows m, m + M, ...
-    (`train_step.run_microbatches`), so that is where its rows are put.
-    """
-    sequence_BT = np.full((shape.rows, shape.length), -1, np.int32)
-    column_BT, segment_BT = sequence_BT.copy(), np.zeros_like(sequence_BT)
-    prefix_BT = segment_BT.copy()
-    lengths = np.array([sum(piece.length for piece in unit) for unit in units], int)
-    packed_N, first_N = first_fit_decreasing(lengths, shape.length)
-    count, numbers = shape.rows // shape.microbatch, np.zeros(shape.rows, np.int32)
-    for index in np.argsort(first_N, kind="stable"):
-        microbatch, place = divmod(packed_N[index], shape.microbatch)
-        row, first = place * count + microbatch, first_N[index]
-        root = numbers[row] + 1
-        for piece in units[index]:
-            numbers[row] += 1
-            here = row, slice(first, first + piece.length)
-            sequence_BT[here], segment_BT[here] = piece.sequence, numbers[row]
-            column_BT[here] = piece.first + np.arange(piece.length)
-            prefix_BT[here] = root if numbers[row] > root else 0
-            first += piece.length
-    used = int(packed_N.max(initial=-1)) // shape.microbatch + 1
-    return Packed(sequence_BT, column_BT, segment_BT, prefix_BT, used)
 
 
 def packing_efficiency(layouts: Sequence[Layout]) -> float:

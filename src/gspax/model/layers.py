@@ -35,6 +35,7 @@ from gspax.config import (
     layers_of,
 )
 from gspax.model.kernels.attention import Rows, row_attention
+from gspax.model.kernels.trees import Tree
 from gspax.model.kernels.weights import contract
 from gspax.parallel.sharding import spec, token_spec
 from gspax.types import Array, PyTree
@@ -300,14 +301,14 @@ def attend_within_segments(
     segment_BT: Array,
     mesh: jax.sharding.Mesh,
     windows: tuple[int, ...] = (),
-    prefix_BT: Array | None = None,
+    tree: Tree | None = None,
 ) -> Attend:
-    """Make the causal attention of tokens to their own segments (0 is padding), and to all of segment `prefix_BT`.
+    """Make the causal attention of tokens to their own segments (0 is padding), and to those that these continue.
 
     The cache is returned unchanged.
     """
     by_row, by_time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
-    rows = Rows(segment_BT, mesh, by_row, by_time, spec("heads")[0], windows, prefix_BT)
+    rows = Rows(segment_BT, mesh, by_row, by_time, spec("heads")[0], windows, tree)
 
     def attend(heads: Heads, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
         keys = heads.v_BTKU if heads.k_BTKH is None else heads.k_BTKH

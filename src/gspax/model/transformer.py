@@ -25,6 +25,7 @@ from gspax.config import (
     layer_windows,
 )
 from gspax.config.functions import import_class
+from gspax.model.kernels.trees import make_tree, positions
 from gspax.model.layers import (
     DenseMlp,
     LayerInputs,
@@ -138,8 +139,9 @@ def layer_inputs(
     config: ModelConfig, segment_BT: Array, mesh: jax.sharding.Mesh, prefix_BT: Array | None = None
 ) -> LayerInputs:
     """Return the layers' inputs for whole rows of segments."""
-    attend = attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT)
-    angles = rotary_angles(positions(segment_BT, prefix_BT), config)
+    tree = None if prefix_BT is None else make_tree(segment_BT, prefix_BT)
+    attend = attend_within_segments(segment_BT, mesh, layer_windows(config), tree)
+    angles = rotary_angles(positions(segment_BT, tree), config)
     return LayerInputs(angles, segment_BT > 0, attend, advance_rows(segment_BT, prefix_BT), mesh)
 
 
@@ -300,20 +302,6 @@ def logical_axes(config: ModelConfig) -> Params:
     return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
-def positions(segment_BT: Array, prefix_BT: Array | None = None) -> Array:
-    """Compute tokens' positions in their segments, from 0, or after the segment that their own continues, int32."""
-    index_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
-    before_BT = jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    start_BT = jnp.where(segment_BT != before_BT, index_T[None], 0)
-    position_BT = index_T[None] - jax.lax.cummax(start_BT, axis=1)
-    if prefix_BT is None:
-        return position_BT
-    count = partial(jax.ops.segment_sum, num_segments=segment_BT.shape[1] + 1)
-    length_BS = jax.vmap(count)(jnp.ones_like(segment_BT), segment_BT)
-    before_BT = jnp.take_along_axis(length_BS, prefix_BT, axis=1)
-    return position_BT + jnp.where(prefix_BT > 0, before_BT, 0)
-
-
 def apply(
     params: Params,
     config: ModelConfig,
@@ -330,9 +318,9 @@ def apply(
       tokens_BT: int32.
       mesh: the device mesh that the arrays are sharded over.
       segment_BT: int32; tokens attend causally within equal numbers; 0 is padding, which is not routed.
-      prefix_BT: int32, a segment of the row that comes before the token's own: the token attends to all of it, and its
-        position counts on from there; 0: none. Only segments with the same prefix stand between the two. Not with
-        sliding windows.
+      prefix_BT: int32, the segment of the row that the token's own continues: the token attends to all of it, and its
+        position counts on from there; 0: none (`kernels.trees`). Not with sliding windows. That segment continues none
+        itself unless all layers have `Mixer.deep_prefixes`.
       forced_LBTA: int32 expert ids that replace the router's choice in each sparse layer; the gates are recomputed
         from the current router over those ids.
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import ModelConfig, row_shape, updates_per_step
+from gspax.config import ModelConfig, layers_of, row_shape, updates_per_step
 from gspax.learner import minibatches
 from gspax.learner.diagnostics import diagnostic_metrics
 from gspax.learner.metrics import (
@@ -193,6 +193,7 @@ def prepare_minibatches(
         runtime.mesh,
         without_overlong=experiment.filter_overlong,
         sharing=experiment.sampling.group if schedule.share_prompts else 0,
+        deep_prefixes=all(layer.mixer.deep_prefixes for layer in layers_of(experiment.model)),
     )
     if first is not None:
         first = combine(first, partition(state.params)[1])

@@ -24,12 +24,14 @@ from gspax.model.kernels.attention import (
     splash_attention,
     xla_kernel,
 )
+from gspax.model.kernels.trees import make_tree, positions
 from gspax.tools.doctor import references
 
 
-def by_rows(attention, q, k, v, segment_BT, layer, *, sharding=None, sinks_N=None, **how):
+def by_rows(attention, q, k, v, segment_BT, layer, *, sharding=None, sinks_N=None, prefix_BT=None, **how):
     """`attention` of rows on one device, or on the mesh of `sharding` with its axes."""
-    return attention(q, k, v, layer, Rows(segment_BT, *(sharding or (tiny.one_device(),)), **how), sinks_N)
+    tree = None if prefix_BT is None else make_tree(segment_BT, prefix_BT)
+    return attention(q, k, v, layer, Rows(segment_BT, *(sharding or (tiny.one_device(),)), tree=tree, **how), sinks_N)
 
 
 def in_chunks(kernel):
@@ -219,19 +221,28 @@ def test_splash_equals_xla(shape, windows, layer):
     same(got, by_xla(windows, layer, **shape))
 
 
+PARENTS = {0: 0, 1: 0, 2: 1, 3: 2, 4: 1, 5: 4, 6: 5, 7: 0}
+
+
 def branches(T):
-    """Two responses to one prompt, a sequence by itself, and padding; segments and what they continue."""
-    segment_T = np.repeat([1, 2, 3, 4, 0], [T // 3, T // 6, T // 4, T // 8, T - T // 3 - T // 6 - T // 4 - T // 8])
-    prefix_T = np.isin(segment_T, [2, 3]).astype(np.int32)
+    """A tree of four levels, a sequence by itself, and padding; segments and what they continue."""
+    lengths = [T // 4, T // 8, T // 6, T // 12, T // 12, T // 12, T // 8]
+    segment_T = np.repeat([*range(1, 8), 0], [*lengths, T - sum(lengths)])
+    prefix_T = np.array([PARENTS[number] for number in segment_T.tolist()], np.int32)
     return jnp.asarray(np.tile(segment_T, (2, 1)), jnp.int32), jnp.asarray(np.tile(prefix_T, (2, 1)))
 
 
 def test_segments_may_continue_another_one():
-    arrays, _, _ = rows()
-    segment_BT, prefix_BT = branches(21)
+    arrays, _, _ = rows(T=24)
+    segment_BT, prefix_BT = branches(24)
     got = XLA(*arrays, segment_BT, 0, prefix_BT=prefix_BT)
-    for number, before in ((1, []), (2, [1]), (3, [1]), (4, [])):
-        path = np.flatnonzero(np.isin(segment_BT[0], [*before, number]))
+    place_BT = positions(segment_BT, make_tree(segment_BT, prefix_BT))
+    for number in range(1, 8):
+        above = [number]
+        while PARENTS[above[-1]]:
+            above.append(PARENTS[above[-1]])
+        path = np.flatnonzero(np.isin(segment_BT[0], above))
+        np.testing.assert_array_equal(place_BT[0, path], np.arange(len(path)))
         alone = [x[:, path] for x in arrays]
         wanted = by_reference(*alone, np.ones((2, len(path))), 2**30)
         own = np.asarray(segment_BT[0, path]) == number
@@ -251,9 +262,9 @@ def test_segments_may_continue_another_one():
 def test_continued_segments_equal_those_of_xla(attend, T, dtype, sharding):
     arrays, weight, _ = rows(T=T, H=64, dtype=dtype)
     segment_BT, prefix_BT = branches(T)
-    wanted = value_and_gradients(XLA, arrays, weight, segment_BT, prefix_BT=prefix_BT)
+    wanted = on_tokens(XLA, arrays, weight, segment_BT, prefix_BT=prefix_BT)
     how = {"prefix_BT": prefix_BT, "sharding": sharding and MESHES[sharding]}
-    same(value_and_gradients(attend, arrays, weight, segment_BT, **how), wanted, dtype)
+    same(on_tokens(attend, arrays, weight, segment_BT, **how), wanted, dtype)
 
 
 def on_tokens(attend, arrays, weight, segment_BT, **how):
@@ -289,12 +300,13 @@ def test_masked_blocks_are_not_read(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 8)
     arrays, weight, _ = rows(B=1, T=48)
     segment_BT = jnp.repeat(jnp.array([[1, 2, 3, 3, 4, 0]]), 8, axis=1)
+    prefix_BT = jnp.where((segment_BT == 2) | (segment_BT == 3), 1, 0)
     block_BT = jnp.arange(48)[None] // 8
     read_BT = (block_BT == 0) | (block_BT == 2)  # by the queries of block 2, the only ones with a weight
     arrays = [jnp.where(read_BT[:, :, None, None], x, jnp.nan) for x in arrays]
 
     def total(q, k, v):
-        context = BLOCKS(q, k, v, segment_BT, 0, prefix_BT=jnp.where(segment_BT == 3, 1, 0))
+        context = BLOCKS(q, k, v, segment_BT, 0, prefix_BT=prefix_BT)
         return (context * weight).sum(where=(block_BT == 2)[:, :, None, None])
 
     value, dq = jax.jit(jax.value_and_grad(total))(*arrays)
@@ -426,5 +438,5 @@ def test_splash_scales_queries_in_float32():
     def queries(q_NTH, k_KSH, v_KSH, segment_ids, sinks):
         return q_NTH
 
-    got = attention.attend_by_splash(queries, Shard(q, k, v, segment_BT, None, segment_BT, 0))
+    got = attention.attend_by_splash(queries, Shard(q, k, v, segment_BT, segment_BT, None, 0))
     np.testing.assert_array_equal(got, (q.astype(jnp.float32) * 128**-0.5).astype(jnp.bfloat16))

@@ -1,7 +1,7 @@
 """Attention over whole rows, for the learner and the sampler's prefill.
 
-A token attends to itself and to earlier tokens within its segment and its layer's window, and to the segment that its
-own continues, if there is one. Padding is a segment like any other (0), so every query has a key: the results at
+A token attends to itself and to earlier tokens within its segment and its layer's window, and to all of the segments
+that its own continues (`trees`). Padding is a segment like any other (0), so every query has a key: the results at
 padding are finite, and no other token attends to them.
 
 There are four implementations. The devices that the program is for (those of the mesh, which need not belong to this
@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gspax import unstable
 from gspax.config import SCORE_BUDGET
 from gspax.model.kernels.online_softmax import MASKED, OnlineSoftmax
+from gspax.model.kernels.trees import Tree
 from gspax.parallel import sharding
 from gspax.types import PyTree
 
@@ -66,7 +67,7 @@ class Rows(NamedTuple):
     time: Axes = None
     heads: Axes = None
     windows: tuple[int, ...] = ()  # for each layer, how many tokens one attends to, itself included; empty: all
-    prefix_BT: Array | None = None  # int32, a segment earlier in the row that a token attends to too; 0: none
+    tree: Tree | None = None  # of segments that continue others
 
     def shards(self, axes: Axes) -> int:
         """Count the shards over these mesh axes."""
@@ -81,8 +82,8 @@ class Shard(NamedTuple):
     k_BSKH: Array
     v_BSKU: Array
     segment_BT: Array  # of the queries
-    prefix_BT: Array | None  # of the queries
     segment_BS: Array  # of the keys
+    tree: Tree | None  # of the keys
     first: Array | int  # position of the first query among the keys
     sinks_N: Array | None = None  # float32
 
@@ -97,9 +98,10 @@ def row_attention(
 
     Raises:
       ValueError: the mesh does not divide an axis that it shards (rows, time, query heads, key heads), or there are
-        prefixes and windows, between which there are other tokens, or sinks, which two softmaxes would count twice.
+        segments that continue others, and windows, since there are other tokens between the two, or sinks, which the
+        softmaxes of several segments would count each.
     """
-    if rows.prefix_BT is not None and (rows.windows or sinks_N is not None):
+    if rows.tree is not None and (rows.windows or sinks_N is not None):
         raise ValueError("prefix_BT: wanted None in a model with sliding windows or attention sinks")
     platform = sharding.platform(rows.mesh)
     if platform == "tpu":
@@ -165,7 +167,7 @@ def _on_mesh(
     *qkv, sinks_N = arrays
 
     def on_device(
-        constants: PyTree, qkv: list[Array], sinks_N: Array | None, segment_BT: Array, prefix_BT: Array | None
+        constants: PyTree, qkv: list[Array], sinks_N: Array | None, segment_BT: Array, tree: Tree | None
     ) -> Array:
         q, k, v = qkv
         segment_BS = segment_BT
@@ -173,16 +175,16 @@ def _on_mesh(
         if rows.shards(rows.time) > 1:
             k, v, segment_BS = (lax.all_gather(x, rows.time, axis=1, tiled=True) for x in (k, v, segment_BT))
             first = lax.axis_index(rows.time) * q.shape[1]
-        return attend(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BS, first, sinks_N))
+        return attend(constants, Shard(q, k, v, segment_BT, segment_BS, tree, first, sinks_N))
 
     by_token, spec = PartitionSpec(rows.rows, rows.time), PartitionSpec(rows.rows, rows.time, rows.heads)
     return jax.shard_map(
         on_device,
         mesh=rows.mesh,
-        in_specs=(constants_spec, spec, PartitionSpec(rows.heads), by_token, by_token),
+        in_specs=(constants_spec, spec, PartitionSpec(rows.heads), by_token, PartitionSpec(rows.rows)),
         out_specs=spec,
         check_vma=False,  # a Pallas kernel does not declare which axes its result varies over
-    )(constants, qkv, None if sinks_N is None else sinks_N.astype(jnp.float32), rows.segment_BT, rows.prefix_BT)
+    )(constants, qkv, None if sinks_N is None else sinks_N.astype(jnp.float32), rows.segment_BT, rows.tree)
 
 
 # --- plain XLA and cuDNN, in chunks of queries -----------------------------------------------------------------------
@@ -190,24 +192,23 @@ def _on_mesh(
 
 def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     """Run the kernel for all queries, in chunks of at most SCORE_BUDGET scores."""
-    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first, sinks_N = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, segment_BS, tree, first, sinks_N = shard
     sinks = () if sinks_N is None else (sinks_N,)
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
     position_T = first + jnp.arange(T)
 
-    def attend(
-        q_BCNH: Array, segment_BC: Array, prefix_BC: Array | None, position_C: Array, k_BSKH: Array, v_BSKU: Array
-    ) -> Array:
+    def attend(q_BCNH: Array, segment_BC: Array, position_C: Array, k_BSKH: Array, v_BSKU: Array) -> Array:
         back_1CS = (position_C[:, None] - jnp.arange(S)[None])[None]
-        related_BCS = segment_BC[:, :, None] == segment_BS[:, None]
-        if prefix_BC is not None:
-            related_BCS |= jnp.where(prefix_BC > 0, prefix_BC, -1)[:, :, None] == segment_BS[:, None]
+        if tree is None:
+            related_BCS = segment_BC[:, :, None] == segment_BS[:, None]
+        else:
+            related_BCS = position_C[None, :, None] < tree.until_BT[:, None]
         visible_BCS = related_BCS & (back_1CS >= 0) & (back_1CS < window)
         return kernel(q_BCNH, k_BSKH.astype(dtype), v_BSKU.astype(dtype), visible_BCS, *sinks)
 
     C = max(1, SCORE_BUDGET // (B * N * S))
     if C >= T:
-        return attend(q_BTNH, segment_BT, prefix_BT, position_T, k_BSKH, v_BSKU)
+        return attend(q_BTNH, segment_BT, position_T, k_BSKH, v_BSKU)
     count = -(-T // C)
     padding = count * C - T
 
@@ -218,8 +219,7 @@ def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     # The scan accumulates the gradients of keys and values in their own dtype, hence float32.
     k_BSKH, v_BSKU = k_BSKH.astype(jnp.float32), v_BSKU.astype(jnp.float32)
     recomputed = jax.checkpoint(attend, prevent_cse=False)
-    by_token = jax.tree.map(split, (q_BTNH, segment_BT, prefix_BT))
-    chunks = (*by_token, split(position_T[None])[:, 0])
+    chunks = (split(q_BTNH), split(segment_BT), split(position_T[None])[:, 0])
     _, context = lax.scan(lambda none, chunk: (none, recomputed(*chunk, k_BSKH, v_BSKU)), None, chunks)
     return jnp.moveaxis(context, 0, 1).reshape(B, count * C, N, -1)[:, :T]
 
@@ -276,8 +276,8 @@ class Blocks(NamedTuple):
     """The segments that queries attend to, and the blocks that these are in; int32."""
 
     segment_XC: Array
-    prefix_XC: Array  # 0: none
     segment_YC: Array
+    until_YC: Array | None  # as in `Tree`
     first: Array | int  # position of a row's first query
     window: Array
     key_XJ: Array  # the J blocks of keys of the row; those that a block of queries needs come first
@@ -287,16 +287,18 @@ class Blocks(NamedTuple):
         """Return the n-th block of keys for a block of queries, and which keys its queries attend to, [1, Q, C]."""
         y, size, J = self.key_XJ[x, n], self.segment_XC.shape[1], self.key_XJ.shape[1]
         queries = self.count_X.shape[0] * J // self.segment_YC.shape[0]  # blocks in a row
-        segment_C1, prefix_C1, segment_1C = self.segment_XC[x][:, None], self.prefix_XC[x][:, None], self.segment_YC[y]
-        related_CC = (segment_C1 == segment_1C[None]) | ((prefix_C1 > 0) & (prefix_C1 == segment_1C[None]))
-        between = self.first + (x % queries - y % J) * size
+        begin, between = self.first + x % queries * size, self.first + (x % queries - y % J) * size
+        if self.until_YC is None:
+            related_CC = self.segment_XC[x][:, None] == self.segment_YC[y][None]
+        else:
+            related_CC = begin + jnp.arange(size)[:, None] < self.until_YC[y][None]
         back_CC = between + jnp.arange(size)[:, None] - jnp.arange(size)[None]
         return y, jnp.tile(related_CC & (back_CC >= 0) & (back_CC < self.window), (heads, 1))[None]
 
 
 def attend_by_blocks(window: Array, shard: Shard) -> Array:
     """Compute softmax(q k / √H) v without the masked blocks of scores; the results of blocks of padding are 0."""
-    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, first, sinks_N = shard
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, segment_BS, tree, first, sinks_N = shard
     (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     size = -(-T // -(-T // BLOCK) // 8) * 8  # of equal blocks, in multiples of 8 positions
 
@@ -305,17 +307,23 @@ def attend_by_blocks(window: Array, shard: Shard) -> Array:
         padded = jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % size), *[(0, 0)] * (x_BT.ndim - 2)))
         return padded.reshape(-1, size, *x_BT.shape[2:])
 
-    prefix_BT = jnp.zeros_like(segment_BT) if prefix_BT is None else prefix_BT
-    segment_XC, prefix_XC, segment_YC = (split(x) for x in (segment_BT, prefix_BT, segment_BS))
-    own, earlier, keys = (_range(x.reshape(B, -1, size)) for x in (segment_XC, prefix_XC, segment_YC))
+    segment_XC, segment_YC = split(segment_BT), split(segment_BS)
+    own, keys = (_range(x.reshape(B, -1, size)) for x in (segment_XC, segment_YC))
     queries, J = own[0].shape[1], keys[0].shape[1]
     between_IJ = first + (jnp.arange(queries)[:, None] - jnp.arange(J)[None]) * size  # of their first positions
     reachable_IJ = (between_IJ > -size) & (between_IJ < window + size - 1)
-    needed_BIJ = (_overlap(own, keys) | _overlap(earlier, keys)) & reachable_IJ[None]
+    if tree is None:
+        until_YC, related_BIJ = None, _overlap(own, keys)
+    else:
+        until_YC = split(tree.until_BT)
+        last_BJ = jnp.where(segment_YC > 0, until_YC, 0).reshape(B, J, size).max(axis=2)
+        begin_I = first + jnp.arange(queries) * size
+        related_BIJ = (begin_I[None, :, None] < last_BJ[:, None]) & (own[1] > 0)[:, :, None]
+    needed_BIJ = related_BIJ & reachable_IJ[None]
     key_BIJ = jnp.argsort(~needed_BIJ, axis=2, stable=True).astype(jnp.int32)
     key_BIJ += J * jnp.arange(B, dtype=jnp.int32)[:, None, None]
     count_X = needed_BIJ.sum(axis=2, dtype=jnp.int32).reshape(-1)
-    blocks = Blocks(segment_XC, prefix_XC, segment_YC, first, window, key_BIJ.reshape(-1, J), count_X)
+    blocks = Blocks(segment_XC, segment_YC, until_YC, first, window, key_BIJ.reshape(-1, J), count_X)
     q_XKQH = split(q_BTNH).reshape(-1, size, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * size, H)
     k_YKSH, v_YKSU = (split(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKU))
     sink_KQ1 = None if sinks_N is None else jnp.repeat(sinks_N.reshape(K, -1), size, axis=1)[..., None]
@@ -459,8 +467,8 @@ def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool =
 
 
 def attend_by_splash(tables: Masks, shard: Shard) -> Array:
-    """Compute softmax(q k / √H) v over what the tables, the segments and the prefixes let a query attend to."""
-    q_BTNH, k_BSKH, v_BSKU, segment_BT, prefix_BT, segment_BS, _, sinks_N = shard
+    """Compute softmax(q k / √H) v over what the tables, the segments and the tree let a query attend to."""
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, segment_BS, tree, _, sinks_N = shard
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     pad_T, pad_S = _padded(T) - T, _padded(S) - S
 
@@ -468,13 +476,12 @@ def attend_by_splash(tables: Masks, shard: Shard) -> Array:
         return jnp.pad(x_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
 
     def one_row(
-        q_NTH: Array, k_KSH: Array, v_KSU: Array, segment_T: Array, prefix_T: Array | None, segment_S: Array
+        q_NTH: Array, k_KSH: Array, v_KSU: Array, segment_T: Array, segment_S: Array, parent_S: Array | None
     ) -> Array:
         own = splash.SegmentIds(q=segment_T, kv=segment_S)
-        if prefix_T is None:
+        if parent_S is None:
             return tables(q_NTH, k_KSH, v_KSU, segment_ids=own, sinks=sinks_N)
-        earlier = splash.SegmentIds(q=jnp.where(prefix_T > 0, prefix_T, -1), kv=segment_S)
-        return _attend_to_both(tables, q_NTH, k_KSH, v_KSU, (own, earlier))
+        return _attend_to_levels(tables, q_NTH, k_KSH, v_KSU, (own, parent_S))
 
     def pad(segment_BT: Array, padding: int) -> Array:
         return jnp.pad(segment_BT, ((0, 0), (0, padding)), mode="edge")
@@ -485,44 +492,70 @@ def attend_by_splash(tables: Masks, shard: Shard) -> Array:
         heads_first(k_BSKH, pad_S),
         heads_first(v_BSKU, pad_S),
         pad(segment_BT, pad_T),
-        None if prefix_BT is None else pad(prefix_BT, pad_T),
         pad(segment_BS, pad_S),
+        None if tree is None else tree.parent_BS,
     )
     return context_BNTU[:, :, :T].swapaxes(1, 2)
 
 
 @jax.custom_vjp
-def _attend_to_both(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSU: Array, segments: PyTree) -> Array:
-    """Attend to the union of two disjoint sets of keys, each allowed by a pair of segments.
+def _attend_to_levels(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSU: Array, levels: PyTree) -> Array:
+    """Attend to a query's own segment, to the one that this continues, and so on: disjoint sets of keys.
 
-    The kernel compares segments for equality only. So it runs twice, and the two softmaxes are merged. Its backward
-    pass takes the log-sum-exp of all keys; with the total of both, each half gives its part of the gradient.
+    The kernel compares segments for equality only. So it runs once for each level, and the softmaxes are merged. Its
+    backward pass takes the log-sum-exp of all keys; with the total, each level gives its part of the gradient.
     """
-    return _both_forward(tables, q_NTH, k_KSH, v_KSU, segments)[0]
+    return _levels_forward(tables, q_NTH, k_KSH, v_KSU, levels)[0]
 
 
-def _both_forward(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSU: Array, segments: PyTree) -> tuple[Array, PyTree]:
+def _climb(pair: Any, parent_S: Array) -> Any:
+    """Return the segments of the next level; -1, which no key has, where there is none."""
+    above_T = jnp.where(pair.q > 0, parent_S[jnp.maximum(pair.q, 0)], 0)
+    return splash.SegmentIds(q=jnp.where(above_T > 0, above_T, -1), kv=pair.kv)
+
+
+def _goes_on(pair_and_result: PyTree) -> Array:
+    return (pair_and_result[0].q > 0).any()
+
+
+def _levels_forward(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSU: Array, levels: PyTree) -> tuple[Array, PyTree]:
     saving = type(tables)(*tables.tree_flatten()[0], **tables.kwargs | {"save_residuals": True})
-    halves = [saving(q_NTH, k_KSH, v_KSU, segment_ids=pair) for pair in segments]
-    # A query without a key has a log-sum-exp near the least float32, and so no weight.
-    total_NT = jnp.logaddexp(*(logsumexp_NT for _, (logsumexp_NT,) in halves))
-    parts = [x_NTH * jnp.exp(logsumexp_NT - total_NT)[..., None] for x_NTH, (logsumexp_NT,) in halves]
-    context_NTU = (parts[0] + parts[1]).astype(q_NTH.dtype)
-    return context_NTU, (tables, q_NTH, k_KSH, v_KSU, segments, context_NTU, total_NT)
+
+    def attend(pair: Any) -> tuple[Array, Array]:
+        context_NTU, (logsumexp_NT,) = saving(q_NTH, k_KSH, v_KSU, segment_ids=pair)
+        return context_NTU.astype(jnp.float32), logsumexp_NT
+
+    def add(so_far: PyTree) -> PyTree:
+        pair, context_NTU, total_NT = so_far
+        more_NTU, logsumexp_NT = attend(pair)
+        # A query without a key has a log-sum-exp near the least float32, and so no weight.
+        sum_NT = jnp.logaddexp(total_NT, logsumexp_NT)
+        parts = (x * jnp.exp(y - sum_NT)[..., None] for x, y in ((context_NTU, total_NT), (more_NTU, logsumexp_NT)))
+        return _climb(pair, parent_S), sum(parts), sum_NT
+
+    own, parent_S = levels
+    _, context_NTU, total_NT = lax.while_loop(_goes_on, add, (_climb(own, parent_S), *attend(own)))
+    context_NTU = context_NTU.astype(q_NTH.dtype)
+    return context_NTU, (tables, q_NTH, k_KSH, v_KSU, levels, context_NTU, total_NT)
 
 
-def _both_backward(saved: PyTree, dcontext_NTU: Array) -> tuple[Array | None, ...]:
-    tables, q_NTH, k_KSH, v_KSU, segments, context_NTU, total_NT = saved
+def _levels_backward(saved: PyTree, dcontext_NTU: Array) -> tuple[Array | None, ...]:
+    tables, q_NTH, k_KSH, v_KSU, (own, parent_S), context_NTU, total_NT = saved
     masks = tables.dq_mask_info, tables.dkv_mask_info
 
     def gradients(pair: PyTree) -> tuple[Array, ...]:
         residuals = (q_NTH, k_KSH, v_KSU, pair, None, context_NTU, total_NT, *masks)
         return splash._splash_attention_bwd(**tables.kwargs, res=residuals, do=dcontext_NTU)[3:6]
 
-    return None, *(own + earlier for own, earlier in zip(*map(gradients, segments), strict=True)), None
+    def add(so_far: PyTree) -> PyTree:
+        pair, sums = so_far
+        return _climb(pair, parent_S), jax.tree.map(jnp.add, sums, gradients(pair))
+
+    _, sums = lax.while_loop(_goes_on, add, (_climb(own, parent_S), gradients(own)))
+    return None, *sums, None
 
 
-_attend_to_both.defvjp(_both_forward, _both_backward)
+_attend_to_levels.defvjp(_levels_forward, _levels_backward)
 
 
 def _padded(length: int) -> int:

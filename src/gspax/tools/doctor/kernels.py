@@ -20,6 +20,7 @@ from gspax.model import latent_attention as latents
 from gspax.model.kernels import expert_ffn, gated_delta, quantization, segments, weights
 from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.expert_ffn import Experts
+from gspax.model.kernels.trees import make_tree
 from gspax.parallel import multihost, sharding
 from gspax.tools.doctor import references
 from gspax.tools.doctor.results import Result, compare, skipped
@@ -51,20 +52,23 @@ def value_and_gradients(function: Callable[..., Array], arrays: Sequence[np.ndar
 
 
 def attention(mesh: Mesh, dtype: str) -> Iterator[Result]:
-    """Check whole rows, forward and backward: packed segments, a window, sinks, and responses that share a prompt."""
+    """Check whole rows, forward and backward: packed segments, a window, sinks, and shared prefixes."""
     q, k, v, dcontext = normal(0, (2, T, N, H), (2, T, K, H), (2, T, K, H), (2, T, N, H), dtype=dtype)
     segment_BT = np.repeat([[1, 2, 3, 0], [1, 2, 0, 0]], [T // 4, T // 2, T // 8, T // 8], axis=1).astype(np.int32)
     prefix_BT = np.isin(segment_BT, (2, 3)).astype(np.int32)
+    chain_BT = np.maximum(segment_BT - 1, 0)  # each segment continues the one before it
     is_token = (segment_BT > 0)[..., None, None]  # the result at padding is not read
     cases: dict[str, tuple[int, np.ndarray | None, list[float] | None]] = {
         "packed": (T, None, None),
         "window": (WINDOW, None, None),
         "sinks": (T, None, [-1.0, 0.0, 1.0, 2.0]),
         "shared prompts": (T, prefix_BT, None),
+        "shared prefixes": (T, chain_BT, None),
     }
     for name, (window, prefix, sinks) in cases.items():
         windows = (window,) if window < T else ()
-        rows = Rows(jnp.asarray(segment_BT), mesh, windows=windows, prefix_BT=jax.tree.map(jnp.asarray, prefix))
+        tree = None if prefix is None else make_tree(jnp.asarray(segment_BT), jnp.asarray(prefix))
+        rows = Rows(jnp.asarray(segment_BT), mesh, windows=windows, tree=tree)
 
         sinks_N = None if sinks is None else jnp.asarray(sinks)
 

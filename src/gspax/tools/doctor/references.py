@@ -15,12 +15,16 @@ MASKED = -1e30
 
 
 def visible(segment_BT: np.ndarray, window: int, prefix_BT: np.ndarray | None = None) -> np.ndarray:
-    """Return the tokens that a token attends to, bool [B, T, T]: recent ones of its segment, or of its prefix."""
+    """Return the tokens that one attends to, bool [B, T, T]: recent ones of its segment and of those it continues."""
     position_T = np.arange(segment_BT.shape[1])
     back_TS = position_T[:, None] - position_T[None]
     related_BTS = segment_BT[:, :, None] == segment_BT[:, None]
     if prefix_BT is not None:
-        related_BTS |= (prefix_BT[:, :, None] > 0) & (prefix_BT[:, :, None] == segment_BT[:, None])
+        for related_TS, segment_T, above_T in zip(related_BTS, segment_BT, prefix_BT, strict=True):
+            parent = {0: 0} | dict(zip(segment_T.tolist(), above_T.tolist(), strict=True))
+            while (above_T > 0).any():
+                related_TS |= (above_T[:, None] > 0) & (above_T[:, None] == segment_T[None])
+                above_T = np.array([parent[above] for above in above_T.tolist()])
     return related_BTS & (back_TS >= 0) & (back_TS < window)
 
 
