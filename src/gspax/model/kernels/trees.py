@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+Reached = tuple[Array, Array, Array, Array]  # levels; of each segment: an ancestor so many up, the end, what is before
+
 
 class Tree(NamedTuple):
     """What the tokens of rows attend to, and where their segments begin; int32."""
@@ -40,10 +42,10 @@ def make_tree(segment_BT: Array, prefix_BT: Array) -> Tree:
     parent_BS = jnp.maximum(largest(prefix_BT, segment_BT), 0).at[:, 0].set(0)
     length_BS = total(jnp.ones_like(segment_BT), segment_BT).at[:, 0].set(0)
 
-    def goes_on(reached: tuple[Array, ...]) -> Array:
+    def goes_on(reached: Reached) -> Array:
         return (reached[1] > 0).any() & (reached[0] <= T)
 
-    def lift(reached: tuple[Array, ...]) -> tuple[Array, ...]:
+    def lift(reached: Reached) -> Reached:
         """Reach twice as many levels up and down."""
         levels, ancestor_BS, end_BS, before_BS = reached
         end_BS = jnp.maximum(end_BS, largest(end_BS, ancestor_BS))
