@@ -66,6 +66,16 @@ def test_a_change_that_rounds_sums_differently_is_refused_with_the_reason(tmp_pa
     assert why not in str(other.value)
 
 
+def test_an_experiment_that_differs_everywhere_is_a_sentence_of_bounded_length(tmp_path):
+    """As of a damaged experiment.json that is still an object."""
+    open_run(tmp_path, DESCRIPTION).metrics.touch()
+    (tmp_path / "experiment.json").write_text(json.dumps({f"field{i}": i for i in range(500)}))
+    for function in (open_run, directory.find_run):
+        with pytest.raises(UserError, match=r"; and 4\d\d more$") as told:
+            function(tmp_path, DESCRIPTION)
+        assert len(str(told.value)) < 1500
+
+
 def test_a_mistake_that_ended_a_run_at_once_can_be_corrected_in_the_same_directory(tmp_path):
     """Such as a model.checkpoint that is not there. What a run leaves once it has begun belongs to its experiment."""
     for name in ("metrics.jsonl", "start/0/x", "warm_start/metrics.jsonl", "newest_checkpoint.json"):

@@ -33,6 +33,7 @@ from gspax.types import JsonObject
 LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
 # What changes the results by rounding alone: how an update's rows are divided
 SPLITS = ("schedule.microbatch_rows", "schedule.microbatch_tokens", "schedule.share_prompts", "mesh.*")
+SHOWN = 20  # fields that differ, in a message
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
@@ -259,7 +260,7 @@ def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     if different := difference(recorded, description, ignore=(*resumable(description), *LAYOUT)):
         raise UserError(
             f"{run.path} is a run of another experiment; give the FILE of that run, without overrides of what it was "
-            f"trained with: {'; '.join(different)}"
+            f"trained with: {_list(different)}"
         )
     return run
 
@@ -269,9 +270,15 @@ def _require_same(run: RunDir, old: Mapping[str, object], new: Mapping[str, obje
         only_bits = not difference(old, new, ignore=(*resumable(new), *SPLITS))
         why = ". The sums then round differently, and a resumed run has the bits of an uninterrupted one"
         raise UserError(
-            f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}"
+            f"{run.path} holds another experiment; take another directory or undo: {_list(different)}"
             f"{why if only_bits else ''}"
         )
+
+
+def _list(different: Sequence[str]) -> str:
+    """Join the fields that differ; of another or a damaged experiment, which may be all, the first ones."""
+    more = [f"and {len(different) - SHOWN} more"] if len(different) > SHOWN else []
+    return "; ".join([*different[:SHOWN], *more])
 
 
 def describe_environment() -> JsonObject:
