@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import calculations
+import fake_vllm
 import jax
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from small_experiment import Countdown
 from small_experiment import experiment as small
 
 from gspax import advantages
-from gspax.config import Evaluation, Sampling, Turns
+from gspax.config import Engine, Evaluation, Sampling, Turns
 from gspax.data import CharChat, hf_chat
 from gspax.data.problem import Problem
 from gspax.experiment.validation import validate
@@ -548,3 +549,20 @@ def test_streams_and_errors_are_what_openais_client_reads():
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def test_agents_on_servers_sample_what_the_environment_does_there(tmp_path, monkeypatch):
+    """One request of theirs is one of the server's: the same seeds, prefixes and limits."""
+    monkeypatch.chdir(tmp_path)
+    rollouts = []
+    for environment in (Agent(run=count_down), Countdown()):
+        with fake_vllm.serve(COUNTING.model, fake_vllm.Fake) as server:
+            settings = Engine(folder="weights", addresses=(server.address,), timeout=30.0, probes=2)
+            few = replace(COUNTING.sampling, prompts=4, group=2, max_tokens=11)  # the server has 16 positions
+            rollout, graded = sample_once(replace(COUNTING, engine=settings, environment=environment, sampling=few))
+        assert not any(each.error for each in graded)
+        rollouts.append(rollout)
+    ours, theirs = rollouts
+    for name in ("tokens_BT", "mask_BT", "logp_BT", "length_B", "reply_B", "finished_B"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+    assert (ours.reply_B > 0).any()

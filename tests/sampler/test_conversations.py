@@ -136,6 +136,33 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
         assert not np.asarray(rollout.tokens_BT)[row, inside.stop :].any()
 
 
+def test_a_conversation_that_waits_on_is_not_changed_by_the_replies_to_others():
+    """Replies to the even rows first, to the others after a chunk; or to all at once."""
+    model, rng, key = tiny.CONFIGS["dense"], np.random.default_rng(0), jax.random.key(1)
+    options = tiny.options(model, Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=60), STOPS, turns=True)
+    params = make_inference_weights(tiny.params(model), model, tiny.one_device())
+    tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
+    replies = pad_replies([rng.integers(4, 23, 1 + row % 5).tolist() for row in range(P * G)])
+    rollouts = []
+    even_B = np.arange(P * G) % 2 == 0
+    for parts in ([even_B | ~even_B], [even_B, ~even_B]):
+        state, _ = sampler.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
+        state, progress = sampler.advance_chunk(params, state, key, 0, options=options)
+        waits_B = np.asarray(progress.waiting_B)
+        for now_B in parts:
+            given = replies._replace(count_B=np.where(now_B, replies.count_B, -1))
+            state, progress = sampler.resume(params, state, given, key, 0, options=options)
+            assert not np.asarray(state.rows.finished_B)[waits_B].any()
+            assert np.asarray(progress.waiting_B)[waits_B & ~now_B].all() or now_B is not parts[0]
+            state, _ = sampler.advance_chunk(params, state, key, 0, options=options)
+        rollouts.append(jax.device_get(assemble(tokens_PS, state, options=options)))
+    assert waits_B[even_B].any() and waits_B[~even_B].any()
+    once, apart = rollouts
+    for name in ("tokens_BT", "mask_BT", "length_B", "reply_B"):
+        np.testing.assert_array_equal(getattr(once, name), getattr(apart, name), err_msg=name)
+    np.testing.assert_allclose(once.logp_BT, apart.logp_BT, atol=1e-6)
+
+
 # Episodes: an environment that counts, and a policy that is untrained
 
 CHARS = CharChat("0123456789abcdefghijkl", user="{}", tool="k{}l")  # 23 ids; the last one is the stop
