@@ -325,8 +325,15 @@ def tutorial_files(tmp_path_factory):
     return folder
 
 
+def need_client(title):
+    """Skip a test of a file that imports OpenAI's client where that is not installed."""
+    if "from openai import" in FILES.get(title, ""):
+        pytest.importorskip("openai", reason="the client `openai` is not installed")
+
+
 @pytest.mark.parametrize("title", sorted(EXPERIMENTS))
 def test_a_file_of_a_tutorial_is_a_valid_experiment(title, tutorial_files, monkeypatch):
+    need_client(title)
     monkeypatch.chdir(tutorial_files)
     monkeypatch.setattr(data, "huggingface", from_the_hub)
     assert experiments.validate(experiments.load(tutorial_files / title)) == []
@@ -403,6 +410,7 @@ def test_commands_parse(page, line, tutorial_files, capsys, monkeypatch):
     )
     # a checkpoint, or another library's configuration, has no overrides here
     if "overrides" in options and not (getattr(options, "source", None) or getattr(options, "library", None)):
+        need_client(options.file)
         path = SORT if options.file == "FILE" else tutorial_files / options.file
         path = path if path.exists() else ROOT / options.file
         assert path.exists(), options.file
