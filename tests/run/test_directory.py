@@ -182,6 +182,24 @@ def test_what_is_of_another_kind_in_the_place_of_a_file_or_folder_is_set_aside(t
     assert err.count("cannot be read and is not in the report") == 4
 
 
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_place_of_a_log_is_set_aside(tmp_path, capsys):
+    """Opening it would wait for ever; `gspax eval` appends to its file without a lock of the run."""
+    run = open_run(tmp_path, DESCRIPTION)
+    os.mkfifo(run.metrics)
+    with directory.enter_run(tmp_path, DESCRIPTION), record.Recorder(run, 0) as recorder:
+        recorder.write_metrics(1, {"reward/mean": 0.5})
+    for make in (os.mkfifo, os.mkdir):
+        make(run.evaluations)
+        folders.append_line(run.evaluations, "{}\n")
+        assert run.evaluations.read_text() == "{}\n"
+        run.evaluations.unlink()
+    err = capsys.readouterr().err
+    assert (
+        err.count(" is no regular file: moved to damaged_") == 2 and err.count(" is a folder: moved to damaged_") == 1
+    )
+
+
 @pytest.mark.parametrize("content", [b'[{"a": 1', b"\0" * 50, b'{"a": 1}', b"\xff\xfe", b"[" * 100_000], ids=repr_start)
 def test_a_damaged_environment_does_not_block_a_resume(tmp_path, content, capsys):
     run = open_run(tmp_path, DESCRIPTION)

@@ -22,7 +22,7 @@ from gspax.experiment.description import difference, resumable
 from gspax.experiment.origin import Origin
 from gspax.parallel import multihost
 from gspax.run import lock
-from gspax.run.folders import as_warning, remove_folder, set_aside, write_atomically
+from gspax.run.folders import as_warning, make_room, remove_folder, set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact, redact_arguments
 from gspax.storage.files import open_storage
@@ -204,8 +204,7 @@ def _clear_places(run: RunDir) -> None:
     folders = run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks, run.source
     if open_storage(run.path).has_folders:  # elsewhere an object does not stand in the way of others below its name
         for path in (*logs, run.report, run.before, run.after):
-            if path.is_dir():
-                set_aside(path, "is a folder")
+            make_room(path)
         for path in folders:
             if path.exists() and not path.is_dir():
                 set_aside(path, "is no folder")

@@ -33,6 +33,7 @@ def append_line(path: Path, line: str) -> None:
     LostError as `write_atomically`.
     """
     lock.require_held()
+    make_room(path)
     open_storage(path).append(path, line.encode())
 
 
@@ -61,6 +62,12 @@ def set_aside(path: Path, why: str = "is damaged") -> None:
     target = unused_name(path, "damaged")
     open_storage(path).move(path, target)
     warn(f"{path} {why}: moved to {target.name}")
+
+
+def make_room(path: Path) -> None:
+    """Set aside what is in the place of a file: a folder, or a pipe, whose reader would be waited for."""
+    if open_storage(path).has_folders and path.exists() and not path.is_file():
+        set_aside(path, "is a folder" if path.is_dir() else "is no regular file")
 
 
 @contextlib.contextmanager
