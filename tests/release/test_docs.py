@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from few_devices import few_devices
 from latex2mathml.converter import convert
 
 from gspax import advantages, config, data, losses
@@ -356,7 +357,7 @@ def test_a_translated_file_has_a_plan_and_its_rewards_are_right(title, tutorial_
 def test_the_tutorials_train(tutorial_files, tmp_path, monkeypatch):
     """The tutorials' loss on the tutorials' task: two steps of a smaller model, which the task then evaluates."""
     monkeypatch.chdir(tutorial_files)
-    with jax.numpy_rank_promotion("allow"):  # as outside the tests
+    with few_devices(1), jax.numpy_rank_promotion("allow"):  # as outside the tests
         assert program.main(["train", "spo.py", "--workdir", str(tmp_path / "run"), *TINY]) == 0
     evaluated = tmp_path / "run" / "evaluations" / "step_000002" / "reverse.jsonl"
     assert len(evaluated.read_text().splitlines()) == 128 * 8
@@ -368,7 +369,7 @@ def test_the_environment_of_the_page_trains(tutorial_files, tmp_path, monkeypatc
     """Two steps of a smaller model, after a warm start on conversations."""
     monkeypatch.chdir(tutorial_files)
     smaller = [*TINY[:-1], "warm_start.steps=2", "warm_start.rows=8", "optimizer.learning_rate=1e-3"]
-    with jax.numpy_rank_promotion("allow"):
+    with few_devices(1), jax.numpy_rank_promotion("allow"):
         assert program.main(["train", "higher_lower.py", "--workdir", str(tmp_path / "run"), *smaller]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     turns = [row["rollout/turns"] for row in rows if "rollout/turns" in row]

@@ -58,13 +58,17 @@ def from_scratch(model, params, rollout, key, sampling):
 
 
 LONG = (100, 50)  # positions in several segments of the cache, and replies of several blocks
+MODELS = tiny.CONFIGS | tiny.OTHERS | {"delta": tiny.DELTA}
+# A layer of each kind: the whole models compile twice or three times as long.
+FEW = {name: tiny.first_layers(MODELS[name], 2) for name in ("dense", "moe", "sinks and biased experts")}
+FEW |= {"latent attention": tiny.first_layers(MODELS["latent attention"], 2)}
+FEW |= {"delta": replace(tiny.DELTA, num_hidden_layers=2, delta_layers=(0,))}
 EIGHT_BITS = ("moe", "tied", "some layers slide", "latent attention")
 
 
 @pytest.mark.parametrize(
     ("name", "size", "dtypes"),
     [
-        ("dense", (60, 16), ("auto", "auto")),
         ("dense", (60, 16), ("int8", "int8")),
         ("moe", (60, 16), ("auto", "auto")),
         ("delta", (60, 16), ("auto", "auto")),
@@ -76,7 +80,7 @@ EIGHT_BITS = ("moe", "tied", "some layers slide", "latent attention")
         *(
             pytest.param(name, LONG, (dtype, cached), marks=pytest.mark.slow)
             for name, dtype, cached in (
-                *((name, "auto", "auto") for name in tiny.CONFIGS | tiny.OTHERS),
+                *((name, "auto", "auto") for name in MODELS if name != "delta"),
                 *((name, "int8", cached) for name in EIGHT_BITS for cached in ("auto", "int8")),
             )
         ),
@@ -84,11 +88,8 @@ EIGHT_BITS = ("moe", "tied", "some layers slide", "latent attention")
 )
 def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     """Conversations that end early, and a row without a reply beside others with one; in 8 bits, of rounded weights."""
-    model, rng, key = (
-        (tiny.CONFIGS | tiny.OTHERS | {"delta": tiny.DELTA})[name],
-        np.random.default_rng(0),
-        jax.random.key(1),
-    )
+    model = (MODELS if size == LONG else FEW)[name]
+    rng, key = np.random.default_rng(0), jax.random.key(1)
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0], kv_cache_dtype=dtypes[1])
     whole = rounded(tiny.params(model), model) if dtypes[0] == "int8" else tiny.params(model)
     options = tiny.options(model, sampling, STOPS, turns=True, keep_experts=True)
@@ -121,7 +122,7 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
         assert 1e-4 < error.mean() < 0.03
     else:
         # a gated norm amplifies the rounding of an output that is nearly 0
-        assert error.max() < (3e-4 if name == "delta" else 1e-5 if dtypes[0] == "auto" else 1e-4)
+        assert error.max() < (3e-4 if model.delta is not None else 1e-5 if dtypes[0] == "auto" else 1e-4)
         assert np.median(error) < 3e-6
         np.testing.assert_array_equal(np.asarray(rollout.tokens_BT)[mask_BT], np.asarray(sampled_BT)[mask_BT])
         experts = np.where(run_BT[None, ..., None], routing.expert, model.num_experts)
