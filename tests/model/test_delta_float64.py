@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_model
+import tiny
 from flax import nnx
 
 from gspax.config import GatedDelta
@@ -58,7 +59,7 @@ def test_a_delta_net_is_the_loop_in_float64(gates):
 
 @jax.jit
 def run(graph, state, x_BTD, segment_BT):
-    return nnx.merge(graph, state).run(x_BTD, segment_BT)
+    return nnx.merge(graph, state).run(x_BTD, tiny.one_device(), segment_BT)
 
 
 @jax.jit
@@ -70,7 +71,7 @@ def steps(graph, state, x_BTD, new_T):
     def advance(before, inputs):
         x_D, is_new = inputs
         before = jax.tree.map(lambda x: jnp.where(is_new, 0, x), before)
-        y_BTD, after = nnx.merge(graph, state).run(x_D[None, None], one_11, before)
+        y_BTD, after = nnx.merge(graph, state).run(x_D[None, None], tiny.one_device(), one_11, before)
         return after, y_BTD[0, 0]
 
     return jax.lax.scan(advance, empty, (x_BTD[0], new_T))[1]

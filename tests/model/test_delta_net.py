@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from gspax.config import GatedDelta
@@ -92,7 +93,7 @@ def run(params, *args):
     graph, state = split()
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state).run(*args)
+    return nnx.merge(graph, state).run(args[0], tiny.one_device(), *args[1:])
 
 
 jitted = jax.jit(run)

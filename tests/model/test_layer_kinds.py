@@ -56,15 +56,13 @@ def hidden(config, *parts, mesh=None, **more):
     return apply(tiny.params(config), config, tokens_BT, segment_BT, mesh=mesh or tiny.one_device(), **more)[0][0]
 
 
-@partial(jax.jit, static_argnames="config")
-def probe(params, config, arrays, prefix_BT):
+@partial(jax.jit, static_argnames=("config", "mesh"))
+def probe(params, config, arrays, prefix_BT, mesh):
     """The hidden states [1, 2T, D] of a row, and the gradient of a sum of them with the weights of the row."""
     tokens_BT, segment_BT, weight_BT = arrays
 
     def value(params):
-        hidden, _ = transformer.apply(
-            params, config, tokens_BT, segment_BT, mesh=tiny.one_device(), prefix_BT=prefix_BT
-        )
+        hidden, _ = transformer.apply(params, config, tokens_BT, segment_BT, mesh=mesh, prefix_BT=prefix_BT)
         return (hidden * jnp.sin(hidden) * weight_BT[..., None]).sum(), hidden
 
     gradient, found = jax.grad(value, has_aux=True)(params)
@@ -110,16 +108,20 @@ def test_packed_and_decoded_tokens_are_those_of_a_row_alone(kind):
 
 def run_shared_prompts(config, whole):
     """Two responses after one prompt, and rows of their own: hidden states, and the gradient of the responses' sum."""
-    short, params = T - 1, tiny.params(config)
+    short, params, mesh = T - 1, tiny.params(config), tiny.one_device()
     shared_BT, separate_BT = rows(slice(PROMPT), slice(PROMPT, T), slice(PROMPT, short)), rows(slice(T), slice(short))
     prefix_BT = np.where(shared_BT[1] > 1, 1, 0).astype(np.int32)
     first = np.arange(2 * T)[None] % T >= PROMPT  # of the responses of the rows of their own
-    found, gradient = probe(params, config, (*shared_BT, (prefix_BT > 0).astype(np.float32)), prefix_BT)
-    wanted, exact = probe(params, config, (*separate_BT, (first & (separate_BT[1] > 0)).astype(np.float32)), None)
+    found, gradient = probe(params, config, (*shared_BT, (prefix_BT > 0).astype(np.float32)), prefix_BT, mesh)
+    wanted, exact = probe(params, config, (*separate_BT, (first & (separate_BT[1] > 0)).astype(np.float32)), None, mesh)
     expected = np.append(wanted[:T], wanted[T + PROMPT : T + short], axis=0)
     np.testing.assert_allclose(found[: len(expected)], expected, atol=2e-5)
     np.testing.assert_allclose(wanted[:T], whole, atol=2e-5)
-    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True):
+    assert_close(gradient, exact)
+
+
+def assert_close(found, wanted):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(np.abs(theirs).max(), 1e-3))
 
 
@@ -142,8 +144,13 @@ def run_servers(config, whole):
 
 def run_context(config, whole):
     mesh = sharding.make_mesh(Mesh(fsdp=1, context=2), jax.devices()[:2])
+    arrays_BT = *rows(slice(PROMPT), slice(T)), np.ones((1, 2 * T), np.float32)
+    wanted, exact = probe(tiny.params(config), config, arrays_BT, None, tiny.one_device())
+    np.testing.assert_allclose(wanted[PROMPT : PROMPT + T], whole, atol=2e-5)
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(hidden(config, slice(T), mesh=mesh)[:T], whole, atol=2e-5)
+        found, gradient = probe(tiny.params(config), config, arrays_BT, None, mesh)
+    np.testing.assert_allclose(found[: PROMPT + T], wanted[: PROMPT + T], atol=2e-5)
+    assert_close(jax.device_get(gradient), exact)
 
 
 RUNS = {  # how a feature that a kind supports is run, and how an experiment asks for it

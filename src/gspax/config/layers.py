@@ -251,7 +251,6 @@ class GatedDelta(Mixer):
     def obstacles(self) -> Mapping[Feature, str]:
         return {
             Feature.SERVERS: f"{self.name}, whose weights are not pushed to servers",
-            Feature.CONTEXT_PARALLEL: self.name,
         }
 
     @property
@@ -271,7 +270,8 @@ class GatedDelta(Mixer):
     def activations(self, tensor: int, context: int) -> int:
         """Count a token's numbers that the backward pass reads, with the states between chunks of 64, in float32."""
         N, U = self.value_heads, self.value_dim
-        states = 2 * N * self.key_dim * U // 64
+        columns = U + self.key_dim if context > 1 else U  # of a state; beside it its map (`rule_over_devices`)
+        states = 2 * N * self.key_dim * columns // 64
         return (3 * self.channels + 3 * N * U + 4 * N + states) // tensor  # projected, convolved, normalized; outputs
 
     def cache(self, tensor: int) -> CacheSize:

@@ -25,6 +25,7 @@ from gspax.model.kernels.gated_delta import (
     decay_and_beta,
     gated_rms_norm,
     recurrent_step,
+    rule_over_devices,
 )
 from gspax.model.kernels.weights import contract
 from gspax.model.layers import LayerInputs, init_weight
@@ -74,15 +75,21 @@ class GatedDeltaNet(nnx.Module):
         self.eps = config.rms_norm_eps
 
     def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
-        return shared.advance(partial(self.run, x_BTD), cache)
+        return shared.advance(partial(self.run, x_BTD, shared.mesh), cache)
 
     def run(
-        self, x_BTD: Array, segment_BT: Array, state: DeltaState | None = None, prefix_BT: Array | None = None
+        self,
+        x_BTD: Array,
+        mesh: jax.sharding.Mesh,
+        segment_BT: Array,
+        state: DeltaState | None = None,
+        prefix_BT: Array | None = None,
     ) -> tuple[Array, DeltaState]:
         """Compute the outputs, and the state after the last token of each row.
 
         Args:
           x_BTD: inputs.
+          mesh: the device mesh.
           segment_BT: int32; segments do not see one another, 0 is padding, after a row's tokens.
           state: the state before the row, which its first segment continues; None: empty. A row without tokens has its
             state returned bit for bit.
@@ -108,6 +115,9 @@ class GatedDeltaNet(nnx.Module):
                 one = Tokens(*(x_BT[:, 0] for x_BT in tokens))
                 out_BKRU, memory = recurrent_step(one, state.memory_XKRHU, segment_BT[:, 0] > 0)
                 out_BTKRU = out_BKRU[:, None]
+            elif state is None and mesh.shape["context"] > 1 and x_BTD.shape[1] % mesh.shape["context"] == 0:
+                prefixes = () if prefix_BT is None else (prefix_BT,)
+                out_BTKRU, memory = rule_over_devices(mesh, tokens, segment_BT, *prefixes)
             else:
                 out_BTKRU, memory = chunked_rule(tokens, segment_BT, state and state.memory_XKRHU, prefix_BT)
         z_BTKRU = contract("btd,dkru->btkru", x_BTD, self.gate.get_value())

@@ -70,13 +70,13 @@ class LayerInputs(NamedTuple):
     decoding: bool = False  # there are few tokens and no gradient (`expert_parallel.expert_decoding`)
 
 
-def advance_rows(segment_BT: Array, prefix_BT: Array | None = None) -> Advance:
+def advance_rows(segment_BT: Array, *prefix_BT: Array) -> Advance:
     """Return an `Advance` for whole rows from an empty state; the cache is the state after each row.
 
-    A segment with a prefix, as in `attend_within_segments`, continues the state after it. Only kinds that support
+    With prefixes, as in `attend_within_segments`, a segment continues the state after its own. Only kinds that support
     shared prompts are asked to.
     """
-    return lambda run, _: run(segment_BT, None) if prefix_BT is None else run(segment_BT, None, prefix_BT)
+    return lambda run, _: run(segment_BT, None, *prefix_BT)
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:

@@ -142,7 +142,8 @@ def layer_inputs(
     tree = None if prefix_BT is None else make_tree(segment_BT, prefix_BT)
     attend = attend_within_segments(segment_BT, mesh, layer_windows(config), tree)
     angles = rotary_angles(positions(segment_BT, tree), config)
-    return LayerInputs(angles, segment_BT > 0, attend, advance_rows(segment_BT, prefix_BT), mesh)
+    advance = advance_rows(segment_BT) if prefix_BT is None else advance_rows(segment_BT, prefix_BT)
+    return LayerInputs(angles, segment_BT > 0, attend, advance, mesh)
 
 
 def _stacks(run: DecoderLayer | nnx.List[DecoderLayer]) -> list[DecoderLayer]:

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspax.config import Mesh
 from gspax.model.kernels.gated_delta import (
     Tokens,
     chunked_rule,
     convolve,
     recurrent_step,
+    rule_over_devices,
     unit_lower_inverse,
 )
+from gspax.parallel.sharding import make_mesh
 
 K, R, H, U = 2, 2, 8, 12  # key heads, value heads of each, dimensions of a key and of a value
 CHUNK = 16
@@ -174,6 +177,33 @@ def test_segments_that_share_a_prompt_are_rows_of_their_own():
     y, _ = convolve(x, weight, segment_BT, prefix_BT=prefix_BT)
     alone, _ = convolve(x[places], weight, single_NT)
     np.testing.assert_array_equal(y[segment_BT > 0], alone[where][segment_BT > 0])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["segments", "prompts"])
+def test_rows_on_several_devices_are_those_of_one(shared):
+    """Parts of 13 tokens on four devices, forward and backward, whose states are joined; heads on two."""
+    segment_BT, *prefix_BT = shared_rows()[:2] if shared else (rows(),)
+    segment_BT, *prefix_BT = (jnp.pad(x, ((0, 0), (0, 2))) for x in (segment_BT, *prefix_BT))
+    tokens, mesh = random_tokens(len(segment_BT), 52), make_mesh(Mesh(fsdp=1, context=4, tensor=2), jax.devices()[:8])
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal((*segment_BT.shape, K, R, U)), jnp.float32)
+
+    def value(run, tokens):
+        out, state = run(tokens)
+        out = jnp.where((segment_BT > 0)[..., None, None, None], out, 0)
+        return (out * weights).sum() + (state**2).sum(), (out, state)
+
+    def together(tokens):
+        return chunked_rule(tokens, segment_BT, None, *prefix_BT)
+
+    with jax.set_mesh(mesh):
+        spread = jax.jit(
+            jax.grad(partial(value, lambda each: rule_over_devices(mesh, each, segment_BT, *prefix_BT)), has_aux=True)
+        )
+        found = jax.device_get(spread(tokens))
+    wanted = jax.jit(jax.grad(partial(value, together), has_aux=True))(tokens)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(theirs).max() > 0.1
+        close(ours, theirs, 5e-6)
 
 
 def test_repeated_keys_and_forgetting_tokens_lose_no_digits():

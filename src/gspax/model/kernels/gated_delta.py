@@ -24,7 +24,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from gspax.model.kernels.over_devices import accumulate, shift
+from gspax.parallel.sharding import spec, token_spec
 from gspax.types import Array
 
 CHUNK = 64  # tokens between two states; the work per token within a chunk grows with it, that between chunks shrinks
@@ -164,6 +167,58 @@ def chunked_rule(
         states = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1), states)
     out_BTKRU, states = advance_states(tokens, segment_BT, prefix_BT, states, chunk=chunk)
     return out_BTKRU, states.state_BZKRHU[:, 0]
+
+
+class _Map(NamedTuple):
+    """What a part of a row does to the states before it: states -> move @ states + add. Y = Z H rows of all states."""
+
+    move_BKRYY: Array
+    add_BKRYU: Array
+
+
+def _follow(earlier: _Map, later: _Map) -> _Map:
+    """Join the maps of two parts, one after the other."""
+    added_BKRYU = later.add_BKRYU + _product(later.move_BKRYY, earlier.add_BKRYU)
+    return _Map(_product(later.move_BKRYY, earlier.move_BKRYY), added_BKRYU)
+
+
+def rule_over_devices(
+    mesh: jax.sharding.Mesh, tokens: Tokens, segment_BT: Array, *prefix_BT: Array
+) -> tuple[Array, Array]:
+    """Apply the rule to whole rows whose time is sharded, as `chunked_rule` without a state; perhaps with prefixes.
+
+    The rule is affine in the state. Each device runs its part of the rows once, from empty states beside unit matrices:
+    these columns of the state become its map, and those of the outputs what a token reads of a state before the part.
+    The maps are joined over the devices; how large they are does not depend on the length.
+    """
+    (by_row, by_time), (by_head,) = token_spec(mesh, *segment_BT.shape), spec("heads")
+    axis = str(by_time)
+
+    def on_device(tokens: Tokens, segment_BT: Array, *prefix_BT: Array) -> tuple[Array, Array]:
+        (B, _, K, R, U), H, Z = tokens.v_BTKRU.shape, tokens.k_BTKH.shape[-1], 1 + len(prefix_BT)
+        of_BZ = shift(jnp.concatenate([x[:, -1:] for x in (segment_BT, *prefix_BT)], axis=1), axis)
+        unit_1Z11HY = jnp.eye(Z * H).reshape(1, Z, 1, 1, H, Z * H)
+        unit_BZKRHY = jnp.broadcast_to(unit_1Z11HY, (B, Z, K, R, H, Z * H))
+        start = jnp.concatenate([jnp.zeros((B, Z, K, R, H, U)), unit_BZKRHY], axis=-1)
+        v_BTKRU = tokens.v_BTKRU.astype(jnp.float32)
+        wide = tokens._replace(v_BTKRU=jnp.pad(v_BTKRU, ((0, 0),) * 4 + ((0, Z * H),)))
+        prefix = prefix_BT[0] if prefix_BT else jnp.zeros_like(segment_BT)
+        out_BTKR, states = advance_states(wide, segment_BT, prefix, States(start, of_BZ))
+        after_BKRY = jnp.moveaxis(states.state_BZKRHU, 1, 3).reshape(B, K, R, Z * H, -1)
+        so_far = accumulate(_follow, _Map(after_BKRY[..., U:], after_BKRY[..., :U]), axis).add_BKRYU
+        before_BKRYU = shift(so_far, axis)
+        read_BKRTU = _product(jnp.moveaxis(out_BTKR[..., U:], 1, 3), before_BKRYU)
+        is_last = jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
+        last_BKRHU = jax.lax.psum(jnp.where(is_last, so_far[:, :, :, :H], 0.0), axis)
+        return out_BTKR[..., :U] + jnp.moveaxis(read_BKRTU, 3, 1), last_BKRHU
+
+    by_token, by_token_and_head = PartitionSpec(by_row, by_time), PartitionSpec(by_row, by_time, by_head)
+    of_row = PartitionSpec(by_row, by_head)
+    in_specs = by_token_and_head, by_token, *(by_token for _ in prefix_BT)
+    on_devices = jax.shard_map(
+        on_device, mesh=mesh, in_specs=in_specs, out_specs=(by_token_and_head, of_row), check_vma=False
+    )
+    return on_devices(tokens, segment_BT, *prefix_BT)
 
 
 class States(NamedTuple):
