@@ -67,7 +67,7 @@ class Held(Protocol):
         """Append replies to the conversations that wait; those without one have ended."""
 
     def take(self, row_B: np.ndarray) -> Rollout:
-        """Return the rollout of these rows, and free their places."""
+        """Return the rollout of these rows, of which one may stand several times, and free their places."""
 
 
 class RolloutSampler(Protocol):

@@ -31,7 +31,6 @@ BESIDE = (
     Pair("schedule.microbatch_rows", "schedule.microbatch_tokens"),
     Pair("optimizer.bias_update_speed", "lora", ", which does not train the routers"),
     Pair("warm_start.optimizer.bias_update_speed", "lora", ", which does not train the routers"),
-    Pair("schedule.share_prompts", AGENT, ", whose rollouts of a problem need not begin alike"),
     Pair("sampling.drafts", AGENT, ", whose rollouts of a problem need not begin alike"),
     Pair("sampling.noise", AGENT, ", whose rollouts of a problem need not begin alike"),
     Pair("placement.staleness", AGENT, ", whose requests the sampler waits for"),

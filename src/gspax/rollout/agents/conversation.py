@@ -1,7 +1,9 @@
 """One agent's conversation with the policy, in tokens: a request continues what was sampled before, token by token.
 
-What the policy wrote is never tokenized again. A request must begin with the messages of the one before, and with the
-policy's answer to it; only the messages after these are encoded, as an environment's replies are (`history`).
+What the policy wrote is never tokenized again. A request that begins with the messages of an earlier one, and with the
+policy's answer to it, continues its tokens; only the messages after these are encoded, as an environment's replies are
+(`history`). A request that continues the last one goes on with its sequence. Any other begins a further sequence of the
+rollout: a history that was compacted, one that goes on from an earlier answer, a sub-agent's.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
@@ -20,7 +23,7 @@ from gspax.data.chat_template import opening_of
 from gspax.data.tokenizer import check_ids
 from gspax.errors import brief, shorten
 from gspax.rewards.environments.agents import Endpoint
-from gspax.rollout.agents.history import Branch, History, after, read_answer, read_first, read_more
+from gspax.rollout.agents.history import History, OtherHistoryError, after, read_answer, read_first, read_more
 from gspax.rollout.agents.openai import Answered, Asked, Refusal
 
 if TYPE_CHECKING:
@@ -33,10 +36,18 @@ class Turn:
 
     row: int  # of the rollout
     tokens: list[int]
-    first: bool  # they begin the row
+    first: bool  # they begin a sequence
     most: int  # tokens that it may write
     logprobs: bool
     take: Callable[[Sequence[int], Sequence[float]], None]  # gets the tokens that it wrote, and their log-probs
+
+
+class _Known(NamedTuple):
+    """An answer of the policy, after which requests may go on."""
+
+    history: History
+    sequence: int
+    end: int  # of the tokens of that sequence
 
 
 class Limits(NamedTuple):
@@ -61,16 +72,19 @@ class Conversation:
     spans: list[tuple[int, int]] = field(default_factory=list)  # of the turns, from the end of the prompt
     texts: list[str] = field(default_factory=list)  # messages and replies
     written: str = ""  # the policy's last message
-    error: str = ""  # why the rollout has failed
     cut: bool = False  # its last turn was cut by the limit of tokens
     limited: bool = False  # a request was refused for a limit of turns or tokens
     _started: bool = False
     _closed: bool = False
-    _history: History = field(default_factory=History)
-    _asked: Asked | None = None  # the last request
+    _known: list[_Known] = field(default_factory=list)  # its answers
+    _sequences: list[list[int]] = field(default_factory=list)  # the tokens of each
+    _asked: Asked | None = None  # the last request that was begun
     _answer: Future[Answered] | None = None  # to it
-    _prompt: int = 0  # tokens of the first request
-    _end: int = 0  # of the tokens after these
+    _queue: deque[tuple[Asked, Future[Answered]]] = field(default_factory=deque)  # requests that wait for it
+    _busy: bool = False  # a request is being answered
+    _first: int = 0  # tokens of the first request
+    _prompt: int = 0  # tokens of the request that began the last sequence
+    _begin: int = 0  # where that begins in the row
     _opening: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -86,16 +100,18 @@ class Conversation:
         self._started = True
 
     def close(self) -> None:
-        """Refuse all further requests, and the one that waits."""
+        """Refuse all further requests, and those that wait."""
         with self._lock:
             self._closed = True
-            answer = self._answer
-        with contextlib.suppress(InvalidStateError):
-            if answer is not None and not answer.done():
-                answer.set_exception(_ended())
+            answers = [answer for _, answer in self._requests()]
+            self._queue.clear()
+        for answer in answers:
+            with contextlib.suppress(InvalidStateError):
+                if not answer.done():
+                    answer.set_exception(_ended())
 
     def ask(self, asked: Asked, *, again: bool = False) -> Future[Answered]:
-        """Begin the answer to a request.
+        """Begin the answer to a request, or let it wait for the one before.
 
         Args:
           again: the client sends a request once more, because it did not wait for the answer or lost it.
@@ -106,73 +122,121 @@ class Conversation:
         with self._lock:
             if self._closed:
                 raise _ended()
-            if again and self._answer is not None and asked == self._asked:
-                return self._answer
-            try:
-                turn = self._read(asked)
-            except Branch as problem:
-                self.error = str(problem)
-                raise
-            self._asked, self._answer = asked, Future()
-            answer = self._answer
-        self.put(turn)
+            if again:
+                for earlier, answer in self._requests():
+                    if earlier == asked:
+                        return answer
+            answer = Future[Answered]()
+            self._queue.append((asked, answer))
+        self._go_on()
+        if answer.done() and isinstance(problem := answer.exception(), Refusal):
+            raise problem
         return answer
+
+    def _requests(self) -> list[tuple[Asked, Future[Answered]]]:
+        """List the last request that was begun, and those that wait."""
+        begun = [] if self._asked is None or self._answer is None else [(self._asked, self._answer)]
+        return [*begun, *self._queue]
+
+    def _go_on(self) -> None:
+        """Begin the next request that can be answered, unless one is being answered."""
+        with self._lock:
+            while self._queue and not self._busy:
+                asked, answer = self._queue.popleft()
+                try:
+                    turn = self._read(asked)
+                except Refusal as problem:
+                    with contextlib.suppress(InvalidStateError):  # the client has gone
+                        answer.set_exception(problem)
+                    continue
+                self._asked, self._answer, self._busy = asked, answer, True
+                self.put(turn)
 
     def _read(self, asked: Asked) -> Turn:
         """Read what a request adds to the conversation. Refusal if that is not possible."""
-        if self.error:
-            raise Refusal(self.error)
-        if self._answer is not None and not self._answer.done():
-            raise Branch("wanted one request at a time in a rollout, got another one before the answer to the last")
         if len(self.spans) >= (limit := self.interaction.turns.limit):
             self.limited = True
             raise Refusal(f"wanted at most {limit} requests in a rollout (turns.limit), got one more")
         check_sampling(asked, self.interaction.sampling)
-        first, sampling, tokenizer = not self.spans, self.limits.sampling, self.interaction.tokenizer
+        tokenizer = self.interaction.tokenizer
         try:
-            tokens, texts = read_first(tokenizer, asked) if first else read_more(tokenizer, self._history, asked)
+            tokens, texts, known = self._continue(asked) or (*read_first(tokenizer, asked), None)
             check_ids(tokens, self.limits.vocab_size, "a request")
         except Refusal:
             raise
         except Exception as problem:  # of what a template or a tokenizer is not made for
             raise Refusal(f"messages: {brief(problem)}", param="messages") from problem
-        if not tokens:
+        first = known is None or known is not self._known[-1]
+        before = self._sequences[known.sequence][: known.end] if first and known is not None else []
+        if not (new := before + tokens):
             raise Refusal("prompt: wanted at least one token, got none", param="prompt")
-        what, where, most = "in the first request", "sampling.max_prompt_tokens", sampling.max_prompt_tokens
-        if not first:
-            what, where, most = "after the first request", "sampling.max_tokens", sampling.max_tokens - 1
-        if (count := self._end + len(tokens)) > most:
-            self.limited = True
-            message = f"wanted at most {most} tokens {what} ({where}), got {count}"
-            raise Refusal(message, code="context_length_exceeded", param="messages")
+        self._check_length(first, len(new))
+        if first:
+            self._begin += len(self._sequences[-1]) if self._sequences else 0
+            self._sequences.append([])
+            self._first, self._prompt = self._first or len(new), len(new)
+        self._sequences[-1] += new
         self.texts += texts
-        self._opening = opening_of(tokenizer, tokens)
-        self._prompt, self._end = (count, 0) if first else (self._prompt, count)
-        room = sampling.max_tokens - self._end
-        return Turn(self.row, tokens, first, min(asked.most or room, room), asked.logprobs, self._take)
+        self._opening = opening_of(tokenizer, new)
+        room = self._room()
+        return Turn(self.row, new, first, min(asked.most or room, room), asked.logprobs, self._take)
+
+    def _room(self) -> int:
+        """Count the tokens for which there is room in the last sequence, and in the row."""
+        own, sampling = len(self._sequences[-1]), self.limits.sampling
+        row = sampling.max_prompt_tokens + sampling.max_tokens
+        return min(sampling.max_tokens - (own - self._prompt), row - (self._begin + own))
+
+    def _check_length(self, first: bool, count: int) -> None:
+        """Refuse so many new tokens if they do not fit, each with one that the policy writes."""
+        sampling, own = self.limits.sampling, len(self._sequences[-1]) if self._sequences else 0
+        whole = sampling.max_prompt_tokens + sampling.max_tokens
+        limits = [
+            ("after the first request", "sampling.max_tokens", sampling.max_tokens - 1, own - self._prompt),
+            ("in a rollout", "sampling.max_prompt_tokens + sampling.max_tokens", whole - 1, self._begin + own),
+        ]
+        if first:
+            what = "in a request that begins a sequence" if self._sequences else "in the first request"
+            limits[0] = (what, "sampling.max_prompt_tokens", sampling.max_prompt_tokens, 0)
+        for what, where, most, before in limits:
+            if before + count > most:
+                self.limited = True
+                message = f"wanted at most {most} tokens {what} ({where}), got {before + count}"
+                raise Refusal(message, code="context_length_exceeded", param="messages")
 
     def _take(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
         """Take what the policy wrote, and answer the request."""
         limits, tokenizer = self.limits, self.interaction.tokenizer
         with self._lock:
-            asked, answer, start = self._asked, self._answer, self._end
+            asked, answer, sequence = self._asked, self._answer, self._sequences[-1]
             assert asked is not None and answer is not None
-            self._end += len(tokens)
-            self.spans.append((start, self._end))
+            read, start = len(sequence), self._begin + len(sequence) - self._first
+            sequence += tokens
+            self.spans.append((start, start + len(tokens)))
             self.written = self._opening + tokenizer.decode(tokens)
             self.texts.append(self.written)
             stops, parse = limits.sampling.stop, self.interaction.agent.parse
             answered = read_answer(asked, self.written, parse, stops, f"{self.row}_{start}")
-            answered = replace(answered, read=self._prompt + start, written=len(tokens))
+            answered = replace(answered, read=read, written=len(tokens))
             if tokens[-1] not in limits.stop_ids and not any(stop in self.written for stop in stops):
                 answered = replace(answered, finish="length")
-                self.cut = self._end >= limits.sampling.max_tokens
+                self.cut = self._room() <= 0
             if asked.logprobs:
                 texts = [tokenizer.decode([token]) for token in tokens]
                 answered = replace(answered, logps=tuple(zip(texts, map(float, logps), strict=True)))
-            self._history = after(asked, answered, self.written, tokens[-1])
+            history = after(asked, answered, self.written, tokens[-1])
+            self._known.append(_Known(history, len(self._sequences) - 1, len(sequence)))
+            self._busy = False
         with contextlib.suppress(InvalidStateError):  # the rollout has ended, or the client has gone
             answer.set_result(answered)
+        self._go_on()
+
+    def _continue(self, asked: Asked) -> tuple[list[int], list[str], _Known] | None:
+        """Find the longest conversation that a request continues, and what it adds to it; None if there is none."""
+        for known in sorted(self._known, key=lambda known: known.history.size, reverse=True):
+            with contextlib.suppress(OtherHistoryError):
+                return *read_more(self.interaction.tokenizer, known.history, asked), known
+        return None
 
 
 def check_sampling(asked: Asked, sampling: Sampling) -> None:

@@ -12,21 +12,25 @@ from gspax.rewards.environments.tool_calls import START, Call, Malformed
 from gspax.rollout.agents.openai import Answered, Asked, Refusal
 
 Parse = Callable[[str], list[Call | Malformed]]
-_EXTENDS = "wanted a request that continues the one before; a changed history is not supported yet"
 
 
-class Branch(Refusal):
-    """A request that does not continue the conversation."""
+class OtherHistoryError(Exception):
+    """A request that does not continue a conversation."""
 
 
 class History(NamedTuple):
-    """The last request of a conversation, and the answer to it."""
+    """A request and the answer to it."""
 
     messages: tuple[Message, ...] = ()  # of a chat, the answer included
     tools: tuple[Mapping[str, Any], ...] = ()
     text: str = ""  # of a completion: the prompt with the answer
     rest: str = ""  # what the policy wrote after that text: a stop string
     last: int = -1  # the policy's last token
+
+    @property
+    def size(self) -> int:
+        """Return a number that grows as the conversation goes on."""
+        return len(self.messages) or len(self.text)
 
 
 def read_first(tokenizer: ConversationTokenizer, asked: Asked) -> tuple[list[int], list[str]]:
@@ -41,22 +45,20 @@ def read_more(tokenizer: ConversationTokenizer, history: History, asked: Asked) 
     """Return the tokens and the texts that a later request adds.
 
     Raises:
-      Branch: it does not begin with the messages of the last one and the answer, or has other tools.
+      OtherHistoryError: it does not begin with the messages of the earlier one and the answer, or has other tools.
       Refusal: it adds nothing, or what it adds cannot be encoded.
     """
     if not asked.messages:
         prompt = _one_prompt(asked)
         if not history.text or not prompt.startswith(history.text):
-            raise Branch("wanted a prompt that begins with the one before and its answer, got another one")
+            raise OtherHistoryError
         more = prompt[len(history.text) :].removeprefix(history.rest)  # clients add the stop string that was sampled
         return list(tokenizer.encode_completion(more)), [more]
-    for number, (ours, theirs) in enumerate(zip(history.messages, asked.messages, strict=False)):
-        if _essence(ours) != _essence(theirs):
-            raise Branch(f"messages[{number}] is not that of the request before: {_EXTENDS}", param="messages")
-    if not history.messages or len(asked.messages) < len(history.messages):
-        raise Branch(f"the request has fewer messages than the one before and its answer: {_EXTENDS}")
-    if asked.tools != history.tools:
-        raise Branch(f"the tools are not those of the first request: {_EXTENDS}", param="tools")
+    begin = asked.messages[: len(history.messages)]
+    if not history.messages or asked.tools != history.tools or len(begin) < len(history.messages):
+        raise OtherHistoryError
+    if any(_essence(ours) != _essence(theirs) for ours, theirs in zip(history.messages, begin, strict=True)):
+        raise OtherHistoryError
     new = _named(asked.messages, len(history.messages))
     if not new:
         raise Refusal("messages: wanted one after the policy's last message, got none", param="messages")

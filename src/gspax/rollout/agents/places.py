@@ -1,7 +1,8 @@
 """The conversations of agents in places of the sampler (`contract.Held`): each goes on when its agent asks again.
 
-A conversation whose agent is busy keeps its place, and its cache, while the others are sampled. Nothing that is sampled
-depends on when a request arrives: a token's randomness is that of its sample and position.
+A conversation whose agent is busy keeps its place, and its cache, while the others are sampled. A request that begins a
+further sequence takes the place of the one before, which is kept on the host. Nothing that is sampled depends on when a
+request arrives: a token's randomness is that of its sample, the sequence and the position.
 
 Axes: R places, each with one conversation; C positions after the prompt.
 """
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +21,7 @@ from gspax.config.protocols import Problem
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.conversation import Turn
+from gspax.rollout.agents.sequences import join_sequences, with_sequences
 from gspax.rollout.contract import RolloutSampler, Weights
 from gspax.rollout.episodes import Ready
 from gspax.sampler.continuous_batching import Replies, SampleOptions
@@ -26,6 +29,7 @@ from gspax.sampler.sampler import SMALLEST_REPLY, pad_rows, round_to_power
 from gspax.types import Array, Rollout
 
 _NOTHING = Problem("")  # the sampler needs the tokens alone
+_SEQUENCE = 2654435761  # what a place's further sequences add to its id, modulo 2^32: far from all other ids
 
 
 class Places:
@@ -51,6 +55,10 @@ class Places:
         self._asked: dict[int, Turn] = {}  # that wait to be sampled
         self._turns: dict[int, Turn] = {}  # that are sampled, by place
         self._starts: dict[int, int] = {}  # where these begin
+        self._options, self._earlier = (
+            options,
+            dict[int, list[Rollout]](),
+        )  # by place: the sequences before, on the host
         self.admitted_R, self._waits_R = np.zeros(count, bool), np.zeros(count, bool)
         self._left_R, self._length_R = np.zeros(count, bool), np.zeros(count, np.int32)
 
@@ -66,8 +74,11 @@ class Places:
 
     def advance(self) -> bool:
         """Sample the next tokens, and hand over the turns that have ended; return whether there were new tokens."""
-        self._admit({place: turn for place, turn in self._asked.items() if turn.first})
-        self._reply({place: turn for place, turn in self._asked.items() if not turn.first})
+        begun = {place: turn for place, turn in self._asked.items() if turn.first}
+        again = [place for place in begun if self.admitted_R[place]]
+        self._reply({place: turn for place, turn in self._asked.items() if not turn.first}, again)
+        self._keep(again)
+        self._admit(begun)
         self._asked = {}
         if not self._turns:
             return False
@@ -89,7 +100,12 @@ class Places:
         silent_R = ~self.admitted_R
         if silent_R.any():  # their rows are empty, but there
             self._hold(dict.fromkeys(np.flatnonzero(silent_R).tolist(), Ready(_NOTHING, [0], most=1)))
-        rollout = self._held.take(np.arange(len(self.ids)))
+        taken, sampling = self._held.take(np.arange(len(self.ids))), self._options.sampling
+        width = sampling.max_prompt_tokens + sampling.max_tokens
+        rollout = with_sequences(taken, width, self._options.model.num_experts)
+        if self._earlier:
+            joined = join_sequences(jax.device_get(rollout), self._earlier)
+            rollout = multihost.to_devices(joined, named_sharding(self._mesh, "batch"))
         if not silent_R.any():
             return rollout
         heard = multihost.to_devices(self.admitted_R, named_sharding(self._mesh, "batch"))
@@ -99,6 +115,17 @@ class Places:
             mask_BT=rollout.mask_BT & heard[:, None],
             reply_B=jnp.where(silent_R, rollout.length_B, reply_B),
         )
+
+    def _keep(self, places: Sequence[int]) -> None:
+        """Keep the sequences that have ended, because others take their places."""
+        if not places:
+            return
+        taken = self._held.take(np.resize(np.array(places), len(self.ids)))  # so many rows, as at the end
+        for number, place in enumerate(places):
+            self._earlier.setdefault(place, []).append(
+                jax.device_get(jax.tree.map(lambda leaf, row=number: leaf[row], taken))
+            )
+            self.ids[place] = (self.ids[place] + _SEQUENCE) % 2**32
 
     def _admit(self, turns: dict[int, Turn]) -> None:
         if not turns:
@@ -113,9 +140,9 @@ class Places:
         fresh_R[list(ready)] = True
         self._held.admit([ready.get(place) for place in range(len(self.ids))], self.ids, fresh_R, self._weights)
 
-    def _reply(self, turns: dict[int, Turn]) -> None:
-        """Give the waiting conversations their next turns; end those that were left; the others go on waiting."""
-        ends_R = self._waits_R & self._left_R
+    def _reply(self, turns: dict[int, Turn], ended: Sequence[int]) -> None:
+        """Give the waiting conversations their next turns; end these, and those that were left; the others wait on."""
+        ends_R = self._waits_R & (self._left_R | np.isin(np.arange(len(self.ids)), ended))
         if not turns and not ends_R.any():
             return
         rows = [turns[place].tokens if place in turns else [] for place in range(len(self.ids))]

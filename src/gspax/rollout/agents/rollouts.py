@@ -143,7 +143,7 @@ def _grade(interaction: AgentInteraction, talk: Conversation, value: object) -> 
     turns = GradedTurns(spans, (0.0,) * len(spans), {"reply_tokens": float(replies)})
     finished = not (talk.cut or talk.limited)
     failed = value.reason if isinstance(value, Failure) and not talk.limited else ""
-    if error := talk.error or failed or ("" if talk.spans else "the agent ended without an answer of the policy"):
+    if error := failed or ("" if talk.spans else "the agent ended without an answer of the policy"):
         result = Result((), error)
     elif value is None or isinstance(value, str | Failure):
         answer = value if isinstance(value, str) else talk.written

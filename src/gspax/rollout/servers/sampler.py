@@ -349,7 +349,9 @@ class OnServers:
 
     def take(self, row_B: np.ndarray) -> Rollout:
         """Return finished rows, and free their places."""
-        taken = {number: self._rows.pop(row) for number, row in enumerate(row_B.tolist())}
+        taken = {number: self._rows[row] for number, row in enumerate(row_B.tolist())}
+        for row in set(row_B.tolist()):
+            del self._rows[row]
         return rows.assemble(taken, len(taken), self._options)
 
 
