@@ -428,28 +428,21 @@ def greedy_tokens(params, config, model, steps=24):
 
 
 def differences(params, config, model, folder):
-    """The relative differences of logits, of a tensor's gradient of the mean log-prob of random tokens, and of packing.
+    """The relative differences of the logits, and of a tensor's gradient of the mean log-prob of random tokens.
 
-    Gradients are written as checkpoints, so that tensors of the same names are compared. The last difference is between
-    the logits of two sequences in one row and those of each in a row of its own. One program has all rows.
+    Gradients are written as checkpoints, so that tensors of the same names are compared.
     """
     import torch
 
-    tokens_BT, (packed_BT, segment_BT) = random_tokens(config, 4, 11), packed_rows(config)
-    padding = (0, 0), (0, packed_BT.shape[1] - tokens_BT.shape[1])
-    rows_BT = np.concatenate([np.pad(tokens_BT, padding), packed_BT])
-    segment_BT = np.concatenate([np.pad(np.ones_like(tokens_BT), padding), segment_BT])
+    tokens_BT = random_tokens(config, 4, 11)
 
     def loss(params):
-        hidden_BTD, _ = transformer.apply(params, config, rows_BT, segment_BT, mesh=tiny.one_device())
-        all_BTV = transformer.logits(params, hidden_BTD)
-        logits_BTV = all_BTV[:4, :11]
+        hidden_BTD, _ = transformer.apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
+        logits_BTV = transformer.logits(params, hidden_BTD)
         log_prob_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
-        log_prob = jnp.take_along_axis(log_prob_BTV, tokens_BT[:, 1:, None], axis=-1).mean()
-        return log_prob, (logits_BTV, all_BTV[4:])
+        return jnp.take_along_axis(log_prob_BTV, tokens_BT[:, 1:, None], axis=-1).mean(), logits_BTV
 
-    gradient, (logits_BTV, packed_BTV) = jax.jit(jax.grad(loss, has_aux=True))(params)
-    packed, first, second = np.asarray(packed_BTV)
+    gradient, logits_BTV = jax.jit(jax.grad(loss, has_aux=True))(params)
     write(folder / "ours", config, gradient)
     model.zero_grad()
     their_logits_BTV = model(torch.tensor(tokens_BT)).logits
@@ -468,19 +461,7 @@ def differences(params, config, model, folder):
     largest = max(np.abs(each).max() for each in theirs.values())
     scales = {name: max(np.abs(each).max(), 1e-3 * largest) for name, each in theirs.items()}
     largest = max(float(np.abs(ours[name] - each).max() / scales[name]) for name, each in theirs.items())
-    between_rows = relative(packed, np.concatenate([first[:6], second[:8]]))
-    return relative(logits_BTV, their_logits_BTV.detach().numpy()), largest, between_rows
-
-
-def packed_rows(config):
-    """Tokens and segments: two sequences of 6 and 8 tokens in one row, then each in a row of its own."""
-    tokens_BT = random_tokens(config, 3, 14)
-    segment_BT = np.ones_like(tokens_BT)
-    segment_BT[0, 6:] = 2
-    for row, part in ((1, slice(6)), (2, slice(6, 14))):
-        alone = tokens_BT[0, part]
-        tokens_BT[row, : len(alone)], segment_BT[row, len(alone) :] = alone, 0
-    return tokens_BT, segment_BT
+    return relative(logits_BTV, their_logits_BTV.detach().numpy()), largest
 
 
 def write(folder, config, params, dtype="float32"):
@@ -521,6 +502,22 @@ def lora_difference(params, config, folder):
     )
     assert relative(our_logits(params, config, tokens_BT), our_logits(adapted, config, tokens_BT)) > 1e-2
     return relative(our_logits(adapted, config, tokens_BT), their_logits(merged.eval(), tokens_BT))
+
+
+def packed_difference(params, config):
+    """The relative difference of logits between two sequences in one row and each in a row of its own.
+
+    One batch has them all, so one program runs.
+    """
+    tokens_BT = random_tokens(config, 3, 14)
+    segment_BT = np.ones_like(tokens_BT)
+    segment_BT[0, 6:] = 2
+    for row, part in ((1, slice(6)), (2, slice(6, 14))):
+        alone = tokens_BT[0, part]
+        tokens_BT[row, : len(alone)], segment_BT[row, len(alone) :] = alone, 0
+    hidden_BTD, _ = apply(params, config, tokens_BT, segment_BT, mesh=tiny.one_device())
+    packed, first, second = np.asarray(transformer.logits(params, hidden_BTD))
+    return relative(packed, np.concatenate([first[:6], second[:8]]))
 
 
 def recurrence_difference(params, config):
