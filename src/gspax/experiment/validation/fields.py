@@ -149,7 +149,8 @@ def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> I
     """
     wanted, own = bare(hint), protocols and getattr(bare(hint), "_is_protocol", False)
     kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)  # Yarn | Llama3Rope
-    classes = [kind for kind in kinds if isinstance(kind, type) and not getattr(kind, "_is_protocol", False)]
+    classes = [kind for kind in kinds if isinstance(kind, type) and kind is not typing.Any]  # which is a class, too
+    classes = [kind for kind in classes if not getattr(kind, "_is_protocol", False)]
     if is_record(value) and (any(isinstance(value, kind) for kind in classes) or own):
         yield key, value
     elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, typing.get_args(wanted)[:1])):
