@@ -185,6 +185,7 @@ CALLS: dict[str, Call] = {
     "correction.weight_metrics": lambda x: correction.weight_metrics(x.factor, x.mask),
     "correction.weight_metrics, packed": lambda x: correction.weight_metrics(x.factor_BT, x.mask, x.segment_ids),
     **_packed("correction.mismatch_metrics", correction.mismatch_metrics, *RATIO),
+    **_packed("correction.mismatch_by_position", correction.mismatch_by_position, *RATIO),
     "correction.effective_sample_sizes": lambda x: correction.effective_sample_sizes(
         losses.reduce(losses.Terms(x.advantage, x.factor, correction.mismatch_metrics(x.old_logp, x.ref_logp, x.mask)))[
             1

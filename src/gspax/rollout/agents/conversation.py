@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gspax.config import Sampling
-from gspax.config.protocols import Problem
+from gspax.config.protocols import ConversationTokenizer, Problem
 from gspax.data.chat_template import opening_of
 from gspax.data.tokenizer import check_ids
 from gspax.errors import brief, shorten
 from gspax.rewards.environments.agents import Endpoint
 from gspax.rollout.agents.history import History, OtherHistoryError, after, read_answer, read_first, read_more
 from gspax.rollout.agents.openai import Answered, Asked, Refusal
+from gspax.rollout.agents.sequences import RowTokens
 
 if TYPE_CHECKING:
     from gspax.rollout.agents.interaction import AgentInteraction
@@ -77,16 +78,15 @@ class Conversation:
     _started: bool = False
     _closed: bool = False
     _known: list[_Known] = field(default_factory=list)  # its answers
-    _sequences: list[list[int]] = field(default_factory=list)  # the tokens of each
     _asked: Asked | None = None  # the last request that was begun
     _answer: Future[Answered] | None = None  # to it
     _queue: deque[tuple[Asked, Future[Answered]]] = field(default_factory=deque)  # requests that wait for it
     _busy: bool = False  # a request is being answered
-    _first: int = 0  # tokens of the first request
-    _prompt: int = 0  # tokens of the request that began the last sequence
-    _begin: int = 0  # where that begins in the row
     _opening: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._tokens = RowTokens(self.limits.sampling)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -160,57 +160,35 @@ class Conversation:
         check_sampling(asked, self.interaction.sampling)
         tokenizer = self.interaction.tokenizer
         try:
-            tokens, texts, known = self._continue(asked) or (*read_first(tokenizer, asked), None)
+            tokens, texts, known = find_continued(tokenizer, self._known, asked) or (
+                *read_first(tokenizer, asked),
+                None,
+            )
             check_ids(tokens, self.limits.vocab_size, "a request")
         except Refusal:
             raise
         except Exception as problem:  # of what a template or a tokenizer is not made for
             raise Refusal(f"messages: {brief(problem)}", param="messages") from problem
         first = known is None or known is not self._known[-1]
-        before = self._sequences[known.sequence][: known.end] if first and known is not None else []
+        before = self._tokens.sequences[known.sequence][: known.end] if first and known is not None else []
         if not (new := before + tokens):
             raise Refusal("prompt: wanted at least one token, got none", param="prompt")
-        self._check_length(first, len(new))
-        if first:
-            self._begin += len(self._sequences[-1]) if self._sequences else 0
-            self._sequences.append([])
-            self._first, self._prompt = self._first or len(new), len(new)
-        self._sequences[-1] += new
+        if excess := self._tokens.find_excess(len(new), first=first):
+            self.limited = True
+            raise Refusal(excess, code="context_length_exceeded", param="messages")
+        self._tokens.read(new, first=first)
         self.texts += texts
         self._opening = opening_of(tokenizer, new)
-        room = self._room()
+        room = self._tokens.room
         return Turn(self.row, new, first, min(asked.most or room, room), asked.logprobs, self._take)
-
-    def _room(self) -> int:
-        """Count the tokens for which there is room in the last sequence, and in the row."""
-        own, sampling = len(self._sequences[-1]), self.limits.sampling
-        row = sampling.max_prompt_tokens + sampling.max_tokens
-        return min(sampling.max_tokens - (own - self._prompt), row - (self._begin + own))
-
-    def _check_length(self, first: bool, count: int) -> None:
-        """Refuse so many new tokens if they do not fit, each with one that the policy writes."""
-        sampling, own = self.limits.sampling, len(self._sequences[-1]) if self._sequences else 0
-        whole = sampling.max_prompt_tokens + sampling.max_tokens
-        limits = [
-            ("after the first request", "sampling.max_tokens", sampling.max_tokens - 1, own - self._prompt),
-            ("in a rollout", "sampling.max_prompt_tokens + sampling.max_tokens", whole - 1, self._begin + own),
-        ]
-        if first:
-            what = "in a request that begins a sequence" if self._sequences else "in the first request"
-            limits[0] = (what, "sampling.max_prompt_tokens", sampling.max_prompt_tokens, 0)
-        for what, where, most, before in limits:
-            if before + count > most:
-                self.limited = True
-                message = f"wanted at most {most} tokens {what} ({where}), got {before + count}"
-                raise Refusal(message, code="context_length_exceeded", param="messages")
 
     def _take(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
         """Take what the policy wrote, and answer the request."""
         limits, tokenizer = self.limits, self.interaction.tokenizer
         with self._lock:
-            asked, answer, sequence = self._asked, self._answer, self._sequences[-1]
+            asked, answer, sequence = self._asked, self._answer, self._tokens.sequences[-1]
             assert asked is not None and answer is not None
-            read, start = len(sequence), self._begin + len(sequence) - self._first
+            read, start = len(sequence), self._tokens.place
             sequence += tokens
             self.spans.append((start, start + len(tokens)))
             self.written = self._opening + tokenizer.decode(tokens)
@@ -220,23 +198,26 @@ class Conversation:
             answered = replace(answered, read=read, written=len(tokens))
             if tokens[-1] not in limits.stop_ids and not any(stop in self.written for stop in stops):
                 answered = replace(answered, finish="length")
-                self.cut = self._room() <= 0
+                self.cut = self._tokens.room <= 0
             if asked.logprobs:
                 texts = [tokenizer.decode([token]) for token in tokens]
                 answered = replace(answered, logps=tuple(zip(texts, map(float, logps), strict=True)))
             history = after(asked, answered, self.written, tokens[-1])
-            self._known.append(_Known(history, len(self._sequences) - 1, len(sequence)))
+            self._known.append(_Known(history, len(self._tokens.sequences) - 1, len(sequence)))
             self._busy = False
         with contextlib.suppress(InvalidStateError):  # the rollout has ended, or the client has gone
             answer.set_result(answered)
         self._go_on()
 
-    def _continue(self, asked: Asked) -> tuple[list[int], list[str], _Known] | None:
-        """Find the longest conversation that a request continues, and what it adds to it; None if there is none."""
-        for known in sorted(self._known, key=lambda known: known.history.size, reverse=True):
-            with contextlib.suppress(OtherHistoryError):
-                return *read_more(self.interaction.tokenizer, known.history, asked), known
-        return None
+
+def find_continued(
+    tokenizer: ConversationTokenizer, known: Sequence[_Known], asked: Asked
+) -> tuple[list[int], list[str], _Known] | None:
+    """Find the longest conversation that a request continues, and what it adds to it; None if there is none."""
+    for one in sorted(known, key=lambda one: one.history.size, reverse=True):
+        with contextlib.suppress(OtherHistoryError):
+            return *read_more(tokenizer, one.history, asked), one
+    return None
 
 
 def check_sampling(asked: Asked, sampling: Sampling) -> None:

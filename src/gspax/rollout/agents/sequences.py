@@ -1,17 +1,66 @@
-"""Joins the sequences of a rollout to one row, as `Rollout.sequence_BT` describes it."""
+"""The sequences of a rollout, which stand one after the other in its row (`Rollout.sequence_BT`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspax.config import Sampling
 from gspax.types import Rollout
 
 _BY_TOKEN = ("tokens_BT", "mask_BT", "logp_BT", "sequence_BT", "version_BT", "kept_BTK", "cut_BT", "expert_BLTA")
+
+
+@dataclass
+class RowTokens:
+    """The tokens of a rollout's sequences, while it is sampled."""
+
+    sampling: Sampling
+    sequences: list[list[int]] = field(default_factory=list)
+    _first: int = 0  # tokens of the first request
+    _prompt: int = 0  # tokens of the request that began the last sequence
+    _begin: int = 0  # where that begins in the row
+
+    @property
+    def place(self) -> int:
+        """Return the place of the next token, from the end of the first request."""
+        return self._begin + len(self.sequences[-1]) - self._first
+
+    @property
+    def room(self) -> int:
+        """Count the tokens for which there is room in the last sequence, and in the row."""
+        own, sampling = len(self.sequences[-1]), self.sampling
+        row = sampling.max_prompt_tokens + sampling.max_tokens
+        return min(sampling.max_tokens - (own - self._prompt), row - (self._begin + own))
+
+    def read(self, tokens: list[int], *, first: bool) -> None:
+        """Add what the policy reads; `first`: it begins a sequence."""
+        if first:
+            self._begin += len(self.sequences[-1]) if self.sequences else 0
+            self.sequences.append([])
+            self._first, self._prompt = self._first or len(tokens), len(tokens)
+        self.sequences[-1] += tokens
+
+    def find_excess(self, count: int, *, first: bool) -> str:
+        """Say why so many tokens do not fit, with one that the policy writes; empty if they do."""
+        sampling, own = self.sampling, len(self.sequences[-1]) if self.sequences else 0
+        whole = sampling.max_prompt_tokens + sampling.max_tokens
+        limits = [
+            ("after the first request", "sampling.max_tokens", sampling.max_tokens - 1, own - self._prompt),
+            ("in a rollout", "sampling.max_prompt_tokens + sampling.max_tokens", whole - 1, self._begin + own),
+        ]
+        if first:
+            what = "in a request that begins a sequence" if self.sequences else "in the first request"
+            limits[0] = (what, "sampling.max_prompt_tokens", sampling.max_prompt_tokens, 0)
+        for what, where, most, before in limits:
+            if before + count > most:
+                return f"wanted at most {most} tokens {what} ({where}), got {before + count}"
+        return ""
 
 
 def with_sequences(rollout: Rollout, width: int, num_experts: int) -> Rollout:
@@ -56,5 +105,7 @@ def join_sequences(rollout: Rollout, earlier: Mapping[int, Sequence[Rollout]]) -
             begin += count
         prompt_B[row] = before[0].prompt_length_B
         length_B[row] = begin - prompt_B[row]
-    reply_B = length_B - joined["mask_BT"].sum(axis=1)
-    return replace(rollout, **joined, prompt_length_B=prompt_B, length_B=length_B, reply_B=reply_B.astype(np.int32))
+    reply_B = (length_B - joined["mask_BT"].sum(axis=1)).astype(np.int32)
+    lengths = {"prompt_length_B": prompt_B, "length_B": length_B, "reply_B": reply_B}
+    on_host: dict[str, Any] = {**joined, **lengths}
+    return replace(rollout, **on_host)
