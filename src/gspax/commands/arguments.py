@@ -50,6 +50,13 @@ def add_experiment(parser: Parser) -> None:
     )
 
 
+def add_source(parser: Parser) -> None:
+    """Add `SOURCE`, the policy of a command that talks with it."""
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a run, DIR or DIR@STEP; a checkpoint's folder; a name on the Hub"
+    )
+
+
 def add_dry_run(parser: Parser) -> None:
     """Add `--workdir`, and `--dry-run` with its `--devices` and `--device-memory`."""
     parser.add_argument("--workdir", type=to_path, metavar="DIR", help="the run directory (not needed for a dry run)")

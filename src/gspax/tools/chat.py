@@ -14,7 +14,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
+from gspax.commands.arguments import Parser, add_source, at_least, load_file, subcommand_parser
 from gspax.errors import UserError, printable, tell
 from gspax.tools.policy import load_source, with_temperature
 
@@ -42,9 +42,7 @@ def make_parser() -> Parser:
         "with another one every line is a prompt. Without a terminal, lines of standard input are messages.",
         "gspax chat runs/sort --beside runs/sort/warm_start\n  echo 3142= | gspax chat runs/sort@125 --temperature 0",
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a run, DIR or DIR@STEP; a checkpoint's folder; a name on the Hub"
-    )
+    add_source(parser)
     parser.add_argument("--beside", metavar="SOURCE", help="a second source, which answers the same messages")
     parser.add_argument(
         "--file", metavar="FILE", help="the run's experiment file, if its tokenizer or environment is your own class"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import queue
 
-from gspax.commands.arguments import Parser, at_least, load_file, subcommand_parser
+from gspax.commands.arguments import Parser, add_source, at_least, load_file, subcommand_parser
 from gspax.errors import UserError, brief, tell
 
 
@@ -16,9 +16,7 @@ def make_parser() -> Parser:
         "completions and completions, for lm-eval, Inspect or a client of openai. Ctrl-C ends it.",
         "gspax serve runs/sort --port 8000",
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a run, DIR or DIR@STEP; a checkpoint's folder; a name on the Hub"
-    )
+    add_source(parser)
     parser.add_argument("--file", metavar="FILE", help="the run's experiment file, if its tokenizer is your own class")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1)")
     parser.add_argument("--port", type=at_least(0), default=8000, metavar="N", help="its port; 0: any (default: 8000)")
