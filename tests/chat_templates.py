@@ -174,7 +174,8 @@ DEEPSEEK_V31 = """{%- set ns = namespace(user=false, tool=false) %}{{ bos_token 
 {{- '<|tool_output_begin|>' + m.content + '<|tool_output_end|>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt and ns.user %}{{ '<|Assistant|>' + ('<think>' if thinking else '</think>') }}
 {%- endif %}"""
-GPT_OSS = """{{ '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
+GPT_OSS = """{{ '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '\n\nReasoning: ' }}
+{{- reasoning_effort|default('medium') + '<|end|>' }}
 {%- if tools %}{{ '<|start|>developer<|message|># Tools\n' + tools|tojson + '<|end|>' }}{%- endif %}
 {%- set last = namespace(name=none) %}{%- for m in messages %}{%- if m.role == 'assistant' and m.tool_calls %}
 {%- set call = m.tool_calls[0].function %}{%- set last.name = call.name %}{%- if m.content %}

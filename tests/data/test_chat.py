@@ -252,6 +252,7 @@ def test_a_chat_tokenizer_in_an_experiment(small):
         "system": None,
         "thinking": False,
         "date": None,
+        "variables": {},
     }
     changed = override(chat, ["tokenizer.thinking=true", "tokenizer.system=Be brief."])
     assert changed.tokenizer == hf_chat(small, system="Be brief.", thinking=True)

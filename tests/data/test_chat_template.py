@@ -19,10 +19,13 @@ from gspax.data.chat_template import opening_of, write_call
 from gspax.errors import UserError
 from gspax.evaluation import tasks
 from gspax.evaluation.checkpoint import find_tokenizer
+from gspax.experiment.description import describe
+from gspax.experiment.overrides import as_recorded, override
 from gspax.experiment.validation.chats import chat_problems, chat_warnings
 from gspax.rewards.environments import Step, parse_gemma
 from gspax.rollout import episodes
 from gspax.rollout.grading import start_rewards
+from gspax.run.recorded import read_tokenizer
 
 USER = [{"role": "user", "content": "1 + 1?"}]
 CALL = {"name": "calculator", "arguments": {"expression": "1"}}
@@ -241,6 +244,35 @@ def test_a_date_that_an_override_removes_or_spoils_is_refused(folders):
 def test_a_published_model_without_an_experiment_prints_today(folders, name, date):
     """As in `gspax chat` and `gspax eval --from`, which have no place for a date."""
     assert find_tokenizer(str(folders[name])).date == date
+
+
+def test_a_variable_of_a_template_is_set_by_name(folders):
+    """In the file or on the command line, and what a run records makes the same tokenizer."""
+    settings = {"date": "2026-01-31", "variables": {"reasoning_effort": "high"}}
+    chat, plain = hf_chat(folders["gpt-oss"], **settings), hf_chat(folders["gpt-oss"], date="2026-01-31")
+    assert "Reasoning: high<|end|>" in chat.render(USER) and "Reasoning: medium<|end|>" in plain.render(USER)
+    wanted = by_transformers(chat, USER, add_generation_prompt=True, reasoning_effort="high")
+    assert chat.render(USER) == wanted
+    assert override(plain, ["variables.reasoning_effort=high"]) == chat == read_tokenizer(describe(chat))
+    assert override(chat, ["variables.reasoning_effort=low"]).variables == {"reasoning_effort": "low"}
+    assert as_recorded(plain, describe(chat)) == chat
+    assert override(plain, ["variables.n=2", "variables.on=true"]).variables == {"n": 2, "on": True}
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"reasoning_efort": "high"}, r"reads, got 'reasoning_efort' \(did you mean 'reasoning_effort'\?\)"),
+        ({"enable_thinking": True}, "wanted names other than 'enable_thinking', which thinking sets, got True for it"),
+        ({"eos_token": "<s>"}, "'eos_token', which the tokenizer's configuration sets"),
+        ({"reasoning_effort": None}, "wanted a text, a number, True, or False for 'reasoning_effort', got None"),
+    ],
+)
+def test_a_variable_that_a_template_does_not_read_is_refused(folders, variables, sentence):
+    with pytest.raises(UserError, match=sentence):
+        hf_chat(folders["gpt-oss"], date="2026-01-31", variables=variables)
+    chat = replace(hf_chat(folders["gpt-oss"], date="2026-01-31"), variables=variables)  # as an override does
+    assert [problem for problem in chat_problems(chat, None) if re.search(sentence, problem)]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

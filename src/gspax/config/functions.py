@@ -197,7 +197,7 @@ def parse(kind: type[T], described: object) -> T:
         if name not in described:
             continue
         value = described[name]
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and typing.get_origin(hint) is not Mapping:
             members: tuple[type[Any], ...] = typing.get_args(hint) or (hint,)
             kinds = {name_of(each): each for each in members if dataclasses.is_dataclass(each)}
             recorded = str(value.get("type"))

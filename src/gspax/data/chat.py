@@ -12,11 +12,19 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gspax.config.protocols import ConversationTokenizer, Message, Problem
-from gspax.data.chat_template import CLOSE, OPEN, ChatTemplate, check_date, read_template, thinking_marks
+from gspax.data.chat_template import (
+    CLOSE,
+    OPEN,
+    ChatTemplate,
+    Value,
+    check_settings,
+    read_template,
+    thinking_marks,
+)
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
 from gspax.errors import UserError
 
@@ -37,6 +45,7 @@ class ChatTokenizer(HFTokenizer):
     system: str | None = None
     thinking: bool = False
     date: str | None = None  # the date that the template prints as today's, such as 2026-01-31
+    variables: Mapping[str, Value] = field(default_factory=dict, hash=False)  # others that the template reads
 
     def __post_init__(self) -> None:
         try:
@@ -69,6 +78,7 @@ class ChatTokenizer(HFTokenizer):
             stop_ids=self.stop_ids,
             thinking=self.thinking,
             date=self.date,
+            variables=self.variables,
         )
 
     @property
@@ -160,7 +170,12 @@ class CharChat(CharTokenizer):
 
 
 def hf_chat(
-    path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False, date: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    system: str | None = None,
+    thinking: bool = False,
+    date: str | None = None,
+    variables: Mapping[str, Value] | None = None,
 ) -> ChatTokenizer:
     """Load the chat tokenizer in a folder, also of a bucket (gs://BUCKET/NAME), or of a name on the Hub.
 
@@ -171,15 +186,16 @@ def hf_chat(
       thinking: the template's `enable_thinking`; templates without that variable ignore it.
       date: the day that the template prints as today, such as "2026-01-31". Templates that print none, such as
         Qwen3's, ignore it; those of Llama 3 need it.
+      variables: other variables that the template reads, such as {"reasoning_effort": "high"} of gpt-oss.
 
     Raises:
-      UserError: the folder has no tokenizer or no chat template, or the template prints today's date and there is no
-        `date`: a run that is resumed on another day would have other prompts.
+      UserError: the folder has no tokenizer or no chat template, the template does not read a variable, or it prints
+        today's date and there is no `date`: a run that is resumed on another day would have other prompts.
     """
-    found = hf_tokenizer(path)
-    check_date(found.folder, found.path, date)
+    found, variables = hf_tokenizer(path), dict(variables or {})
+    check_settings(found.folder, found.path, date, variables)
     try:
-        return ChatTokenizer(found.path, system, thinking, date)
+        return ChatTokenizer(found.path, system, thinking, date, variables)
     except ValueError as problem:
         raise UserError(f"date: {problem}") from None
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import difflib
 import functools
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ _CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
 _MARK = "qzmarkqz"  # a marker that no template contains and every template copies
 _CALLED = "called"  # follows a marker that is the argument of a call
 _TAIL = 32  # the most tokens of the start of thinking and the white space after it
+Value = int | float | bool | str  # of a template's variable
+_WORD = re.compile(r"[^\W\d]\w*")
+_GIVEN = {  # variables that have a value already, and what sets them
+    **dict.fromkeys(("messages", "add_generation_prompt", "documents"), "the conversation"),
+    **dict.fromkeys(("enable_thinking", "thinking"), "thinking"),
+    **{"tools": "environment", CLOCK: "date"},
+}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thinking, as transformers reads them
 
 
@@ -50,6 +58,7 @@ class ChatTemplate:
       added: the texts of the tokenizer's added tokens.
       stops: the texts of the tokenizer's stop ids.
       thinking: the value of the template's `enable_thinking`.
+      variables: other variables.
     """
 
     where: str
@@ -58,6 +67,7 @@ class ChatTemplate:
     added: frozenset[str]
     stops: tuple[str, ...]
     thinking: bool = False
+    variables: Mapping[str, Value] = field(default_factory=dict)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = (), *, prompt: bool = True
@@ -70,6 +80,7 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self.texts else "default"
         variables: dict[str, object] = {
             **self.special,
+            **self.variables,
             "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
         }
@@ -225,6 +236,7 @@ def read_template(
     stop_ids: Sequence[int],
     thinking: bool,
     date: str | None,
+    variables: Mapping[str, Value],
 ) -> ChatTemplate:
     """Read the chat template of a folder, which then prints `date` as today's date."""
     texts = read_templates(folder, where)
@@ -233,7 +245,7 @@ def read_template(
     if date is not None:
         texts = {name: _with_date(text, date) for name, text in texts.items()}
     stops = tuple(text for text, i in added.items() if i in stop_ids)
-    return ChatTemplate(where, texts, special_tokens(folder), frozenset(added), stops, thinking)
+    return ChatTemplate(where, texts, special_tokens(folder), frozenset(added), stops, thinking, variables)
 
 
 def prints_date(folder: Path, where: str) -> bool:
@@ -251,6 +263,21 @@ def check_date(folder: Path, where: str, date: str | None) -> None:
             f"the chat template in {where} prints today's date ({CLOCK}), so that a run resumed on another day would "
             "have other prompts: wanted the day to print, as in hf_chat(..., date='2026-01-31'), got none"
         )
+
+
+def check_settings(folder: Path, where: str, date: str | None, variables: Mapping[str, Value]) -> None:
+    """Raise a UserError if a template lacks the date that it prints, or does not read one of the variables."""
+    check_date(folder, where, date)
+    words, special = {*_WORD.findall("".join(read_templates(folder, where).values()))}, special_tokens(folder)
+    for name, value in variables.items():
+        if setter := _GIVEN.get(name, "the tokenizer's configuration" if name in special else None):
+            raise UserError(f"variables: wanted names other than {name!r}, which {setter} sets, got {value!r} for it")
+        if name not in words:
+            near = difflib.get_close_matches(name, words, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise UserError(f"variables: wanted names that the chat template in {where} reads, got {name!r}{hint}")
+        if not isinstance(value, int | float | str):
+            raise UserError(f"variables: wanted a text, a number, True, or False for {name!r}, got {value!r}")
 
 
 def _with_date(template: str, date: str) -> str:

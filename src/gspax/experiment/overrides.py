@@ -170,10 +170,11 @@ def _set(experiment: T, key: str, text: str) -> T:
     """Set the field at `key` to the value parsed from `text`."""
     names, nodes, hint = key.split("."), [experiment], None
     for depth, name in enumerate(names):
-        children = _children(nodes[-1])
-        if name not in children:
+        children, item = _children(nodes[-1]), _item_hint(hint)
+        if name not in children and (item is None or depth + 1 < len(names)):
             raise UserError(_unknown(experiment, names, depth, nodes[-1]))
-        value, hint = children[name]
+        value, hint = children.get(name, (None, item))
+        hint = item or hint
         nodes.append(value)
     try:
         value = _parse(text, hint, nodes.pop())
@@ -215,6 +216,14 @@ def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
     else:
         return {}
     return {name: (value, hints.get(name, object)) for name, value in values.items()}
+
+
+def _item_hint(hint: Hint) -> Hint:
+    """Return the annotation of the values of a mapping to which a name can be added, one of scalars; else None."""
+    if typing.get_origin(hint) is not collections.abc.Mapping:
+        return None
+    item = typing.get_args(hint)[1]
+    return item if all(member in _SCALARS for member in typing.get_args(item) or (item,)) else None
 
 
 def _unknown(experiment: object, names: list[str], depth: int, node: object) -> str:

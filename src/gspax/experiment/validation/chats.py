@@ -13,7 +13,7 @@ from gspax.config import Turns
 from gspax.config.functions import title_of
 from gspax.config.protocols import Environment, Message, Tokenizer
 from gspax.data.chat import ChatTokenizer
-from gspax.data.chat_template import check_date, compare_history, shows_tools, whole_tag, write_call
+from gspax.data.chat_template import check_settings, compare_history, shows_tools, whole_tag, write_call
 from gspax.errors import UserError
 from gspax.rewards.environments.family_calls import PARSERS
 
@@ -31,7 +31,7 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
     if not isinstance(tokenizer, ChatTokenizer):
         return
     try:
-        check_date(tokenizer.folder, tokenizer.path, tokenizer.date)  # an override may have removed it
+        check_settings(tokenizer.folder, tokenizer.path, tokenizer.date, tokenizer.variables)  # overrides change them
         missing = list(missing_stops(tokenizer, stop_ids))  # also tests whether the template can be used at all
     except UserError as problem:
         yield f"tokenizer: {problem}"
