@@ -173,6 +173,7 @@ def test_a_demonstration_follows_the_rendered_prompt(small):
 # Thinking
 
 ANALYSIS = "<|channel|>analysis<|message|>"
+SECOND = "<|end|><|start|>assistant<|channel|>commentary<|message|>"
 
 
 @pytest.mark.parametrize(
@@ -197,6 +198,11 @@ ANALYSIS = "<|channel|>analysis<|message|>"
         (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>final<|message|>4", "a", "4"),
         (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>{{}}", "a", "{}"),
         (f"{ANALYSIS}so \\boxed{{18}}. But", "so \\boxed{18}. But", ""),
+        # a preamble of gpt-oss, to the user before its calls, is no answer
+        ("<|channel|>commentary<|message|>I add: 18", "I add: 18", ""),
+        ("<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>final<|message|>4", "I add.", "4"),
+        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary<|message|>so 18", f"a{SECOND}so 18", ""),
+        ("<|channel|>commentary to=functions.f<|message|>{}", "", "<|channel|>commentary to=functions.f<|message|>{}"),
         ("a [THINK] is a mark", "", "a [THINK] is a mark"),
         ("a <|channel|>analysis<|message|> too", "", "a <|channel|>analysis<|message|> too"),
     ],

@@ -154,6 +154,15 @@ def test_a_dry_run_refuses_what_a_template_cannot_do(folders, name):
         assert wanted is None or wanted in problems[0]
 
 
+def test_a_call_without_a_stop_before_its_reply_is_refused_with_the_tokens(tmp_path):
+    """A Gemma 4 whose files lack the id of <|tool_response> as a stop: no call would get an answer."""
+    published = PUBLISHED["Gemma 4"]
+    *stops, missing = published.stops
+    folder = write_folder(tmp_path, published._replace(stops=(*stops,), special=(*published.special, missing)))
+    (told,) = chat_problems(hf_chat(folder), replace(TOOLS, parse=parse_gemma))
+    assert "a stop id between a call and its reply, got '<|\"|>', '<tool_call|>', '<|tool_response>': add one" in told
+
+
 @pytest.mark.parametrize("environment", [None, Talk()])
 def test_a_stop_id_of_the_experiment_ends_turns_too(folders, environment):
     tokenizer = hf_chat(folders["ERNIE-4.5"])

@@ -30,7 +30,9 @@ from gspax.errors import UserError
 
 T = TypeVar("T")
 
-_FINAL = re.compile(r"\A(?:<\|start\|>assistant)?<\|channel\|>final(?: ?<\|constrain\|>\w+)?<\|message\|>")  # gpt-oss
+# the beginnings of gpt-oss's messages: an answer's, and of one that has neither an answer nor a call
+_FINAL = re.compile(r"\A(?:<\|start\|>assistant)?<\|channel\|>final(?: ?<\|constrain\|>\w+)?<\|message\|>")
+_UNFINISHED = re.compile(r"\A(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary)<\|message\|>")
 _MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
 
 
@@ -211,7 +213,7 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
 
     The answer follows the last `</think>`. It is empty while a `<think>` is still open, as in a truncated completion.
     The same holds for a completion that begins with the thinking of Gemma 4, gpt-oss or Magistral; of gpt-oss the
-    answer is the text of the `final` channel, or the message with a call.
+    answer is the text of the `final` channel, or the message with a call, and no preamble of `commentary`.
 
     Args:
       text: a completion.
@@ -221,7 +223,7 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     """
     opening, end = thinking_marks(text)
     before, close, after = text.rpartition(end)
-    if opening in after or (opened and not close):
+    if opening in after or (opened and not close) or _UNFINISHED.match(after):
         before, after = text, ""
     return before.strip("\n").removeprefix(opening).strip("\n"), _FINAL.sub("", after).strip("\n")
 

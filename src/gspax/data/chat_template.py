@@ -31,10 +31,12 @@ THINKING = {  # what thinking begins and ends with, by what it begins with; all 
     "[THINK]": "[/THINK]",  # Magistral
     "<|channel>thought": "<channel|>",  # Gemma 4
     "<|channel|>analysis<|message|>": "<|end|>",  # gpt-oss
+    "<|channel|>commentary<|message|>": "<|end|>",  # its preamble of calls
 }
 CLOCK = "strftime_now"  # the function with which a template prints the time
 _CLOCK_CALL = re.compile(CLOCK + r"""\(\s*(["'])(.*?)\1\s*\)""")
 _MARK = "qzmarkqz"  # a marker that no template contains and every template copies
+_REPLY = "qzreply"  # begins the content of a marked reply
 _CALLED = "called"  # follows a marker that is the argument of a call
 _TAIL = 32  # the most tokens of the start of thinking and the white space after it
 Value = int | float | bool | str  # of a template's variable
@@ -142,8 +144,11 @@ class ChatTemplate:
             except UserError as error:
                 problem = problem or error
                 continue
-            if end := self._first_stop(after) if after.startswith(_CALLED) else self._first_token(after):
+            called = after.startswith(_CALLED)
+            if end := self._first_stop(after) if called else self._first_token(after):
                 return end, after.partition(end)[2]
+            if called:
+                raise self._no_stop(after)
             problem = problem or UserError(
                 f"the chat template in {self.where}: wanted a token that ends the turn after the content of an "
                 f"assistant's message, got {after[:40]!r}"
@@ -152,7 +157,7 @@ class ChatTemplate:
         raise problem
 
     def _check_reply(self, roles: tuple[str, ...]) -> None:
-        marked = [{"role": role, "content": f"qz{i}reply"} for i, role in enumerate(roles)]
+        marked = [{"role": role, "content": f"{_REPLY}{i}qz"} for i, role in enumerate(roles)]
         _, text = self._reply(marked)
         if lost := [message["role"] for message in marked if message["content"] not in text]:
             raise UserError(f"the chat template in {self.where} writes nothing of a message with the role {lost[0]!r}")
@@ -182,9 +187,17 @@ class ChatTemplate:
         return max((token for token in self.added if token.strip() and text.startswith(token)), key=len, default=None)
 
     def _first_stop(self, text: str) -> str | None:
-        """Return the first token of the text that ends a turn, or None."""
-        ends = {*self.stops, *([self.end] if self.end else [])}
+        """Return the first token that ends a turn in the text before a marked reply, or None."""
+        ends, text = {*self.stops, *([self.end] if self.end else [])}, text.partition(_REPLY)[0]
         return min((end for end in ends if end in text), key=text.index, default=None)
+
+    def _no_stop(self, after: str) -> UserError:
+        between = after.partition(_REPLY)[0]
+        tokens = sorted((token for token in self.added if token.strip() and token in between), key=between.index)
+        return UserError(
+            f"the chat template in {self.where}: wanted a stop id between a call and its reply, got "
+            f"{', '.join(map(repr, tokens)) or 'no token'}: add one to eos_token_id of its generation_config.json"
+        )
 
 
 def opened_by(text: str) -> str:
