@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +22,6 @@ VLLM = os.environ.get("VLLM", "")
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "sort_gspo.py"
 QUIET = 600  # seconds without a sign of progress: a server's start on a busy machine has pauses, a whole run many
 STEPS = 12
-
-pytestmark = pytest.mark.skipif(not VLLM, reason="make vllm-test: VLLM names the environment of vLLM")
 
 
 def free_port():
@@ -61,6 +60,23 @@ def wait_for(done, what, files):
         time.sleep(0.5)
 
 
+def test_the_limit_is_of_the_time_without_progress(tmp_path, monkeypatch):
+    """A file that grows every QUIET - 1 seconds is waited for, however long it takes; one that stands still is not."""
+    now, log = [0.0], tmp_path / "log"
+
+    def sleep(seconds):
+        now[0] += seconds
+        if now[0] < 10 * QUIET and now[0] % (QUIET - 1) == 0:
+            log.write_text("x" * int(now[0]))
+
+    monkeypatch.setattr(sys.modules[__name__], "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    wait_for(lambda: now[0] > 9 * QUIET, "the end", [log, tmp_path / "none"])
+    with pytest.raises(AssertionError, match=f"the end: nothing was written for {QUIET} seconds"):
+        wait_for(lambda: False, "the end", [log])
+    assert 10 * QUIET < now[0] < 12 * QUIET
+
+
+@pytest.mark.skipif(not VLLM, reason="make vllm-test: VLLM names the environment of vLLM")
 @pytest.mark.timeout(0)  # `wait_for` has the limit
 def test_the_small_experiment_trains_with_vllm_though_its_server_is_killed(tmp_path, request):
     address, workdir = f"http://127.0.0.1:{free_port()}", tmp_path / "run"
