@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.experiment.overrides import override
 from gspax.experiment.validation import validate
+from gspax.experiment.validation.chats import chat_warnings
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.problems import Skipped
 from gspax.training import warm_start
@@ -275,6 +277,25 @@ def test_a_system_message_in_the_prompt_replaces_the_tokenizers_own(small):
 def test_chat_and_plain_tokenizers_are_described_differently(small):
     assert hf_chat(small) == hf_chat(str(small)) != hf_chat(small, thinking=True)
     assert hf_chat(small) != HFTokenizer(str(small))
+
+
+def test_the_tokenizer_that_the_page_makes_is_one_for_chats(tmp_path, monkeypatch):
+    """Of docs/tokenizers.md: few tokens, one per digit, every text comes back, and its template's end is a stop id."""
+    pytest.importorskip("transformers")
+    page = (Path(__file__).parents[2] / "docs" / "tokenizers.md").read_text(encoding="utf-8")
+    code = re.search(r'^```python title="make_tokenizer.py"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {a} + 17?", "answer": str(a + 17)} for a in range(40)]
+    Path("train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    exec(code, {"__name__": "__main__"})
+    tokenizer = hf_chat("tokenizer")
+    assert 256 < tokenizer.vocab_size <= 512 and not [*chat_warnings(tokenizer, None)]
+    for text in (*rows[3].values(), "naïve 東京 🙂 \n\t<tag>"):
+        assert tokenizer.decode(tokenizer.encode_completion(text)) == text
+    assert len(tokenizer.encode_completion("20261128")) == 8
+    assert (
+        tokenizer.render([{"role": "user", "content": "1"}]) == "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 # Dates
