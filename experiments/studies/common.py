@@ -47,6 +47,7 @@ class Start:
     base: str  # experiment file, relative to experiments/
     overrides: tuple[str, ...] = ()
     warm_start: str = ""  # the start with the same warm start, which is trained once for both; empty: its own
+    checkpoint: str = ""  # what the variants train instead of a warm start, relative to the repository
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,18 @@ def jobs_of(study: Study, folder: Path) -> list[Job]:
             variant,
             seed,
             folder / slug(variant.name) / str(seed),
-            folder / "starts" / f"{slug(variant.start.warm_start or variant.start.name)}_{seed}",
+            start_folder(variant.start, seed, folder),
         )
         for seed in study.seeds
         for variant in study.variants
     ]
+
+
+def start_folder(start: Start, seed: int, folder: Path) -> Path:
+    """The checkpoint that the variants of a seed continue."""
+    if start.checkpoint:
+        return ROOT / start.checkpoint
+    return folder / "starts" / f"{slug(start.warm_start or start.name)}_{seed}"
 
 
 def slug(name: str) -> str:
@@ -187,6 +195,8 @@ def run_start(job: Job, devices: int) -> None:
     """The supervised warm start of a seed, as a checkpoint in `job.start`."""
     if (job.start / "config.json").is_file():
         return
+    if job.variant.start.checkpoint:
+        raise UserError(f"{job.start}: wanted the folder of a checkpoint, got none")
     trained = job.start.with_name(job.start.name + "_sft")
     file, overrides = str(base_file(job.variant.start)), start_overrides(job.variant, job.seed)
     gspax("sft", file, "--workdir", str(trained), *overrides, log=trained, devices=devices)

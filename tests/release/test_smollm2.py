@@ -57,6 +57,34 @@ def test_the_reward_is_the_share_of_instructions_that_are_kept(wanted, completio
     assert experiment.reward(Problem(prompt="", metadata={"wanted": wanted}), completion) == kept
 
 
+def test_the_study_of_the_model_is_valid(experiment, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "studies"))
+    import common
+
+    common.check_study(common.load_study("real_model"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "completion", "kept"),
+    [
+        (0, "it rains today", 1.0),
+        (0, "It rains today", 0.0),
+        (1, "IT RAINS TODAY.", 1.0),
+        (2, ' "It rains today." ', 1.0),
+        (2, '"It rains" today.', 0.0),
+        (3, "It rains. Z", 0.0),
+        (4, "one " * 15, 1.0),
+        (4, "one " * 14, 0.0),
+        (5, "Today, it rains.", 1.0),
+        (5, ",", 0.0),  # too short for a sentence
+    ],
+)
+def test_an_instruction_that_is_not_trained_is_checked(kind, completion, kept, experiment):
+    task = load(ROOT / "experiments" / "studies" / "real_model" / "experiment.py").evaluation.tasks[0]
+    problem = task.data.heldout(8 * kind)
+    assert problem.metadata == {"kind": kind} and task.reward(problem, completion) == kept
+
+
 def test_without_the_model_a_dry_run_names_its_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert program.main(["train", str(FILE), "--dry-run"]) == 2
