@@ -158,9 +158,9 @@ class DivergedError(FailureError):
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
-    """Raised if a signal ends the run, whose completed steps are saved."""
+    """Raised if a signal ends the run, whose completed steps are saved, or what `ended` names, which saves nothing."""
 
-    def __init__(self, signum: int) -> None:
-        name = signal.Signals(signum).name
-        super().__init__(f"{name}: completed steps are saved, the same command continues")
+    def __init__(self, signum: int, ended: str = "") -> None:
+        then = f"{ended} has ended" if ended else "completed steps are saved, the same command continues"
+        super().__init__(f"{signal.Signals(signum).name}: {then}")
         self.signum = signum

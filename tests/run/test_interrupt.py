@@ -127,7 +127,12 @@ def test_the_previous_handlers_are_restored(capfd):
         assert [signal.getsignal(each) for each in interrupt.SIGNALS] == before
         assert signal.set_wakeup_fd(-1) == -1
         interrupt.stop_point()
-    assert capfd.readouterr().err.count("SIGTERM: ending the run") == 2
+    with interrupt.listen(other="the server"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted, match=r"^SIGTERM: the server has ended$"):
+            interrupt.stop_point()
+    errors = capfd.readouterr().err
+    assert errors.count("SIGTERM: ending the run") == 2 and errors.count("SIGTERM: ending the server after") == 1
     assert not [each for each in threading.enumerate() if each.name == "gspax_signals"]
 
 

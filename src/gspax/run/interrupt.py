@@ -38,8 +38,8 @@ POLL = 0.5  # seconds between two checks for signals while futures are waited fo
 class _Listener:
     """The signals that this process has received; see `listen`."""
 
-    def __init__(self, unsaved: Callable[[], str]) -> None:
-        self.received = 0  # the first signal
+    def __init__(self, unsaved: Callable[[], str], other: str) -> None:
+        self.received, self.other = 0, other  # the first signal; what it ends, if that is no run
         self._unsaved, self._first = unsaved, 0.0
 
     def receive(self, signum: int) -> None:
@@ -57,14 +57,16 @@ class _Listener:
                 self._first = time.monotonic()
                 self.receive(signum)
                 name = signal.Signals(signum).name
-                _write(f"\n{name}: ending the run after what it is computing; again to end at once\n")
+                what = self.other or "the run"
+                _write(f"\n{name}: ending {what} after what it is computing; again to end at once\n")
             elif time.monotonic() - self._first > SAME:
                 self._end_now(signum)
 
     def _end_now(self, signum: int) -> None:
         threading.Timer(2.0, os._exit, (128 + signum,)).start()  # if the file system does not answer
         with contextlib.suppress(Exception):
-            _write(f"\n{signal.Signals(signum).name} again: ended without saving; {self._unsaved()}\n")
+            how = "at once" if self.other else "without saving"
+            _write(f"\n{signal.Signals(signum).name} again: ended {how}; {self._unsaved()}\n")
         os._exit(128 + signum)
 
 
@@ -72,7 +74,9 @@ _listener: _Listener | None = None
 
 
 @contextlib.contextmanager
-def listen(unsaved: Callable[[], str] = lambda: "the same command continues the run") -> Iterator[None]:
+def listen(
+    unsaved: Callable[[], str] = lambda: "the same command continues the run", *, other: str = ""
+) -> Iterator[None]:
     """Listen for signals until the block ends; then the previous handlers are back.
 
     A SIGHUP that is ignored, as under nohup, stays so. Python handles signals in the main thread only: in any other
@@ -80,9 +84,10 @@ def listen(unsaved: Callable[[], str] = lambda: "the same command continues the 
 
     Args:
       unsaved: what is lost by ending at once, for the message. Called in another thread.
+      other: what a signal ends if it is no run, such as "the server": nothing is saved, and no command continues it.
     """
     global _listener
-    outer, _listener = _listener, _Listener(unsaved)
+    outer, _listener = _listener, _Listener(unsaved, other)
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with _handlers(_listener) if is_main else contextlib.nullcontext():
@@ -118,7 +123,7 @@ def stop_point() -> None:
     Collective: every process calls it at the same points, so that a signal to one host ends the run on all.
     """
     if _listener is not None and (signum := max(multihost.gather(_listener.received))):
-        raise Interrupted(signum)
+        raise Interrupted(signum, _listener.other)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,10 @@ def execute(options: argparse.Namespace) -> int:
     desk = Desk(policy, queue.SimpleQueue())
     model = options.model or options.source
     try:
-        with interrupt.listen(), open_door(lambda key: desk, model, options.host, options.port) as address:
+        with (
+            interrupt.listen(lambda: "unfinished answers are lost", other="the server"),
+            open_door(lambda key: desk, model, options.host, options.port) as address,
+        ):
             tell(f"serving {model!r} at {address}/v1; Ctrl-C ends it")
             serve(desk, jax.random.key(options.seed), options.rows)
     except OSError as problem:
