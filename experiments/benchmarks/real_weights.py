@@ -65,6 +65,7 @@ import smollm2_constraints as task  # noqa: E402
 
 PAGE = HERE / "real_weights.md"
 SMOLLM2, GEMMA = "SmolLM2-135M-Instruct", "Gemma 3 270M"
+TYPES = {SMOLLM2: "Q4_1", GEMMA: "Q4_K_M"}  # of the weights in the files
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 PROMPTS, GREEDY_TOKENS, SAMPLED_TOKENS, TEXTS = 20, 64, 32, 8
 MESSAGES, CHAT_TOKENS = ("What is the capital of France?", "And of Italy?"), 24
@@ -531,20 +532,20 @@ def rows(models: dict[str, dict[str, Figures]], parts: Iterable[str], *columns: 
 
 
 def page(models: dict[str, dict[str, Figures]]) -> list[str]:
-    spent = [f"{sum(each['cpu_s'] for each in parts.values()) / 60:.0f} ({name})" for name, parts in models.items()]
+    measured = " and ".join(
+        f"{name} (GGUF, {TYPES[name]}; {sum(each['cpu_s'] for each in parts.values()) / 60:.0f} CPU-minutes)"
+        for name, parts in models.items()
+    )
     return [
         "# Trained weights",
         "",
-        f"Written by `real_weights.py`, on a CPU, with jax {jax.__version__}: SmolLM2-135M-Instruct (GGUF, Q4_1) and",
-        "Gemma 3 270M (GGUF, Q4_K_M), dequantized, in float32 where no type is named.",
-        f"CPU-minutes without the runs: {' and '.join(spent)}.",
+        f"Written by `real_weights.py`, on a CPU, with jax {jax.__version__}: {measured}, dequantized,",
+        "in float32 where no type is named. The time is without that of the runs.",
         "",
         "## transformers",
         "",
         *say(models, {"layers": say_layers, "greedy": say_greedy, "texts": say_texts, "chat": say_chat}),
-        "",
-        "## Sampler and learner",
-        "",
+        *["", "## Sampler and learner", ""],
         "At temperature 1, in nats a token. The last column is the largest distance of a response's GSPO ratio from 1",
         "before any update, if the sampler's log-probs were the old ones.",
         "",
@@ -559,10 +560,8 @@ def page(models: dict[str, dict[str, Figures]]) -> list[str]:
         "| ways | model | tokens | mean difference | largest | |",
         "| --- | --- | --- | --- | --- | --- |",
         *rows(models, PAIRS, "tokens", "mean", "largest", "note"),
-        "",
-        "## Files and runs",
-        "",
-        *say(models, {"export": say_export, "kill": say_kill}),
+        *["", "## Files and runs", ""],
+        *(say(models, {"export": say_export, "kill": say_kill}) or ["Not measured."]),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import functools
 import importlib.metadata
 import json
@@ -18,6 +19,7 @@ import urllib.parse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # with space the same command may succeed
 # Controls, and characters that turn the direction of a text; U+2028 and U+2029 end a line for some programs
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -155,6 +157,12 @@ class DivergedError(FailureError):
         super().__init__(message)
         self.step, self.position = step, position  # where the run was, and the problems that it had consumed
         self.final = final  # going back to an earlier state would not help either
+
+
+def unwritable(target: object, problem: OSError) -> UserError:
+    """Return the error of a folder that cannot be written; on a full disk trying again may help."""
+    kind = FailureError if problem.errno in FULL_DISK else UserError
+    return kind(f"{target}: cannot be written: {problem.strerror}")
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)

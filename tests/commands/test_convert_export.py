@@ -24,7 +24,7 @@ from gspax.commands import arguments, check, convert, export, main
 from gspax.config import Llama3Rope, Lora, Optimizer
 from gspax.config.functions import parse
 from gspax.data import HFTokenizer
-from gspax.errors import UserError
+from gspax.errors import FailureError, UserError
 from gspax.experiment.description import describe
 from gspax.hf import hf, parameters, peft
 from gspax.hf.config_json import read_config
@@ -510,7 +510,7 @@ def test_a_failed_conversion_or_export_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(parameters.tensors, "write", full)
-    with pytest.raises(UserError, match="new: cannot be written: No space left on device"):
+    with pytest.raises(FailureError, match="new: cannot be written: No space left on device"):
         export.run(tmp_path / "orbax", tmp_path / "new")
     monkeypatch.setattr(parameters.tensors, "write", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -1,13 +1,14 @@
 """GGUF files give the weights, the configuration, and the tokens that transformers reads from them."""
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from gspax.commands import convert
+from gspax.commands import convert, main
 from gspax.data.tokenizer import hf_tokenizer
 from gspax.errors import UserError
 from gspax.hf import hf
@@ -201,6 +202,20 @@ def test_a_file_is_converted(tmp_path, capsys):
         [TOKENS.index("ab"), *map(TOKENS.index, "Ġ12")],
     )
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "converted"}
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 60_000])  # the tokenizer, the weights, and the checkpoint do not fit
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(size, tmp_path, capsys):
+    file = write(tmp_path / "model.gguf", "llama", kind="Q8_0")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        code = main.main(["convert", "--from", str(file), "--to", str(tmp_path / "converted")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sentence = f"gspax: {tmp_path / 'converted'}: cannot be written: File too large\n"
+    assert (code, capsys.readouterr().err) == (1, sentence)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 @pytest.mark.skipif(not QWEN3.exists(), reason=f"{QWEN3.name} is not there")

@@ -24,7 +24,7 @@ from typing import NoReturn
 import gspax
 from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
-from gspax.errors import Interrupted, UserError, did_you_mean, how_to_install, shorten, tell
+from gspax.errors import FULL_DISK, Interrupted, UserError, did_you_mean, how_to_install, shorten, tell
 
 SUBCOMMANDS = {  # name -> its package, and what the overview shows: its arguments, what it does
     "train": ("commands", "FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -53,7 +53,6 @@ SUBCOMMANDS = {  # name -> its package, and what the overview shows: its argumen
     "parity": ("tools", "HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
 COMPUTING = ("train", "sft", "eval", "bench", "doctor", "chat", "serve")  # subcommands that use this machine's devices
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # with space the same command may succeed
 IMPOSSIBLE_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 TRAIN_EXTRA = (  # top-level packages of the extra `train`
     "flax",

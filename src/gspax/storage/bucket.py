@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gspax.errors import UserError
+from gspax.errors import unwritable
 from gspax.storage import objects
 from gspax.storage.paths import is_bucket, require_usable
 
@@ -64,7 +64,7 @@ class Bucket:
                 for path in sorted(files, key=lambda path: (path.name in last, path)):
                     (target / path.relative_to(local)).write_bytes(path.read_bytes())
             except OSError as problem:
-                raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
+                raise unwritable(target, problem) from problem
 
     @contextlib.contextmanager
     def copied(self, folder: Path, names: Sequence[str]) -> Iterator[Path]:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gspax.errors import UserError, naming
+from gspax.errors import UserError, naming, unwritable
 
 
 class Local:
@@ -74,12 +74,12 @@ class Local:
         try:
             temporary.mkdir(parents=True)
         except OSError as problem:
-            raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
+            raise unwritable(target, problem) from problem
         try:
             yield temporary
             os.replace(temporary, place)
         except OSError as problem:
-            raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
+            raise unwritable(target, problem) from problem
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
