@@ -68,6 +68,10 @@ PUBLISHED_DELTA = {
 }
 ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
 
+GRANITE = {
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+}
+
 SMALL = {  # keys of config.json, by model_type
     "qwen3": SIZES | {"head_dim": 8},
     "qwen3_moe": SIZES | EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
@@ -75,6 +79,12 @@ SMALL = {  # keys of config.json, by model_type
     "mixtral": SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5},
     "qwen2": SIZES | {"tie_word_embeddings": True},
     "llama": SIZES | {"head_dim": 8, "rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "smollm3": SIZES | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "tie_word_embeddings": False},
+    "granite": SIZES | GRANITE,
+    "granitemoehybrid": SIZES
+    | GRANITE
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 20, "mamba_n_heads": 4}
+    | {"mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_head": 8, "layer_types": ["mamba", "attention", "mamba"]},
     "mistral": SIZES | {"head_dim": 8, "sliding_window": 5},
     "phi3": SIZES | {"partial_rotary_factor": 0.5, "sliding_window": 5},
     "glm4_moe": SIZES | GLM | {"attention_bias": True, "use_qk_norm": True},
@@ -163,6 +173,41 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
             **{"max_position_embeddings": 131072, "mlp_bias": False, "pretraining_tp": 1, "attention_bias": False},
             "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+        },
+    ),
+    "smollm3": (
+        "HuggingFaceTB/SmolLM3-3B",
+        {
+            **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36},
+            **{"num_attention_heads": 16, "num_key_value_heads": 4, "rope_theta": 5000000.0, "rope_scaling": None},
+            **{"max_position_embeddings": 65536, "no_rope_layer_interval": 4, "max_window_layers": 28},
+            **{"no_rope_layers": [1, 1, 1, 0] * 9, "mlp_bias": False, "attention_bias": False, "pretraining_tp": 2},
+            **{"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 36},
+        },
+    ),
+    "granite": (
+        "ibm-granite/granite-3.3-2b-instruct",
+        {
+            **{"vocab_size": 49159, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000000.0},
+            **{"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22},
+            **{"logits_scaling": 8.0, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+            **{"mlp_bias": False, "attention_bias": False, "rope_scaling": None},
+        },
+    ),
+    "granitemoehybrid": (
+        "ibm-granite/granite-4.0-h-tiny",
+        {
+            **{"vocab_size": 100352, "hidden_size": 1536, "intermediate_size": 512, "num_hidden_layers": 40},
+            **{"num_attention_heads": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 10000},
+            **{"embedding_multiplier": 12, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22},
+            **{"logits_scaling": 6, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+            **{"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024},
+            **{"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64},
+            **{"mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48},
+            **{"mamba_proj_bias": False, "normalization_function": "rmsnorm", "init_method": "mup"},
+            **{"position_embedding_type": "nope", "rope_scaling": None, "initializer_range": 0.1},
+            "layer_types": [*["mamba"] * 5, *["attention", *["mamba"] * 9] * 3, "attention", *["mamba"] * 4],
         },
     ),
     "mistral": (

@@ -130,6 +130,32 @@ def delta_net(p, x_TD, eps):
     return out_TD
 
 
+def state_space(p, x_TD, eps):
+    """A state space layer (Mamba-2): outputs of one sequence, token by token; arXiv 2405.21060, a state [H, U]."""
+    p, x_TD = ({name: np.asarray(leaf, np.float64) for name, leaf in p.items()}, np.asarray(x_TD, np.float64))
+    (_, K, H), (_, _, R, U) = p["read"].shape, p["input"].shape
+    out_TD, memory_KRHU = np.zeros_like(x_TD), np.zeros((K, R, H, U))
+
+    def convolved(name, t):
+        taps, J = p[f"{name}_taps"], p[f"{name}_taps"].shape[-1] - 1
+        inputs = [(j, x_TD[t - J + j]) for j in range(J + 1) if t - J + j >= 0]
+        return silu(sum(np.tensordot(x, p[name], 1) * taps[..., j] for j, x in inputs) + p[f"{name}_bias"])
+
+    for t, x in enumerate(x_TD):
+        read_KH, write_KH, input_KRU = (convolved(name, t) for name in ("read", "write", "input"))
+        for k in range(K):
+            y_RU = np.zeros((R, U))
+            for r in range(R):
+                dt = np.logaddexp(0, x @ p["step"][:, k, r] + p["decay_bias"][k, r])
+                kept = np.exp(-dt * np.exp(p["decay_rate"][k, r])) * memory_KRHU[k, r]
+                memory_KRHU[k, r] = kept + dt * np.outer(write_KH[k], input_KRU[k, r])
+                y = read_KH[k] @ memory_KRHU[k, r] + p["skip_scale"][k, r] * input_KRU[k, r]
+                y_RU[r] = y * silu(x @ p["gate"][:, k, r])
+            y_RU = y_RU / np.sqrt((y_RU * y_RU).mean() + eps) * p["norm"][k]
+            out_TD[t] += np.tensordot(y_RU, p["out"][k], 2)
+    return out_TD
+
+
 def attend_to_latents(a, h_T, config):
     """The output of latent attention for each token, from its normalized input."""
     latent, N, yarn, keys, values, added = config.latent, config.num_attention_heads, config.rope_scaling, [], [], []

@@ -42,8 +42,10 @@ FEATURES = {
     "routing replay": Feature("routing_replay|router_shift|RouterShift", "router_shift", 8),
     "score norms": Feature("score_norm", "losses/logprobs|terms/score_norms", 3),
     "sampling masks": Feature("mask_replay|sampling_mask", "^$", 8),
-    "delta nets": Feature("(?<!time)delta(?!s)", "delta|losses/correction", 6),
+    # State space layers run the rule without its correction.
+    "delta nets": Feature("(?<!time)delta(?!s)", "delta|losses/correction|model/state_space", 6),
     "latent attention": Feature("latent", "latent_attention", 4),
+    "state space layers": Feature("(?i)state_?space|mamba", "state_space", 3),
     "buckets": Feature("bucket", "storage/", 1),
     "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 8),
     "drafts": Feature("draft", "drafts", 8),

@@ -14,7 +14,7 @@ import tiny
 from averages import Averages
 from small_experiment import experiment
 
-from gspax.config import Engine, Feature, Mesh, ModelConfig, layers_of, obstacle
+from gspax.config import Engine, Feature, Mesh, ModelConfig, StateSpace, layers_of, obstacle
 from gspax.config.functions import parse
 from gspax.errors import UserError
 from gspax.experiment import validate
@@ -29,12 +29,14 @@ from gspax.sampler.inference_weights import make_inference_weights
 PLAIN = replace(tiny.MOE, num_experts=0, num_hidden_layers=1)
 SINKS = replace(tiny.OTHERS["sinks and biased experts"], num_hidden_layers=1, sliding_window=0, sliding_layers=())
 DELTA = replace(tiny.DELTA, num_hidden_layers=1, delta_layers=(0,), num_experts=0, shared_expert_intermediate_size=0)
+SPACE = StateSpace(groups=2, heads=4, state_dim=6, head_dim=8)
 KINDS = {
     "attention": PLAIN,
     "sliding windows": replace(PLAIN, qk_norm=False, sliding_window=3, sliding_layers=(0,)),
     "attention sinks": SINKS,
     "latent attention": replace(tiny.CONFIGS["latent attention"], num_hidden_layers=1),
     "gated delta nets": replace(DELTA, mlp_only_layers=()),
+    "state space layers": replace(PLAIN, mixer=SPACE, mixer_layers=(0,)),
     "averages": replace(PLAIN, mixer=Averages(), mixer_layers=(0,)),
 }
 PROMPT, T = 5, 9

@@ -58,6 +58,7 @@ from gspax.config.layers import (
     Mixer,
     Rope,
     SelfAttention,
+    StateSpace,
 )
 from gspax.config.model import (
     LOGIT_BUDGET,
@@ -70,6 +71,7 @@ from gspax.config.model import (
     Llama3Rope,
     LongRope,
     ModelConfig,
+    Multipliers,
     Remat,
     Router,
     Yarn,
@@ -123,6 +125,7 @@ __all__ = [
     "Mesh",
     "Mixer",
     "ModelConfig",
+    "Multipliers",
     "Noise",
     "OldLogp",
     "Optimizer",
@@ -142,6 +145,7 @@ __all__ = [
     "Sampling",
     "Schedule",
     "SelfAttention",
+    "StateSpace",
     "Task",
     "Teacher",
     "Term",

@@ -7,7 +7,7 @@ array elements; D is the model dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
@@ -112,6 +112,10 @@ class Mixer:
         """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         return {}
 
+    def problems(self, path: str) -> Iterator[str]:
+        """Yield why no layer can be built from settings in range, one sentence each; `path` is the settings' own."""
+        yield from ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttention(Mixer):
@@ -125,7 +129,7 @@ class SelfAttention(Mixer):
     heads: int
     key_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None  # None: queries and keys are not rotated
     window: int = 0  # tokens visible to a token, itself included; 0: everything before it
     bias: Literal["none", "qkv", "all"] = "none"  # of the four projections
     qk_norm: Literal["none", "head", "projection"] = "head"
@@ -140,7 +144,7 @@ class SelfAttention(Mixer):
         return {Feature.SHARED_PROMPTS: limited} if limited else {}
 
     def ropes(self) -> tuple[Rope, ...]:
-        return (self.rope,)
+        return () if self.rope is None else (self.rope,)
 
     def parameters(self, D: int) -> int:
         """Count the parameters."""
@@ -253,6 +257,12 @@ class GatedDelta(Mixer):
             Feature.SERVERS: f"{self.name}, whose weights are not pushed to servers",
         }
 
+    def problems(self, path: str) -> Iterator[str]:
+        if self.value_heads % self.key_heads:
+            yield (
+                f"{path}.value_heads: wanted a multiple of {path}.key_heads ({self.key_heads}), got {self.value_heads}"
+            )
+
     @property
     def channels(self) -> int:
         """The numbers of a token that the convolution reads: queries, keys, and values."""
@@ -288,6 +298,60 @@ class GatedDelta(Mixer):
         keys, values, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
         widths = {"query": keys, "key": keys, "value": values, "gate": values, "decay": heads, "beta": heads}
         return {name: D + width for name, width in widths.items()} | {"out": D + values}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpace(Mixer):
+    """A state space layer, Mamba-2 (`model.state_space`): a state of fixed size instead of keys and values."""
+
+    module = "gspax.model.state_space.StateSpaceNet"
+    name = "state space layers"
+
+    groups: Size  # of heads that read and write their states with the same vectors
+    heads: Size  # a multiple of `groups`
+    state_dim: Size  # numbers of a state for each of the head's `head_dim`
+    head_dim: Size
+    taps: Annotated[int, at_least(2), at_most(64)] = 4  # inputs that the convolution reads, a token's own included
+    conv_bias: bool = True
+
+    @property
+    def obstacles(self) -> Mapping[Feature, str]:
+        return {Feature.SERVERS: f"{self.name}, whose weights are not pushed to servers"}
+
+    @property
+    def channels(self) -> int:
+        """The numbers of a token that the convolution reads: those that read and write states, and the inputs."""
+        return 2 * self.groups * self.state_dim + self.heads * self.head_dim
+
+    def problems(self, path: str) -> Iterator[str]:
+        if self.heads % self.groups:
+            yield f"{path}.heads: wanted a multiple of {path}.groups ({self.groups}), got {self.heads}"
+
+    def parameters(self, D: int) -> int:
+        """Count the parameters."""
+        N, P = self.heads, self.head_dim
+        convolution = self.channels * (self.taps + self.conv_bias)
+        return D * (self.channels + 2 * N * P + N) + convolution + 3 * N + N * P
+
+    def flops(self, length: int | float) -> float:
+        """Count a token's FLOPs besides its products with weights: the state is read once and written once."""
+        return 4 * self.heads * self.state_dim * self.head_dim
+
+    def activations(self, tensor: int, context: int) -> int:
+        """Count a token's numbers that the backward pass reads, with the states between chunks of 64, in float32."""
+        N, P = self.heads, self.head_dim
+        columns = P + self.state_dim if context > 1 else P  # of a state; beside it its map (`rule_over_devices`)
+        states = 2 * N * self.state_dim * columns // 64
+        return (3 * self.channels + 3 * N * P + 2 * N + states) // tensor  # projected, convolved, gated; outputs
+
+    def cache(self, tensor: int) -> CacheSize:
+        """Size the state of a device's heads."""
+        state = self.heads * self.state_dim * self.head_dim
+        return CacheSize(state=state // tensor, inputs=(self.taps - 1) * self.channels // tensor)
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """List the sizes that a mesh must divide; the groups divide the heads."""
+        return (Dimension("mixer.groups", self.groups, "heads"),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,6 +134,16 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Constant factors of a model (Granite)."""
+
+    embedding: Positive = 1.0  # of a token's embedding
+    attention: NonNegative = 0.0  # of scores; 0: one over the square root of head_dim, or of query_pre_attn_scalar
+    residual: Positive = 1.0  # of what a mixer or an MLP adds to the residual stream
+    logits: Positive = 1.0  # logits are divided by it
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture; below the blank line, how it is computed and where its parameters come from."""
 
@@ -160,11 +170,13 @@ class ModelConfig:
     norm_place: Literal["before", "after", "around"] = "before"
     norm_plus_one: bool = False  # norms scale by 1 + their weight
     scale_embedding: bool = False  # by the square root of hidden_size
+    multipliers: Multipliers = Multipliers()
     rope_theta: Positive = 1e6
     rope_scaling: RopeScaling | None = None
     rope_fraction: Share = 1.0  # of a head's dimensions, the first of which are rotated
     sliding_rope_theta: NonNegative = 0.0  # RoPE of the layers with a window, without scaling; 0: as in the others
     rope_interleaved: bool = False  # dimensions 2h and 2h + 1 are a pair, rather than h and h + R/2
+    nope_layers: tuple[int, ...] = ()  # the layers whose queries and keys are not rotated
     attention_bias: bool = False  # in the four projections of an attention layer
     qkv_bias: bool = False  # in those of queries, keys and values only
     attention_sinks: bool = False  # each head has a score without a value in its softmax
@@ -225,17 +237,20 @@ def _mixer(config: ModelConfig, number: int) -> Mixer:
     )
     if config.latent is not None:
         return LatentAttention(heads=config.num_attention_heads, rope=rope, **vars(config.latent))
+    scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0
+    if config.multipliers.attention:
+        scale = config.head_dim**0.5 * config.multipliers.attention
     return SelfAttention(
         heads=config.num_attention_heads,
         key_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        rope=rope,
+        rope=None if number in config.nope_layers else rope,
         window=config.sliding_window if sliding else 0,
         bias="all" if config.attention_bias else "qkv" if config.qkv_bias else "none",
         qk_norm="none" if not config.qk_norm else "projection" if config.qk_norm_projection else "head",
         norm_after_rope=config.qk_norm_after_rope,
         sinks=config.attention_sinks,
-        query_scale=(config.head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0,
+        query_scale=scale,
         gate=config.attention_gate,
     )
 
@@ -376,7 +391,7 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
         )
     if m.latent is not None:
         yield from _latent_problems(m)
-    yield from _delta_problems(m)
+    yield from _mixer_problems(m)
     sparse = sparse_layers(m)
     if outside := [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]:
         yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
@@ -392,14 +407,10 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
         yield from _group_problems(m)
 
 
-def _delta_problems(m: ModelConfig) -> Iterator[str]:
-    """Check that value heads of gated delta nets have key heads, and that the layers of all mixers exist."""
-    if m.delta is not None and m.delta.value_heads % m.delta.key_heads:
-        yield (
-            f"model.delta.value_heads: wanted a multiple of model.delta.key_heads ({m.delta.key_heads}), "
-            f"got {m.delta.value_heads}"
-        )
+def _mixer_problems(m: ModelConfig) -> Iterator[str]:
+    """Check the settings of the mixers of some layers, and that these layers exist."""
     for name, kind in (("delta", m.delta), ("mixer", m.mixer)):
+        yield from () if kind is None else kind.problems(f"model.{name}")
         layers = getattr(m, f"{name}_layers")
         if kind is None and layers:
             yield f"model.{name}_layers: wanted none without model.{name}, got {layers}"

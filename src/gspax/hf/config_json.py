@@ -29,7 +29,9 @@ from gspax.config import (
     Llama3Rope,
     LongRope,
     ModelConfig,
+    Multipliers,
     Router,
+    StateSpace,
     Yarn,
     layers_of,
     rotary_dim,
@@ -97,7 +99,8 @@ FRACTION = "partial_rotary_factor"
 ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear", LongRope: "longrope"}
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # unused with an alpha
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
-OBJECTS = {"router": Router, "latent": Latent, "delta": GatedDelta}
+MAMBA = {LINEAR: "mamba", FULL: "attention"}  # the Hub's names of a Granite 4's kinds of layers
+OBJECTS = {"router": Router, "latent": Latent, "delta": GatedDelta, "mixer": StateSpace, "multipliers": Multipliers}
 for part, kind in OBJECTS.items():
     HINTS |= {f"{part}.{name}": hint for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
 HINTS |= {"dense_layers": HINTS["intermediate_size"], "shared_experts": HINTS["vocab_size"]}
@@ -157,9 +160,12 @@ def _fits(config: ModelConfig, name: str) -> bool:
     """Return whether a family's `config.json` can describe the model, except for what `to_json` rejects by name."""
     family = FAMILIES[name]
     shared = "shared_experts" in family.copied or "shared_expert_intermediate_size" in family.copied
-    kinds = (family.experts, shared, family.delta, "latent.rank" in family.copied)
-    width = config.shared_expert_intermediate_size
-    if kinds != (config.num_experts > 0, width > 0, config.delta is not None, config.latent is not None):
+    experts = family.experts
+    if family.shared_alone and not config.num_experts:
+        experts = shared = False
+    kinds = (experts, shared, family.delta, "latent.rank" in family.copied, family.state_space)
+    own = config.num_experts > 0, config.shared_expert_intermediate_size > 0, config.delta is not None
+    if kinds != (*own, config.latent is not None, isinstance(config.mixer, StateSpace)):
         return False
     if family.experts and family.window in ("switch", "none"):
         config = replace(config, sliding_layers=())
@@ -169,8 +175,8 @@ def _fits(config: ModelConfig, name: str) -> bool:
         described = _model(_content(config, name), name)
     except ValueError:
         return False
-    scales = described.norm_plus_one, described.scale_embedding
-    return layers_of(described) == layers_of(config) and scales == (config.norm_plus_one, config.scale_embedding)
+    scales, own = ((x.norm_plus_one, x.scale_embedding, x.multipliers) for x in (described, config))
+    return layers_of(described) == layers_of(config) and scales == own
 
 
 def _get(config: ModelConfig, part: str) -> Any:
@@ -212,6 +218,8 @@ def _content(config: ModelConfig, name: str) -> dict[str, Json]:
     content: dict[str, Json] = {"architectures": [family.architecture], "model_type": name}
     for part, key in family.copied.items():
         value = rotary_dim(config) if key.name == "rotary_dim" else _get(config, part)
+        if family.shared_alone and not config.num_experts and part.endswith("intermediate_size"):
+            value = config.intermediate_size
         content[key.name] = list(value) if isinstance(value, tuple) else value or None if key.null else value
     if family.dense_or_sparse:
         content[family.dense_or_sparse] = ["sparse" if layer.sparse else "dense" for layer in layers_of(config)]
@@ -231,9 +239,23 @@ def _content(config: ModelConfig, name: str) -> dict[str, Json]:
         full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
         own: dict[str, Json] = full | {"rope_theta": config.sliding_rope_theta or config.rope_theta}
         content["rope_parameters"] = {FULL: full | (_scaling_json(config) or {}), SLIDING: own}
+    return content | _window_json(config, name) | _mixers_json(config, family)
+
+
+def _mixers_json(config: ModelConfig, family: Family) -> dict[str, Json]:
+    """Return the keys that say which layers have a state, and which have no RoPE."""
+    content: dict[str, Json] = {}
+    layers = range(config.num_hidden_layers)
     if family.delta:
-        content["layer_types"] = [LINEAR if n in config.delta_layers else FULL for n in range(config.num_hidden_layers)]
-    return content | _window_json(config, name)
+        content["layer_types"] = [LINEAR if n in config.delta_layers else FULL for n in layers]
+    if isinstance(mixer := config.mixer, StateSpace) and family.state_space:
+        content["layer_types"] = [MAMBA[LINEAR if n in config.mixer_layers else FULL] for n in layers]
+        content["mamba_expand"] = mixer.heads * mixer.head_dim // config.hidden_size
+    if family.nope == "list":
+        content["no_rope_layers"] = [int(n not in config.nope_layers) for n in layers]
+    if family.nope == "type":
+        content["position_embedding_type"] = "nope" if config.nope_layers else "rope"
+    return content
 
 
 def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
@@ -303,10 +325,21 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
     fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
     if family.delta:
         fields["delta_layers"], raw = _delta_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
+    if family.state_space:
+        named = dict(zip(MAMBA.values(), MAMBA, strict=True))
+        kinds = _first(raw, ("layer_types", "layers_block_type"), [LINEAR] * fields["num_hidden_layers"])
+        kinds = [named.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds
+        every = [LINEAR] * fields["num_hidden_layers"]
+        fields["mixer_layers"] = _listed({"layer_types": kinds}, every, (FULL, LINEAR), LINEAR)
+        raw = {**raw, "layer_types": None}
+    fields["nope_layers"] = _nope_layers(raw, family, fields["num_hidden_layers"])
     fields["sliding_window"], fields["sliding_layers"] = _window(raw, family, fields["num_hidden_layers"])
     if "shared_experts" in fields:
         fields["mlp_only_layers"] = tuple(range(fields.pop("dense_layers")))
         fields["shared_expert_intermediate_size"] = fields.pop("shared_experts") * fields["moe_intermediate_size"]
+    if family.shared_alone and not fields["num_experts"]:
+        fields["intermediate_size"] = fields.pop("shared_expert_intermediate_size")
+        fields |= {"num_experts_per_tok": 0, "moe_intermediate_size": 0}
     for part, kind in OBJECTS.items():
         own = {name.removeprefix(f"{part}."): fields.pop(name) for name in [*fields] if name.startswith(f"{part}.")}
         fields |= {part: kind(**own)} if own else {}
@@ -340,6 +373,10 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
     values: dict[str, Json] = {}
     if family.ungrouped is not None and _first(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
         values |= {"n_group": 1, "topk_group": 1}
+    if family.state_space and raw.get("mamba_d_head", "auto") in (None, "auto"):
+        heads = _read(HINTS["mixer.heads"], raw, "mamba_n_heads", 128)
+        expand = _read(HINTS["mixer.heads"], raw, "mamba_expand", 2)
+        values["mamba_d_head"] = expand * _read(HINTS["hidden_size"], raw, "hidden_size", REQUIRED) // heads
     if (kinds := raw.get(family.dense_or_sparse)) is not None:
         layers, leading = raw.get("num_hidden_layers"), kinds.count("dense") if isinstance(kinds, list) else 0
         if not isinstance(layers, int) or kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
@@ -357,6 +394,20 @@ def _delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
     """Return the layers with a gated delta net: by default three of four."""
     interval = _read(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4)
     return _listed(raw, [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)], (FULL, LINEAR), LINEAR)
+
+
+def _nope_layers(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, ...]:
+    """Return the layers without RoPE."""
+    if family.nope == "type":
+        kind = expect("position_embedding_type", raw.get("position_embedding_type"), (None, "nope", "rope"))
+        return () if kind == "rope" else tuple(range(layers))
+    if family.nope == "none":
+        return ()
+    interval = _read(HINTS["decoder_sparse_step"], raw, "no_rope_layer_interval", 4)
+    listed = _first(raw, ("no_rope_layers",), [int((layer + 1) % interval != 0) for layer in range(layers)])
+    if not isinstance(listed, list) or len(listed) != layers:
+        raise ValueError(f"no_rope_layers: wanted a list of {layers} numbers, got {show(listed)}")
+    return tuple(layer for layer, rotated in enumerate(listed) if not expect("no_rope_layers", rotated, (0, 1)))
 
 
 def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:

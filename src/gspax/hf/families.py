@@ -103,6 +103,22 @@ DELTA: Fields = {
     "rope_fraction": Key("partial_rotary_factor", 0.25),
     "attention_bias": Key("attention_bias", False),
 }
+# Granite 4: the layers of `layer_types` that are not attention are state space layers.
+STATE_SPACE: Fields = {
+    "mixer.heads": Key("mamba_n_heads", 128),
+    "mixer.groups": Key("mamba_n_groups", 1),
+    "mixer.state_dim": Key("mamba_d_state", 256),
+    "mixer.head_dim": Key("mamba_d_head"),
+    "mixer.taps": Key("mamba_d_conv", 4),
+    "mixer.conv_bias": Key("mamba_conv_bias", True),
+}
+NO_LIMIT: Json = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
+MULTIPLIERS: Fields = {
+    "multipliers.embedding": Key("embedding_multiplier", 1.0),
+    "multipliers.attention": Key("attention_multiplier", 1.0),
+    "multipliers.residual": Key("residual_multiplier", 1.0),
+    "multipliers.logits": Key("logits_scaling", 1.0),
+}
 GATED = QK_NORM | {"attention_gate": True, "norm_plus_one": True}
 STEPS = _same(decoder_sparse_step=1, mlp_only_layers=())  # the layers with experts in Qwen's models
 GATED_KEYS: dict[str, tuple[Json, ...]] = {
@@ -145,6 +161,9 @@ class Family:
     theta: float = 1e4  # default RoPE base
     rope: dict[str, Json] = field(default_factory=dict)  # default of `rope_scaling`
     sliding_theta: float = 0.0  # default RoPE base of the layers with a window, if they have a separate RoPE
+    # The layers without RoPE: those with a 0 in `no_rope_layers`; all or none, by `position_embedding_type`.
+    nope: Literal["list", "type", "none"] = "none"
+    shared_alone: bool = False  # a model may have no experts; what is else the shared expert is then its MLP
     dense_or_sparse: str = ""  # a key that lists each layer as dense or sparse
     ungrouped: Json = None  # the `topk_method` whose router ignores groups; None: there is none
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
@@ -167,6 +186,11 @@ class Family:
     def delta(self) -> bool:
         """Whether the family's models have gated delta nets, in the layers that `layer_types` says."""
         return "delta.key_heads" in self.copied
+
+    @property
+    def state_space(self) -> bool:
+        """Whether the family's models have state space layers, where `layer_types` says so."""
+        return "mixer.groups" in self.copied
 
     @property
     def implied(self) -> dict[str, Json]:
@@ -217,6 +241,38 @@ FAMILIES = {
         "LlamaForCausalLM",
         _sizes(context=2048) | _same(attention_bias=False),
         permitted={"mlp_bias": (None, False)},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _sizes(tied=True) | _same(attention_bias=False),
+        permitted={"mlp_bias": (None, False)},
+        harmless=("no_rope_layers", "no_rope_layer_interval"),
+        theta=2e6,
+        nope="list",
+        has_head_dim=False,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        _sizes(context=2048) | MULTIPLIERS | _same(attention_bias=False),
+        permitted={"mlp_bias": (None, False)},
+        has_head_dim=False,
+    ),
+    "granitemoehybrid": Family(  # Granite 4
+        "GraniteMoeHybridForCausalLM",
+        _sizes(context=2048, dense=False)
+        | (_experts(LOCAL, "num_experts", width="intermediate_size") | STATE_SPACE | MULTIPLIERS)
+        | {"shared_expert_intermediate_size": Key("shared_intermediate_size", 1024)}
+        | _same(attention_bias=False),
+        {"norm_topk_prob": True, "shared_expert_gate": False},
+        permitted={"mamba_proj_bias": (None, False), "time_step_limit": (None, NO_LIMIT)}
+        | {"normalization_function": (None, "rmsnorm")},
+        harmless=("mamba_chunk_size", "mamba_expand", "init_method", "layers_block_type", "position_embedding_type"),
+        has_head_dim=False,
+        nope="type",
+        shared_alone=True,
+        layer=rows.GRANITE_LAYER,
+        dense=rows.GRANITE_DENSE,
+        sparse=rows.GRANITE_SPARSE,
     ),
     "mistral": Family("MistralForCausalLM", _sizes(context=131072), window="all", sliding_window=4096),
     "phi3": Family(  # and Phi-4
@@ -441,12 +497,12 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "lightning attention": ("minimax", "bailing_hybrid"),
     "attention in chunks": ("llama4_text",),
     "a cap on attention scores": ("gemma2", "vaultgemma"),
-    "RoPE on some layers only": ("exaone4", "exaone_moe", "smollm3"),
+    "RoPE on some layers only": ("exaone4", "exaone_moe"),
     "LayerNorm": (
         *("cohere", "cohere2", "starcoder2", "stablelm", "phi", "olmo", "nemotron", "dbrx", "persimmon"),
         *("gpt2", "gptj", "gpt_neox", "falcon", "opt", "bloom", "mpt"),
     ),
-    "a multiplier of residuals": ("granite", "granite_swa", "granitemoe", "granitemoeshared"),
+    "a multiplier of residuals": ("granite_swa", "granitemoe", "granitemoeshared"),
     "squared ReLU": ("arcee",),
     "an embedding for each layer": ("gemma3n_text", "gemma4_text"),
     "a router that masks experts between its two choices": ("phimoe",),
@@ -455,7 +511,7 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "a head size for each kind of layers": ("mimo_v2_flash",),
     "a short convolution": ("lfm2", "lfm2_moe"),
     "a state space layer (Mamba)": (
-        *("nemotron_h", "granitemoehybrid", "falcon_h1", "falcon_mamba"),
+        *("nemotron_h", "falcon_h1", "falcon_mamba"),
         *("jamba", "bamba", "zamba", "zamba2", "mamba", "mamba2"),
     ),
     "a recurrent layer": ("recurrent_gemma", "rwkv", "xlstm"),

@@ -195,6 +195,45 @@ QWEN3_NEXT_LAYER = (  # by key head
     *DELTA_NET,
 )
 
+GRANITE_LAYER = (  # attention, or a state space layer with K groups of R heads
+    *LAYER,
+    Row("mixer/gate", "mamba.in_proj.weight", "(K R U)+ D -> D K R U"),
+    Row("mixer/input", "mamba.in_proj.weight", "(K R U)+ D -> D K R U"),
+    Row("mixer/write", "mamba.in_proj.weight", "(K H)+ D -> D K H"),
+    Row("mixer/read", "mamba.in_proj.weight", "(K H)+ D -> D K H"),
+    Row("mixer/step", "mamba.in_proj.weight", "(K R)+ D -> D K R"),
+    Row("mixer/input_taps", "mamba.conv1d.weight", "(K R U)+ 1 J -> K R U J"),
+    Row("mixer/write_taps", "mamba.conv1d.weight", "(K H)+ 1 J -> K H J"),
+    Row("mixer/read_taps", "mamba.conv1d.weight", "(K H)+ 1 J -> K H J"),
+    Row("mixer/input_bias", "mamba.conv1d.bias", "(K R U)+ -> K R U"),
+    Row("mixer/write_bias", "mamba.conv1d.bias", "(K H)+ -> K H"),
+    Row("mixer/read_bias", "mamba.conv1d.bias", "(K H)+ -> K H"),
+    Row("mixer/decay_rate", "mamba.A_log", "(K R) -> K R"),
+    Row("mixer/decay_bias", "mamba.dt_bias", "(K R) -> K R"),
+    Row("mixer/skip_scale", "mamba.D", "(K R) -> K R"),
+    Row("mixer/norm", "mamba.norm.weight", "(K R U) -> K R U"),
+    Row("mixer/out", "mamba.out_proj.weight", "D (K R U) -> K R U D"),
+)
+
+
+def _joined_mlp(ours: str, published: str) -> tuple[Row, ...]:
+    """Return the rows of a feed-forward network whose gate and up projections are one tensor."""
+    return (
+        Row(f"{ours}/gate", f"{published}.input_linear.weight", "F+ D -> D F"),
+        Row(f"{ours}/up", f"{published}.input_linear.weight", "F+ D -> D F"),
+        Row(f"{ours}/down", f"{published}.output_linear.weight", "D F -> F D"),
+    )
+
+
+GRANITE_DENSE = _joined_mlp("mlp", "shared_mlp")
+GRANITE_SPARSE = (
+    Row("mlp/router", "block_sparse_moe.router.layer.weight", "E D -> D E"),
+    Row("mlp/gate", "block_sparse_moe.input_linear.weight", "E F+ D -> E D F"),
+    Row("mlp/up", "block_sparse_moe.input_linear.weight", "E F+ D -> E D F"),
+    Row("mlp/down", "block_sparse_moe.output_linear.weight", "E D F -> E F D"),
+    *_joined_mlp("mlp/shared", "shared_mlp"),
+)
+
 
 def fused_rows(rows: Sequence[Row], *, mxfp4: bool) -> tuple[Row, ...]:
     """Return a layer's rows with all experts in one tensor, named as in transformers 5, or in mxfp4."""

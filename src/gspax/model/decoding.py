@@ -336,7 +336,7 @@ def _run_layers(
         updated.append(after)
         experts += [routing.expert[:, :, None]] if routing is not None else []
     hidden_BTD = rms_norm(x_BTD, params["norm"]["scale"], config.rms_norm_eps, config.norm_plus_one)
-    return hidden_BTD, tuple(updated), jnp.concatenate(experts, axis=2)
+    return transformer.scale_hidden(hidden_BTD, config), tuple(updated), jnp.concatenate(experts, axis=2)
 
 
 # --- attention to a cache --------------------------------------------------------------------------------------------

@@ -20,12 +20,10 @@ from flax import nnx
 from gspax.config import GatedDelta, ModelConfig
 from gspax.model.kernels.gated_delta import (
     Tokens,
-    chunked_rule,
+    advance,
     convolve,
     decay_and_beta,
     gated_rms_norm,
-    recurrent_step,
-    rule_over_devices,
 )
 from gspax.model.kernels.weights import contract
 from gspax.model.layers import LayerInputs, init_weight
@@ -83,7 +81,7 @@ class GatedDeltaNet(nnx.Module):
         mesh: jax.sharding.Mesh,
         segment_BT: Array,
         state: DeltaState | None = None,
-        prefix_BT: Array | None = None,
+        *prefix_BT: Array,
     ) -> tuple[Array, DeltaState]:
         """Compute the outputs, and the state after the last token of each row.
 
@@ -93,7 +91,7 @@ class GatedDeltaNet(nnx.Module):
           segment_BT: int32; segments do not see one another, 0 is padding, after a row's tokens.
           state: the state before the row, which its first segment continues; None: empty. A row without tokens has its
             state returned bit for bit.
-          prefix_BT: as in `chunked_rule`, without a state.
+          prefix_BT: as in `chunked_rule`, or nothing; without a state.
         """
         before = (None,) * 3 if state is None else state[1:]
         projections = (self.query, self.query_taps), (self.key, self.key_taps), (self.value, self.value_taps)
@@ -102,7 +100,7 @@ class GatedDeltaNet(nnx.Module):
             equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
             before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
             projected_BTK = contract(equation, x_BTD, weight.get_value())
-            y_BTK, after_BJK = convolve(projected_BTK, taps[...], segment_BT, before_BJK, prefix_BT)
+            y_BTK, after_BJK = convolve(projected_BTK, taps[...], segment_BT, before_BJK, *prefix_BT)
             convolved.append(y_BTK)
             last.append(after_BJK.swapaxes(1, 2))
         a_BTKR = contract("btd,dkr->btkr", x_BTD, self.decay.get_value())
@@ -110,16 +108,7 @@ class GatedDeltaNet(nnx.Module):
         gates = decay_and_beta(a_BTKR, b_BTKR, self.decay_rate[...], self.decay_bias[...])
         query_BTKH, key_BTKH, value_BTKRU = convolved
         tokens = Tokens(query_BTKH, key_BTKH, value_BTKRU, *gates)
-        with jax.named_scope("delta_rule"):
-            if x_BTD.shape[1] == 1 and state is not None:
-                one = Tokens(*(x_BT[:, 0] for x_BT in tokens))
-                out_BKRU, memory = recurrent_step(one, state.memory_XKRHU, segment_BT[:, 0] > 0)
-                out_BTKRU = out_BKRU[:, None]
-            elif state is None and mesh.shape["context"] > 1 and x_BTD.shape[1] % mesh.shape["context"] == 0:
-                prefixes = () if prefix_BT is None else (prefix_BT,)
-                out_BTKRU, memory = rule_over_devices(mesh, tokens, segment_BT, *prefixes)
-            else:
-                out_BTKRU, memory = chunked_rule(tokens, segment_BT, state and state.memory_XKRHU, prefix_BT)
+        out_BTKRU, memory = advance(mesh, tokens, segment_BT, state and state.memory_XKRHU, *prefix_BT)
         z_BTKRU = contract("btd,dkru->btkru", x_BTD, self.gate.get_value())
         y_BTKRU = gated_rms_norm(out_BTKRU, z_BTKRU, self.norm[...], self.eps)
         return contract("btkru,krud->btd", y_BTKRU, self.out.get_value()), DeltaState(memory, *last)

@@ -272,11 +272,12 @@ class Attention(nnx.Module):
         self.kind = kind
 
     def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
-        own = shared.angles[self.kind.rope]
         q_BTNH = add_bias(contract("btd,dnh->btnh", x_BTD, self.query.get_value()), self.query_bias)
         k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
         v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
-        q_BTNH, k_BTKH = (self._place(*each, own) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm)))
+        q_BTNH, k_BTKH = (
+            self._place(*each, shared.angles) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm))
+        )
         q_BTNH = q_BTNH if self.kind.query_scale == 1 else q_BTNH * self.kind.query_scale
         sinks_N = None if self.sinks is None else self.sinks[...]
         context_BTNH, cache = shared.attend(Heads(q_BTNH, k_BTKH, v_BTKH, sinks_N), cache, layer)
@@ -284,11 +285,13 @@ class Attention(nnx.Module):
             context_BTNH *= jax.nn.sigmoid(contract("btd,dnh->btnh", x_BTD, self.gate.get_value()))
         return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
 
-    def _place(self, x_BTNH: Array, norm: RMSNorm | None, angles: tuple[Array, Array]) -> Array:
+    def _place(self, x_BTNH: Array, norm: RMSNorm | None, angles: Angles) -> Array:
         """Normalize queries or keys and rotate them to their positions."""
+        rope = self.kind.rope
         if norm is not None and not self.kind.norm_after_rope:
             x_BTNH = self._normalize(norm, x_BTNH)
-        x_BTNH = rotate(x_BTNH, angles, interleaved=self.kind.rope.interleaved)
+        if rope is not None:
+            x_BTNH = rotate(x_BTNH, angles[rope], interleaved=rope.interleaved)
         return self._normalize(norm, x_BTNH) if norm is not None and self.kind.norm_after_rope else x_BTNH
 
     def _normalize(self, norm: RMSNorm, x_BTNH: Array) -> Array:

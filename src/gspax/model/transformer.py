@@ -65,6 +65,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = DenseMlp(kind.mlp, config, rngs=rngs)
         self.mlp_out_norm = norm() if around else None
         self.norm_after = kind.norms == "after"
+        self.residual = config.multipliers.residual
 
     def __call__(
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
@@ -86,8 +87,10 @@ class DecoderLayer(nnx.Module):
     def _normalize_output(self, y_BTD: Array, norm: RMSNorm, out_norm: RMSNorm | None) -> Array:
         """Return the term that attention or MLP adds to the residual stream; `out_norm` is a second norm, if any."""
         if out_norm is not None:
-            return out_norm(y_BTD)
-        return norm(y_BTD) if self.norm_after else y_BTD
+            y_BTD = out_norm(y_BTD)
+        elif self.norm_after:
+            y_BTD = norm(y_BTD)
+        return y_BTD if self.residual == 1 else y_BTD * self.residual
 
 
 def _norm(config: ModelConfig) -> RMSNorm:
@@ -127,12 +130,19 @@ class Transformer(nnx.Module):
             first, first_sparse = first + len(group.pattern) * group.repeats, first_sparse + sparse
             if routing is not None:
                 routings.append(routing)
-        return self.norm(x_BTD), _concatenate_routings(routings, tokens_BT.shape, config)
+        hidden_BTD = scale_hidden(self.norm(x_BTD), config)
+        return hidden_BTD, _concatenate_routings(routings, tokens_BT.shape, config)
 
 
 def scale_embeddings(x_BTD: Array, config: ModelConfig) -> Array:
     """Scale the tokens' embeddings for the first layer, if the model does."""
-    return x_BTD * jnp.asarray(config.hidden_size**0.5, x_BTD.dtype) if config.scale_embedding else x_BTD
+    scale = config.multipliers.embedding * (config.hidden_size**0.5 if config.scale_embedding else 1)
+    return x_BTD if scale == 1 else x_BTD * jnp.asarray(scale, x_BTD.dtype)
+
+
+def scale_hidden(hidden_BTD: Array, config: ModelConfig) -> Array:
+    """Scale the final hidden states instead of the logits, if the model scales these."""
+    return hidden_BTD if config.multipliers.logits == 1 else hidden_BTD / config.multipliers.logits
 
 
 def layer_inputs(

@@ -5,10 +5,12 @@ predicts for its key k, and writes the share beta of the difference to its value
 
     S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    output S^T q
 
-with keys and queries of length 1. `recurrent_step` is this equation, for sampling. `chunked_rule` is the same for whole
-rows (section 3.3 there, after arXiv 2406.06484): within a chunk the tokens' corrections solve a triangular system, and
-the state moves once per chunk. It takes packed rows, whose segments start from an empty state or from that after a
-prompt which they share, right-padded prompts, whose last state is returned, and blocks of new tokens after a state.
+with keys and queries of length 1. A state space layer (Mamba-2) writes k v^T without the
+correction: its tokens have no beta. `recurrent_step` is this equation, for sampling. `chunked_rule` is the same for
+whole rows (section 3.3 there, after arXiv 2406.06484): within a chunk the tokens' corrections solve a triangular
+system, and the state moves once per chunk. It takes packed rows, whose segments start from an empty state or from that
+after a prompt which they share, right-padded prompts, whose last state is returned, and blocks of new tokens after a
+state.
 
 Around the rule are a short causal convolution of queries, keys, and values (`convolve`), the gates (`decay_and_beta`),
 and a norm of the output (`gated_rms_norm`). All are per head or per channel, so that heads may be sharded.
@@ -42,7 +44,8 @@ class Tokens(NamedTuple):
     k_BTKH: Array
     v_BTKRU: Array
     decay_BTKR: Array  # float32, the logarithm g of the factor on the state, at most 0
-    beta_BTKR: Array  # float32, from 0 to 1
+    # float32, from 0 to 1; None: v is written as it is, and queries and keys have any length
+    beta_BTKR: Array | None
 
 
 def decay_and_beta(a_BTKR: Array, b_BTKR: Array, rate_KR: Array, bias_KR: Array) -> tuple[Array, Array]:
@@ -66,6 +69,8 @@ def convolve(
     segment_BT: Array,
     before_BJ: Array | None = None,
     prefix_BT: Array | None = None,
+    *,
+    bias: Array | float = 0.0,
 ) -> tuple[Array, Array]:
     """Convolve each channel causally, within segments, then apply silu.
 
@@ -75,6 +80,7 @@ def convolve(
       segment_BT: int32; 0 is padding, and only after a row's tokens.
       before_BJ: the inputs before the row [B, J, ...], which its first segment continues; None: zeros.
       prefix_BT: as in `chunked_rule`: the inputs before a segment are its prefix's last ones; without `before_BJ`.
+      bias: of the channels [...], in x's dtype.
 
     Returns:
       The outputs in x's dtype, and for rows with one segment the last J inputs, `before` of the next call: for a row
@@ -91,7 +97,7 @@ def convolve(
         places = earlier_places(segment_BT, prefix_BT, J)
         moved = [jnp.take_along_axis(x_BT, jnp.maximum(each, 0).reshape(B, T, *channels), axis=1) for each in places]
         read = [*((each >= 0, x) for each, x in zip(places, moved, strict=True)), (segment_BT == segment_BT, x_BT)]
-    y_BT = jnp.zeros(x_BT.shape, jnp.float32)
+    y_BT = jnp.broadcast_to(jnp.asarray(bias, jnp.float32), x_BT.shape)
     for tap, (is_read_BT, input_BT) in enumerate(read):
         weighted = input_BT.astype(jnp.float32) * weight[None, None, ..., tap].astype(jnp.float32)
         y_BT += jnp.where(is_read_BT.reshape(B, T, *channels), weighted, 0.0)
@@ -125,13 +131,34 @@ def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array) -> tuple[A
     Returns:
       The outputs float32 `[B, K, R, U]`, and the states after the token.
     """
-    q_BKH, k_BKH = _normalize(tokens.q_BTKH) * tokens.q_BTKH.shape[-1] ** -0.5, _normalize(tokens.k_BTKH)
+    q_BKH, k_BKH = _lengths(tokens)
     q_BK1H1, k_BK1H1 = q_BKH[:, :, None, :, None], k_BKH[:, :, None, :, None]
     decayed_BKRHU = state_BKRHU * jnp.exp(tokens.decay_BTKR)[..., None, None]
-    wrong_BKRU = tokens.v_BTKRU.astype(jnp.float32) - (decayed_BKRHU * k_BK1H1).sum(axis=3)
-    after_BKRHU = decayed_BKRHU + k_BK1H1 * (tokens.beta_BTKR[..., None] * wrong_BKRU)[:, :, :, None]
+    written_BKRU = tokens.v_BTKRU.astype(jnp.float32)
+    if tokens.beta_BTKR is not None:
+        written_BKRU = tokens.beta_BTKR[..., None] * (written_BKRU - (decayed_BKRHU * k_BK1H1).sum(axis=3))
+    after_BKRHU = decayed_BKRHU + k_BK1H1 * written_BKRU[:, :, :, None]
     out_BKRU = (after_BKRHU * q_BK1H1).sum(axis=3)
     return out_BKRU, jnp.where(live_B[:, None, None, None, None], after_BKRHU, state_BKRHU)
+
+
+def advance(
+    mesh: jax.sharding.Mesh,
+    tokens: Tokens,
+    segment_BT: Array,
+    state_BKRHU: Array | None,
+    *prefix_BT: Array,
+) -> tuple[Array, Array]:
+    """Apply the rule as `chunked_rule`: to one new token of each row in a step, to sharded rows on their devices."""
+    T, devices = segment_BT.shape[1], mesh.shape["context"]
+    with jax.named_scope("delta_rule"):
+        if T == 1 and state_BKRHU is not None:
+            one = jax.tree.map(lambda x_BT: x_BT[:, 0], tokens)
+            out_BKRU, after_BKRHU = recurrent_step(one, state_BKRHU, segment_BT[:, 0] > 0)
+            return out_BKRU[:, None], after_BKRHU
+        if state_BKRHU is None and devices > 1 and T % devices == 0:
+            return rule_over_devices(mesh, tokens, segment_BT, *prefix_BT)
+        return chunked_rule(tokens, segment_BT, state_BKRHU, *prefix_BT)
 
 
 def chunked_rule(
@@ -235,15 +262,14 @@ def advance_states(
     tokens: Tokens, segment_BT: Array, prefix_BT: Array, states: States, *, chunk: int = CHUNK
 ) -> tuple[Array, States]:
     """Apply the rule to a part of each row, from the states before it; return the outputs and the states after it."""
-    (B, T, K, R, U), H = tokens.v_BTKRU.shape, tokens.k_BTKH.shape[-1]
+    B, T, K, R, U = tokens.v_BTKRU.shape
     chunk = min(chunk, T)
     live_BT11 = segment_BT[..., None, None] > 0
     rows = _Chunk(
-        _normalize(tokens.q_BTKH) * H**-0.5,
-        _normalize(tokens.k_BTKH),
-        tokens.v_BTKRU.astype(jnp.float32),
+        *_lengths(tokens),
+        jnp.where(live_BT11[..., None], tokens.v_BTKRU.astype(jnp.float32), 0.0),
         jnp.where(live_BT11, tokens.decay_BTKR, 0.0),
-        jnp.where(live_BT11, tokens.beta_BTKR, 0.0),
+        None if tokens.beta_BTKR is None else jnp.where(live_BT11, tokens.beta_BTKR, 0.0),
         segment_BT,
         prefix_BT,
     )
@@ -260,13 +286,13 @@ def advance_states(
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a chunk, float32; queries and keys have length H**-0.5 and 1, padding has decay and beta 0."""
+    """The tokens of a chunk, float32; padding has value, decay, and beta 0."""
 
     q_BtKH: Array
     k_BtKH: Array
     v_BtKRU: Array
     decay_BtKR: Array
-    beta_BtKR: Array
+    beta_BtKR: Array | None
     segment_Bt: Array  # int32
     prefix_Bt: Array  # int32
 
@@ -287,20 +313,22 @@ def _run_chunk(states: States, chunk: _Chunk) -> tuple[States, Array]:
     between_BKRts, after_BKRZs = to_tokens.between(to_tokens.sums), to_ends.between(to_tokens.sums)
     before_BYKRt, keep_BYKRZ = to_tokens.before(), to_ends.before()
 
-    beta_BKRt1, v_BKRtU = chunk.beta_BtKR.transpose(0, 2, 3, 1)[..., None], chunk.v_BtKRU.transpose(0, 2, 3, 1, 4)
-    gram_BKts = jnp.einsum("btkh,bskh->bkts", chunk.k_BtKH, chunk.k_BtKH)
-    strictly_ts = jnp.tril(jnp.ones((t, t), bool), -1)
-    system_BKRts = beta_BKRt1 * gram_BKts[:, :, None] * between_BKRts * strictly_ts[None, None, None]
-    predicted_BKRtU = _read(chunk.k_BtKH, state_BZKRHU, before_BYKRt)
-    wrong_BKRtU = unit_lower_inverse(system_BKRts) @ (beta_BKRt1 * (v_BKRtU - predicted_BKRtU))
+    written_BKRtU = chunk.v_BtKRU.transpose(0, 2, 3, 1, 4)
+    if chunk.beta_BtKR is not None:
+        beta_BKRt1 = chunk.beta_BtKR.transpose(0, 2, 3, 1)[..., None]
+        gram_BKts = jnp.einsum("btkh,bskh->bkts", chunk.k_BtKH, chunk.k_BtKH)
+        strictly_ts = jnp.tril(jnp.ones((t, t), bool), -1)
+        system_BKRts = beta_BKRt1 * gram_BKts[:, :, None] * between_BKRts * strictly_ts[None, None, None]
+        predicted_BKRtU = _read(chunk.k_BtKH, state_BZKRHU, before_BYKRt)
+        written_BKRtU = unit_lower_inverse(system_BKRts) @ (beta_BKRt1 * (written_BKRtU - predicted_BKRtU))
 
     score_BKRts = jnp.einsum("btkh,bskh->bkts", chunk.q_BtKH, chunk.k_BtKH)[:, :, None] * between_BKRts
-    out_BKRtU = _read(chunk.q_BtKH, state_BZKRHU, before_BYKRt) + score_BKRts @ wrong_BKRtU
+    out_BKRtU = _read(chunk.q_BtKH, state_BZKRHU, before_BYKRt) + score_BKRts @ written_BKRtU
 
     def move(z: int) -> Array:
         kept_BKRHU = (keep_BYKRZ[..., z, None, None] * state_BZKRHU).sum(axis=1)
-        written_BKRsU = after_BKRZs[..., z, :, None] * wrong_BKRtU
-        return kept_BKRHU + jnp.einsum("bskh,bkrsu->bkrhu", chunk.k_BtKH, written_BKRsU)
+        left_BKRsU = after_BKRZs[..., z, :, None] * written_BKRtU
+        return kept_BKRHU + jnp.einsum("bskh,bkrsu->bkrhu", chunk.k_BtKH, left_BKRsU)
 
     moved_BZKRHU = jnp.stack([move(z) for z in range(of_BZ.shape[1])], axis=1)
     state_BZKRHU = jnp.where((end_B1 >= 0)[..., None, None, None, None], moved_BZKRHU, state_BZKRHU)
@@ -370,6 +398,14 @@ def _exp(parts: tuple[Array, ...], where: Array) -> Array:
     """Compute the exponential of the sum of two parts, 0 outside `where`."""
     coarse, rest = parts  # a masked sum may be above 0, and its exponential infinite
     return jnp.where(where, jnp.exp(jnp.where(where, coarse + rest, 0.0)), 0.0)
+
+
+def _lengths(tokens: Tokens) -> tuple[Array, Array]:
+    """Return queries and keys in float32; with a correction their lengths are H**-0.5 and 1."""
+    q, k = tokens.q_BTKH, tokens.k_BTKH
+    if tokens.beta_BTKR is None:
+        return q.astype(jnp.float32), k.astype(jnp.float32)
+    return _normalize(q) * q.shape[-1] ** -0.5, _normalize(k)
 
 
 def _normalize(x: Array) -> Array:
