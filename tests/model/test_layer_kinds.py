@@ -14,7 +14,7 @@ import tiny
 from averages import Averages
 from small_experiment import experiment
 
-from gspax.config import Engine, Feature, Mesh, ModelConfig, StateSpace, layers_of, obstacle
+from gspax.config import Engine, Feature, Mesh, ModelConfig, Multipliers, StateSpace, layers_of, obstacle
 from gspax.config.functions import parse
 from gspax.errors import UserError
 from gspax.experiment import validate
@@ -30,13 +30,14 @@ PLAIN = replace(tiny.MOE, num_experts=0, num_hidden_layers=1)
 SINKS = replace(tiny.OTHERS["sinks and biased experts"], num_hidden_layers=1, sliding_window=0, sliding_layers=())
 DELTA = replace(tiny.DELTA, num_hidden_layers=1, delta_layers=(0,), num_experts=0, shared_expert_intermediate_size=0)
 SPACE = StateSpace(groups=2, heads=4, state_dim=6, head_dim=8)
+MULTIPLIERS = Multipliers(embedding=3.0, attention=0.2, residual=0.5)
 KINDS = {
     "attention": PLAIN,
     "sliding windows": replace(PLAIN, qk_norm=False, sliding_window=3, sliding_layers=(0,)),
     "attention sinks": SINKS,
     "latent attention": replace(tiny.CONFIGS["latent attention"], num_hidden_layers=1),
     "gated delta nets": replace(DELTA, mlp_only_layers=()),
-    "state space layers": replace(PLAIN, mixer=SPACE, mixer_layers=(0,)),
+    "state space layers": replace(PLAIN, qk_norm=False, mixer=SPACE, mixer_layers=(0,), multipliers=MULTIPLIERS),
     "averages": replace(PLAIN, mixer=Averages(), mixer_layers=(0,)),
 }
 PROMPT, T = 5, 9
@@ -196,7 +197,7 @@ def test_a_kind_counts_its_parameters_and_comes_back_from_files_or_is_refused(ki
     model = replace(config, vocab_size=experiment.model.vocab_size)
     assert parse(ModelConfig, describe(replace(experiment, model=model))["model"]) == model
     assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(config)))
-    if config.mixer is not None:
+    if isinstance(config.mixer, Averages):
         with pytest.raises(UserError, match=r"^model: wanted a model of one of the families"):
             config_json.to_json(config)
         return

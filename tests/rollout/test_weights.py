@@ -1,5 +1,6 @@
 """Versions in a folder: what vLLM's workers read is what was written."""
 
+import json
 from dataclasses import replace
 
 import fake_vllm
@@ -10,6 +11,7 @@ import tiny
 from published import random_params
 from small_experiment import experiment
 
+from gspax.config import layers_of
 from gspax.hf import parameters, tensors
 from gspax.rollout.servers import weights
 from gspax.rollout.servers.weights import Writer
@@ -57,6 +59,83 @@ def test_a_version_is_an_export_of_the_parameters(model, tmp_path):
         assert_equal(one.path, changed, model, tmp_path / f"export {one.version}")
     weights.remove_others(written[0].path)
     assert [path.name for path in (tmp_path / "versions").iterdir()] == ["weights_v000001"]
+
+
+# What vLLM's loaders do with the names of a checkpoint (`Qwen3NextModel.load_weights` and `Qwen3_5Model.load_weights`,
+# `QwenGatedDeltaNetAttention`): the parameter that a tensor is a part of, and which part.
+STACKED = {
+    ".q_proj.": (".qkv_proj.", "q"),
+    ".k_proj.": (".qkv_proj.", "k"),
+    ".v_proj.": (".qkv_proj.", "v"),
+    ".gate_proj.": (".gate_up_proj.", "gate"),
+    ".up_proj.": (".gate_up_proj.", "up"),
+    ".in_proj_qkv.": (".in_proj_qkvz.", "qkv"),
+    ".in_proj_z.": (".in_proj_qkvz.", "z"),
+    ".in_proj_b.": (".in_proj_ba.", "b"),
+    ".in_proj_a.": (".in_proj_ba.", "a"),
+}
+
+
+def of_vllm(config, *, by_key_head):
+    """(parameter, part) -> shape in vLLM's module on one device; `by_key_head`: Qwen3-Next's joined projections."""
+    D, V, N, K, H = config.hidden_size, config.vocab_size, config.num_attention_heads, config.num_key_value_heads, 8
+    delta, F = config.delta, config.intermediate_size
+    keys, heads = delta.key_heads * delta.key_dim, delta.value_heads
+    values = heads * delta.value_dim
+    found = {("model.embed_tokens.weight", ""): (V, D), ("model.norm.weight", ""): (D,), ("lm_head.weight", ""): (V, D)}
+    for number, layer in enumerate(layers_of(config)):
+        at = f"model.layers.{number}."
+        own = {("input_layernorm.weight", ""): (D,), ("post_attention_layernorm.weight", ""): (D,)}
+        if layer.mixer == delta:
+            joined = {"in_proj_qkvz": {"qkv": 2 * keys + values, "z": values}, "in_proj_ba": {"b": heads, "a": heads}}
+            for name, parts in joined.items():
+                rows = {"": sum(parts.values())} if by_key_head else parts
+                own |= {(f"linear_attn.{name}.weight", part): (count, D) for part, count in rows.items()}
+            own |= {
+                ("linear_attn.conv1d.weight", ""): (2 * keys + values, 1, delta.taps),
+                ("linear_attn.A_log", ""): (heads,),
+                ("linear_attn.dt_bias", ""): (heads,),
+                ("linear_attn.norm.weight", ""): (delta.value_dim,),
+                ("linear_attn.out_proj.weight", ""): (D, values),
+            }
+        else:
+            rows = {"q": 2 * N * H, "k": K * H, "v": K * H}  # each query beside its gate
+            own |= {("self_attn.qkv_proj.weight", part): (count, D) for part, count in rows.items()}
+            own |= {("self_attn.o_proj.weight", ""): (D, N * H)}
+            own |= {(f"self_attn.{name}.weight", ""): (H,) for name in ("q_norm", "k_norm")}
+        networks = {"mlp.": F}
+        if layer.sparse:
+            own |= {("mlp.gate.weight", ""): (config.num_experts, D), ("mlp.shared_expert_gate.weight", ""): (1, D)}
+            networks = {f"mlp.experts.{n}.": config.moe_intermediate_size for n in range(config.num_experts)}
+            networks["mlp.shared_expert."] = config.shared_expert_intermediate_size
+        for name, width in networks.items():
+            own |= {(f"{name}gate_up_proj.weight", part): (width, D) for part in ("gate", "up")}
+            own |= {(f"{name}down_proj.weight", ""): (D, width)}
+        found |= {(at + name, part): shape for (name, part), shape in own.items()}
+    return found
+
+
+DENSE_DELTA = replace(
+    tiny.DELTA, num_experts=0, mlp_only_layers=(), shared_expert_intermediate_size=0, model_type="qwen3_5"
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "by_key_head", "architecture"),
+    [(tiny.DELTA, True, "Qwen3NextForCausalLM"), (DENSE_DELTA, False, "Qwen3_5ForCausalLM")],
+    ids=["qwen3_next", "qwen3_5, of a checkpoint with a vision tower"],
+)
+def test_a_version_of_delta_nets_fills_the_parameters_of_vllm(model, by_key_head, architecture, tmp_path):
+    path = Writer(tmp_path, model).write(0, random_params(model)).path
+    assert json.loads((path / "config.json").read_text())["architectures"] == [architecture]
+    loaded = {}
+    for tensor in worker.read_tensors(path):
+        name, part = tensor.name, ""
+        for theirs, (fused, its_part) in STACKED.items():
+            if theirs in name:
+                name, part = name.replace(theirs, fused), its_part
+        loaded[name, part] = tuple(tensor.shape)
+    assert loaded == of_vllm(model, by_key_head=by_key_head)
 
 
 def test_a_damaged_version_is_refused(tmp_path):

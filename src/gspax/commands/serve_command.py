@@ -33,7 +33,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.rollout.servers import sglang, vllm
     from gspax.rollout.servers.sampler import context_length
 
-    model, folder = experiment.model, Path(engine.folder).absolute() / "model"
+    model, folder = config_json.text_only(experiment.model), Path(engine.folder).absolute() / "model"
     require_possible(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = {**config_json.to_json(model), "torch_dtype": model.dtype}

@@ -253,9 +253,7 @@ class GatedDelta(Mixer):
 
     @property
     def obstacles(self) -> Mapping[Feature, str]:
-        return {
-            Feature.SERVERS: f"{self.name}, whose weights are not pushed to servers",
-        }
+        return {}
 
     def problems(self, path: str) -> Iterator[str]:
         if self.value_heads % self.key_heads:
@@ -316,7 +314,7 @@ class StateSpace(Mixer):
 
     @property
     def obstacles(self) -> Mapping[Feature, str]:
-        return {Feature.SERVERS: f"{self.name}, whose weights are not pushed to servers"}
+        return {}
 
     @property
     def channels(self) -> int:

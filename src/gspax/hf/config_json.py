@@ -10,12 +10,9 @@ This module imports no accelerator code: a dry run needs only the configuration.
 
 from __future__ import annotations
 
-import json
-import math
 import operator
-import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +37,7 @@ from gspax.config.model import RopeScaling, architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
 from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
+from gspax.hf.json_values import convert, expect, first_of, list_layers, part_of
 from gspax.hf.packed import FP8_BLOCK
 from gspax.storage.paths import to_path
 
@@ -156,6 +154,12 @@ def family_of(config: ModelConfig) -> str:
     )
 
 
+def text_only(config: ModelConfig) -> ModelConfig:
+    """Return the model as a checkpoint of its own, if it is the text model of one with a vision tower."""
+    text = WRAPPERS[config.model_type][0] if config.model_type in WRAPPERS else config.model_type
+    return replace(config, model_type=text)
+
+
 def _fits(config: ModelConfig, name: str) -> bool:
     """Return whether a family's `config.json` can describe the model, except for what `to_json` rejects by name."""
     family = FAMILIES[name]
@@ -175,8 +179,8 @@ def _fits(config: ModelConfig, name: str) -> bool:
         described = _model(_content(config, name), name)
     except ValueError:
         return False
-    scales, own = ((x.norm_plus_one, x.scale_embedding, x.multipliers) for x in (described, config))
-    return layers_of(described) == layers_of(config) and scales == own
+    found, wanted = ((layers_of(x), x.norm_plus_one, x.scale_embedding, x.multipliers) for x in (described, config))
+    return found == wanted
 
 
 def _get(config: ModelConfig, part: str) -> Any:
@@ -320,17 +324,13 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
     fields: dict[str, Any] = {part: _copied(raw, part, key) for part, key in family.copied.items()} | family.implied
     if "head_dim" not in fields:
         head_dim = family.head_dim or fields["hidden_size"] // max(1, fields["num_attention_heads"])
-        fields["head_dim"] = _read(HINTS["head_dim"], raw, "head_dim", head_dim)
-    expect("dtype", _first(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
+        fields["head_dim"] = convert(HINTS["head_dim"], raw, "head_dim", head_dim)
+    expect("dtype", first_of(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
     fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
     if family.delta:
         fields["delta_layers"], raw = _delta_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
     if family.state_space:
-        named = dict(zip(MAMBA.values(), MAMBA, strict=True))
-        kinds = _first(raw, ("layer_types", "layers_block_type"), [LINEAR] * fields["num_hidden_layers"])
-        kinds = [named.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds
-        every = [LINEAR] * fields["num_hidden_layers"]
-        fields["mixer_layers"] = _listed({"layer_types": kinds}, every, (FULL, LINEAR), LINEAR)
+        fields["mixer_layers"] = _mamba_layers(raw, fields["num_hidden_layers"])
         raw = {**raw, "layer_types": None}
     fields["nope_layers"] = _nope_layers(raw, family, fields["num_hidden_layers"])
     fields["sliding_window"], fields["sliding_layers"] = _window(raw, family, fields["num_hidden_layers"])
@@ -350,7 +350,7 @@ def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
     """Raise a ValueError unless every key is known, and has a permitted value if no field represents it."""
     known = {name for key in family.copied.values() for name in (key.name, key.other)} - {""}
     known |= {*TRANSLATED, *filter(is_harmless, raw), *family.harmless}
-    if _is_read(_object(raw, "quantization_config"), family):
+    if _is_read(part_of(raw, "quantization_config"), family):
         known |= {"quantization_config"}
     permitted = _permitted(family, raw)
     for key, value in raw.items():
@@ -371,12 +371,12 @@ def _is_read(packing: Mapping[str, Json], family: Family) -> bool:
 def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:
     """Return the values of keys that other keys of the file replace."""
     values: dict[str, Json] = {}
-    if family.ungrouped is not None and _first(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
+    if family.ungrouped is not None and first_of(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
         values |= {"n_group": 1, "topk_group": 1}
     if family.state_space and raw.get("mamba_d_head", "auto") in (None, "auto"):
-        heads = _read(HINTS["mixer.heads"], raw, "mamba_n_heads", 128)
-        expand = _read(HINTS["mixer.heads"], raw, "mamba_expand", 2)
-        values["mamba_d_head"] = expand * _read(HINTS["hidden_size"], raw, "hidden_size", REQUIRED) // heads
+        heads = convert(HINTS["mixer.heads"], raw, "mamba_n_heads", 128)
+        expand = convert(HINTS["mixer.heads"], raw, "mamba_expand", 2)
+        values["mamba_d_head"] = expand * convert(HINTS["hidden_size"], raw, "hidden_size", REQUIRED) // heads
     if (kinds := raw.get(family.dense_or_sparse)) is not None:
         layers, leading = raw.get("num_hidden_layers"), kinds.count("dense") if isinstance(kinds, list) else 0
         if not isinstance(layers, int) or kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
@@ -385,15 +385,25 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
                 f"got {show(kinds)}"
             )
         key = family.copied["dense_layers"].name
-        expect(key, _first(raw, (key,), leading), (leading,))
+        expect(key, first_of(raw, (key,), leading), (leading,))
         values[key] = leading
     return values
 
 
 def _delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
     """Return the layers with a gated delta net: by default three of four."""
-    interval = _read(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4)
-    return _listed(raw, [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)], (FULL, LINEAR), LINEAR)
+    interval = convert(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4)
+    return list_layers(
+        raw, [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)], (FULL, LINEAR), LINEAR
+    )
+
+
+def _mamba_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
+    """Return the state space layers, which have one of two names; without a list all layers are such."""
+    every, listed = [LINEAR] * layers, first_of(raw, ("layer_types", "layers_block_type"), None)
+    if isinstance(listed, list):
+        listed = [next((kind for kind, name in MAMBA.items() if name == each), each) for each in listed]
+    return list_layers({"layer_types": listed}, every, (FULL, LINEAR), LINEAR)
 
 
 def _nope_layers(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, ...]:
@@ -403,8 +413,8 @@ def _nope_layers(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[
         return () if kind == "rope" else tuple(range(layers))
     if family.nope == "none":
         return ()
-    interval = _read(HINTS["decoder_sparse_step"], raw, "no_rope_layer_interval", 4)
-    listed = _first(raw, ("no_rope_layers",), [int((layer + 1) % interval != 0) for layer in range(layers)])
+    interval = convert(HINTS["decoder_sparse_step"], raw, "no_rope_layer_interval", 4)
+    listed = first_of(raw, ("no_rope_layers",), [int((layer + 1) % interval != 0) for layer in range(layers)])
     if not isinstance(listed, list) or len(listed) != layers:
         raise ValueError(f"no_rope_layers: wanted a list of {layers} numbers, got {show(listed)}")
     return tuple(layer for layer, rotated in enumerate(listed) if not expect("no_rope_layers", rotated, (0, 1)))
@@ -419,7 +429,7 @@ def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
             expect(key, raw[key], PERMITTED[key])
         elif key not in (*OF_WRAPPER, *TRANSLATED) and not is_harmless(key):
             raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(raw[key])}")
-    text = _object(raw, "text_config")
+    text = part_of(raw, "text_config")
     expect("text_config.model_type", text.get("model_type"), (text_type,))
     tied = expect("tie_word_embeddings", raw.get("tie_word_embeddings", False), (False, True))
     return replace(_parse(text | {"tie_word_embeddings": tied}), model_type=name)
@@ -446,7 +456,7 @@ def _copied(raw: Mapping[str, Json], part: str, key: Key) -> Any:
     if key.name == "rotary_dim":  # read in `_rope`
         return None
     name = key.other if raw.get(key.name) is None and raw.get(key.other) is not None else key.name
-    return _read(HINTS[part], raw, name, 0 if key.null and name in raw else key.default)
+    return convert(HINTS[part], raw, name, 0 if key.null and name in raw else key.default)
 
 
 def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) -> dict[str, Any]:
@@ -455,29 +465,29 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     own = None  # RoPE parameters of the layers with a window
     _require_agreement(raw, family)
     if family.sliding_theta:  # `rope_parameters` then has one object for each kind of layers
-        each = _object(raw, "rope_parameters")
-        full, older, own = _object(each, FULL), _object(raw, "rope_scaling"), _object(each, SLIDING)
+        each = part_of(raw, "rope_parameters")
+        full, older, own = part_of(each, FULL), part_of(raw, "rope_scaling"), part_of(each, SLIDING)
         rope = full | older
         for name in older:
             expect(f"rope_scaling.{name[:SHOWN]}", older[name], (full.get(name, older[name]),))
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
-    theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
+    theta = convert(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", family.theta)
     scaling = _scaling(rope, raw, family, context)
     fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if isinstance(scaling, LongRope):  # a run has to ask for longer sequences
         fields["max_position_embeddings"] = scaling.original_max_position_embeddings
     if own is not None:
-        expect("rope_type", _first(own, ("rope_type", "type"), "default"), ("default",))
-        base = _read(HINTS["rope_theta"], raw, "rope_local_base_freq", family.sliding_theta)
-        sliding = _read(HINTS["rope_theta"], own, "rope_theta", base)
+        expect("rope_type", first_of(own, ("rope_type", "type"), "default"), ("default",))
+        base = convert(HINTS["rope_theta"], raw, "rope_local_base_freq", family.sliding_theta)
+        sliding = convert(HINTS["rope_theta"], own, "rope_theta", base)
         fields["sliding_rope_theta"] = 0.0 if (sliding, None) == (theta, fields["rope_scaling"]) else sliding
     if (key := family.copied.get("rope_fraction")) is not None:
         default = key.default
         if key.name == "rotary_dim" and raw.get("rotary_dim") is not None:
-            default = _read(HINTS["head_dim"], raw, "rotary_dim", REQUIRED) / head_dim
+            default = convert(HINTS["head_dim"], raw, "rotary_dim", REQUIRED) / head_dim
         source = raw if rope.get(FRACTION) is None else rope
-        fields["rope_fraction"] = _read(HINTS["rope_fraction"], source, FRACTION, default)
+        fields["rope_fraction"] = convert(HINTS["rope_fraction"], source, FRACTION, default)
     elif FRACTION in rope:
         expect(FRACTION, rope[FRACTION], (None, 1))
     return fields
@@ -499,17 +509,9 @@ def _require_agreement(raw: Mapping[str, Json], family: Family) -> None:
         )
 
 
-def _object(raw: Mapping[str, Json], key: str) -> dict[str, Json]:
-    """Return the object of a key; null and absent count as empty."""
-    value = raw.get(key) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{key}: wanted an object or null, got {show(value)}")
-    return value
-
-
 def _scaling(rope: Mapping[str, Json], raw: Mapping[str, Json], family: Family, context: int) -> RopeScaling | None:
     """Return `rope_scaling` of `ModelConfig`."""
-    kind = _first(rope, ("rope_type", "type"), "default")
+    kind = first_of(rope, ("rope_type", "type"), "default")
     kind = expect("rope_type", "longrope" if kind == "su" else kind, ("default", *family.ropes))
     scaling = next((each for each, name in ROPE_TYPES.items() if name == kind), None)
     hints = {} if scaling is None else typing.get_type_hints(scaling, include_extras=True)
@@ -521,12 +523,12 @@ def _scaling(rope: Mapping[str, Json], raw: Mapping[str, Json], family: Family, 
         return None
     values: dict[str, Json] = {ORIGINAL: context} | {key: value for key, value in rope.items() if value is not None}
     if kind == "longrope":  # its lengths are beside the object, which may repeat them
-        original = _read(hints[ORIGINAL], raw, ORIGINAL, REQUIRED)
+        original = convert(hints[ORIGINAL], raw, ORIGINAL, REQUIRED)
         for key, beside in ((ORIGINAL, original), ("max_position_embeddings", context)):
             values[key] = expect(key, rope.get(key) or beside, (beside,))
     if kind == "yarn":
-        values = {"factor": context / _read(hints[ORIGINAL], values, ORIGINAL, REQUIRED)} | values
-    return scaling(**{name: _read(hints[name], values, name, getattr(scaling, name, REQUIRED)) for name in hints})
+        values = {"factor": context / convert(hints[ORIGINAL], values, ORIGINAL, REQUIRED)} | values
+    return scaling(**{name: convert(hints[name], values, name, getattr(scaling, name, REQUIRED)) for name in hints})
 
 
 def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
@@ -537,19 +539,19 @@ def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, 
     """
     if family.window in ("switch", "none"):
         permitted = (False,) if family.window == "none" else (False, True)
-        on = expect("use_sliding_window", _first(raw, ("use_sliding_window",), False), permitted)
-        window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
-        first = _read(int, raw, "max_window_layers", 0 if family.experts else 28)
+        on = expect("use_sliding_window", first_of(raw, ("use_sliding_window",), False), permitted)
+        window = convert(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
+        first = convert(int, raw, "max_window_layers", 0 if family.experts else 28)
         kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
         _require_window(raw, on=on)
     else:  # null means no window, whatever the default for an absent key
         _require_window(raw, on=True)
         absent = {"sliding_window": family.sliding_window}
-        window = _read(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
+        window = convert(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
         if not isinstance(every := family.window, int):
             return window, tuple(range(layers)) if window else ()
         kinds = [FULL if layer % every == every - 1 else SLIDING for layer in range(layers)]
-    sliding = _listed(raw, kinds, (FULL, SLIDING) if window else (FULL,), SLIDING)
+    sliding = list_layers(raw, kinds, (FULL, SLIDING) if window else (FULL,), SLIDING)
     if sliding and family.window == "switch" and family.experts and len(sliding) < layers:
         key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
         raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
@@ -560,53 +562,3 @@ def _require_window(raw: Mapping[str, Json], *, on: bool) -> None:
     """Raise a ValueError if the window is on with size 0, which transformers does not read as no window."""
     if on and raw.get("sliding_window") == 0:
         raise ValueError("sliding_window: wanted null or at least 1, got 0")
-
-
-def _listed(raw: Mapping[str, Json], kinds: list[str], permitted: tuple[str, ...], wanted: str) -> tuple[int, ...]:
-    """Return the layers of the wanted kind according to `layer_types` or, if it is absent, to `kinds`."""
-    listed = _first(raw, ("layer_types",), list[Json](kinds))
-    if not isinstance(listed, list) or len(listed) != len(kinds):
-        raise ValueError(f"layer_types: wanted a list of {len(kinds)} names, got {show(listed)}")
-    return tuple(layer for layer, kind in enumerate(listed) if expect("layer_types", kind, permitted) == wanted)
-
-
-def _first(raw: Mapping[str, Json], keys: Collection[str], default: Json) -> Json:
-    """Return the value of the first of these keys that has one; null counts as absent."""
-    return next((raw[key] for key in keys if raw.get(key) is not None), default)
-
-
-def expect(key: str, value: Json, permitted: Collection[T]) -> T:
-    """Return the value of a key if it is one of the permitted ones. ValueError otherwise."""
-    for choice in permitted:
-        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
-            return choice
-    raise ValueError(f"{key}: wanted {' or '.join(map(json.dumps, permitted))}, got {show(value)}")
-
-
-def _read(hint: type[T], raw: Mapping[str, Json], key: str, default: object) -> T:
-    """Convert the value of a key to an annotated type; null counts as absent, and lists become tuples.
-
-    An integer is accepted as a float. ValueError if the type is wrong, or the value is outside the annotation's ranges.
-    """
-    value: Any = default if raw.get(key) is None else raw[key]
-    if value is REQUIRED:
-        raise ValueError(f"{key}: wanted a value, there is none")
-    kind, *ranges = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)  # float | None
-    if type(value) is int and float in kinds and abs(value) < 2**63:
-        value = float(value)
-    elif kind == tuple[int, ...] and isinstance(value, list | tuple) and all(type(item) is int for item in value):
-        value = tuple(value)
-    elif kind == tuple[float, ...] and isinstance(value, list | tuple):
-        if not all(type(item) in (int, float) and 0 < item < math.inf for item in value):
-            raise ValueError(f"{key}: wanted numbers above 0, got {show([*value])}")
-        value = tuple(map(float, value))
-    elif type(value) not in kinds:
-        words = {int: "an integer", float: "a number", bool: "true or false"}.get(kinds[0], "a list of integers")
-        raise ValueError(f"{key}: wanted {words}, got {show(value)}")
-    elif type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{key}: wanted a finite number, got {show(value)}")
-    for range_ in ranges:
-        if not range_.accepts(value):
-            raise ValueError(f"{key}: wanted {range_.words}, got {show(value)}")
-    return value

@@ -26,7 +26,7 @@ from gspax.config import Lora, ModelConfig
 from gspax.data.files import SHOWN, Json, read_object, require_own_files, show
 from gspax.errors import UserError
 from gspax.hf import names, tensors
-from gspax.hf.config_json import expect
+from gspax.hf.json_values import expect
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {  # the weights of `Lora.attention`, `Lora.mlp`, and `Lora.delta` in each of PEFT's modules

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gspax.config import ModelConfig
+from gspax.config import ModelConfig, layers_of
 from gspax.errors import shorten
 from gspax.http_client import BrokenError, RefusedError
 from gspax.rollout.servers.server import (
@@ -197,6 +197,8 @@ def command(model_folder: Path, model: ModelConfig, length: int, address: str, *
     words += ["--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     words += ["--max-logprobs=-1"]  # as many of the tokens that filters leave as `sampling.mask_replay` asks for
     words += ["--worker-extension-cls", "gspax_vllm_worker.Extension"]
+    has_state = any(layer.mixer.cache(1).state for layer in layers_of(model))
+    words += ["--mamba-ssm-cache-dtype", "float32"] if has_state else []  # some models' default is the model's dtype
     words += ["--enable-return-routed-experts"] if experts else []
     words += ["--enforce-eager"] if cpu else []
     variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER)} | (

@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gspax.config import ModelConfig
 from gspax.errors import UserError
 from gspax.hf import parameters, tensors
+from gspax.hf.config_json import text_only
 from gspax.hf.tensors import Part
 from gspax.model.low_rank import dense
 from gspax.parallel import multihost
@@ -53,7 +54,7 @@ class Written:
 
 
 class Writer:
-    """Writes the versions of a model, adapters merged, in its dtype.
+    """Writes the versions of a model, adapters merged, in its dtype, and without a vision tower.
 
     Args:
       folder: on a file system that all processes and servers share.
@@ -61,9 +62,9 @@ class Writer:
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
-        self._folder, self._model = folder.absolute(), model
+        self._folder, self._model = folder.absolute(), text_only(model)
         self._dtype = np.dtype(jax.numpy.dtype(model.dtype))
-        self._table, shapes, self._own = parameters.published_tensors(model)
+        self._table, shapes, self._own = parameters.published_tensors(self._model)
         dtypes = {name: self._own.get(name, self._dtype) for name in shapes}
         self._bytes = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
         share = min(parameters.SHARD_SIZE, -(-self._bytes // jax.process_count()))
