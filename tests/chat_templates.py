@@ -231,6 +231,33 @@ SMOLLM2 = """{%- for m in messages %}{%- if loop.first and m.role != 'system' %}
 {{- '<|im_start|>system\nBe helpful.<|im_end|>\n' }}{%- endif %}
 {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"""
+# Without tools of its own two kinds, which hf_chat does not pass, the published system turn has no end either.
+SMOLLM3 = """{%- set mode = '/think' if enable_thinking is not defined or enable_thinking else '/no_think' %}
+{%- set system = messages[0].content if messages[0].role == 'system' else 'Be helpful.' %}
+{%- if '/no_think' in system %}{%- set mode = '/no_think' %}{%- elif '/think' in system %}{%- set mode = '/think' %}
+{%- endif %}{%- set begin = '<|im_start|>assistant\n' + ('' if mode == '/think' else '<think>\n\n</think>\n') %}
+{{- '<|im_start|>system\n' + strftime_now('%d %B %Y') + '\n' + mode + '\n\n' }}
+{{- system.replace('/no_think', '').replace('/think', '').rstrip() + '\n\n' }}
+{%- for m in messages %}{%- if m.role == 'assistant' %}{{ begin + m.content.lstrip('\n') + '<|im_end|>\n' }}
+{%- elif m.role in ('user', 'tool') %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{ begin }}{%- endif %}"""
+GRANITE4 = (
+    """{%- macro say(role, text) -%}
+{{ '<|start_of_role|>' + role + '<|end_of_role|>' + text + '<|end_of_text|>\n' }}{%- endmacro -%}
+{%- set own = messages[0].content if messages[0].role == 'system' else '' %}{%- set ns = namespace(text=own) %}
+{%- for tool in tools or [] %}{%- set ns.text = (ns.text or '<tools>') + '\n' + tool|tojson %}{%- endfor %}
+{{- say('system', ns.text or 'Be helpful.') }}
+{%- for m in messages %}{%- if m.role == 'user' or m.role == 'system' and not loop.first %}{{ say(m.role, m.content) }}
+{%- elif m.role == 'assistant' %}{%- set text = m.content %}
+{{- '<|start_of_role|>assistant<|end_of_role|>' + text }}"""
+    + HERMES
+    + "{{- '<|end_of_text|>\n' }}{%- elif m.role == 'tool' %}"
+    + CHATML_REPLY.replace("<|im_start|>user", "<|start_of_role|>user<|end_of_role|>").replace(
+        "<|im_end|>", "<|end_of_text|>"
+    )
+    + "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"
+)
 
 
 class Published(NamedTuple):
@@ -284,6 +311,14 @@ PUBLISHED = {
         eos="<|eot_id|>", source=VLLM,
     ),
     "SmolLM2": Published("llama", SMOLLM2, ("<|im_end|>",), ("<|im_start|>", "<|endoftext|>"), source=GGUF),
+    "SmolLM3": Published("smollm3", SMOLLM3, IM, IM_TOKENS, date="2026-01-31", source=COPIES),
+    "SmolLM3, thinking": Published(
+        "smollm3", SMOLLM3, IM, IM_TOKENS, thinking=True, date="2026-01-31", source=COPIES
+    ),
+    "Granite 4": Published(
+        "granitemoehybrid", GRANITE4, ("<|end_of_text|>",),
+        ("<|start_of_role|>", "<|end_of_role|>", *IM_TOKENS[3:]), source=COPIES,
+    ),
     "Mistral": Published(
         "mistral, mixtral", MISTRAL, ("</s>",), ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]"), bos="<s>",
         source=TRL,
