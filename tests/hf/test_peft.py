@@ -12,7 +12,7 @@ import tiny
 from published import load, published, random_params
 from safetensors.numpy import load_file, save_file
 
-from gspax.config import Lora, Mesh, adapted_weights
+from gspax.config import Lora, Mesh, Multipliers, StateSpace, adapted_weights
 from gspax.errors import UserError
 from gspax.hf import peft
 from gspax.hf.parameters import named_leaves, named_shapes, write_checkpoint
@@ -236,8 +236,16 @@ def test_some_of_the_factors_of_experts_are_not_written_because_peft_drops_them(
 PHI = replace(tiny.CONFIGS["dense"], qk_norm=False, model_type="phi3")
 LATENT = replace(tiny.CONFIGS["latent attention"], model_type="deepseek_v3")
 NETS = replace(LORA, delta=True, mlp=False)
+GRANITE = replace(
+    tiny.CONFIGS["dense"],
+    qk_norm=False,
+    mixer=StateSpace(groups=2, heads=4, state_dim=6, head_dim=8),
+    mixer_layers=(0,),
+    multipliers=Multipliers(attention=0.2),
+)
 JOINED = {  # by model: the adapter, and the multiples of the rank
     "phi3": (PHI, LORA, {"qkv_proj": 3, "gate_up_proj": 2}),
+    "granite": (GRANITE, LORA, {"input_linear": 2}),
     "latents": (LATENT, replace(LORA, mlp=False), {"kv_b_proj": 2}),
     "qwen3_next": (replace(tiny.DELTA, model_type="qwen3_next"), NETS, {"in_proj_qkvz": 4, "in_proj_ba": 2}),
     "qwen3_5": (replace(tiny.DELTA, mlp_only_layers=(), model_type="qwen3_5_moe_text"), NETS, {"in_proj_qkv": 3}),

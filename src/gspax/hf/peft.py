@@ -36,7 +36,7 @@ MODULES = {  # the weights of `Lora.attention`, `Lora.mlp`, and `Lora.delta` in 
     },
     "mlp": {
         **{"gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",)},
-        "gate_up_proj": ("gate", "up"),
+        **{"gate_up_proj": ("gate", "up"), "input_linear": ("gate", "up"), "output_linear": ("down",)},
     },
     "delta": {
         **{"in_proj_qkv": ("query", "key", "value"), "in_proj_z": ("gate",)},
