@@ -12,7 +12,7 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.config import GatedDelta, Lora, Mesh, Sampling, Turns, layer_groups, layers_of
+from gspax.config import GatedDelta, Lora, Mesh, Sampling, StateSpace, Turns, layer_groups, layers_of
 from gspax.experiment import validate
 from gspax.model import decoding
 from gspax.model.decoding import Slots
@@ -25,6 +25,7 @@ from gspax.sampler.inference_weights import make_inference_weights
 from gspax.tools.aot import chips, programs
 
 DELTA = tiny.DELTA
+SPACE = replace(tiny.CONFIGS["dense"], mixer=StateSpace(groups=2, heads=4, state_dim=6, head_dim=8), mixer_layers=(0,))
 
 
 def test_three_layers_and_one_are_a_pattern():
@@ -137,6 +138,14 @@ REFUSED = {
     "value heads": (
         {"model": replace(DELTA, delta=replace(DELTA.delta, value_heads=3))},
         "model.delta.value_heads: wanted a multiple of model.delta.key_heads (2), got 3",
+    ),
+    "groups": (
+        {"mesh": Mesh(fsdp=1, tensor=2), "model": replace(SPACE, mixer=replace(SPACE.mixer, groups=1))},
+        "model.mixer.groups: wanted a multiple of mesh.tensor (2), got 1",
+    ),
+    "heads of groups": (
+        {"model": replace(SPACE, mixer=replace(SPACE.mixer, heads=3))},
+        "model.mixer.heads: wanted a multiple of model.mixer.groups (2), got 3",
     ),
     "layers": (
         {"model": replace(DELTA, delta_layers=(0, 4))},

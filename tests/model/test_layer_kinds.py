@@ -30,7 +30,7 @@ PLAIN = replace(tiny.MOE, num_experts=0, num_hidden_layers=1)
 SINKS = replace(tiny.OTHERS["sinks and biased experts"], num_hidden_layers=1, sliding_window=0, sliding_layers=())
 DELTA = replace(tiny.DELTA, num_hidden_layers=1, delta_layers=(0,), num_experts=0, shared_expert_intermediate_size=0)
 SPACE = StateSpace(groups=2, heads=4, state_dim=6, head_dim=8)
-MULTIPLIERS = Multipliers(embedding=3.0, attention=0.2, residual=0.5)
+MULTIPLIERS = Multipliers(embedding=3.0, attention=0.2, residual=0.5, logits=2.0)
 KINDS = {
     "attention": PLAIN,
     "sliding windows": replace(PLAIN, qk_norm=False, sliding_window=3, sliding_layers=(0,)),

@@ -136,14 +136,25 @@ DELTA = replace(
 )
 
 
-@pytest.mark.parametrize("mesh", ["tensor", pytest.param("slices of tensor", marks=pytest.mark.slow)])
-def test_gated_delta_nets_are_sharded_by_heads(mesh):
+SPACE = replace(
+    DELTA,
+    **{"delta": None, "delta_layers": (), "mixer_layers": (0,), "multipliers": config.Multipliers(logits=2.0)},
+    mixer=config.StateSpace(groups=2, heads=4, state_dim=6, head_dim=8),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [(DELTA, "tensor"), (SPACE, "tensor"), pytest.param(DELTA, "slices of tensor", marks=pytest.mark.slow)],
+    ids=["delta-tensor", "space-tensor", "delta-slices of tensor"],
+)
+def test_layers_with_a_state_are_sharded_by_heads(model, mesh):
     made = make(MESHES[mesh])
-    got, wanted = update(DELTA, made), alone(DELTA)
+    got, wanted = update(model, made), alone(model)
     assert_close(got, wanted, 2e-4)
-    memory = got[0].params["runs"][0]["mixer"]["value"]
-    assert memory.sharding.shard_shape(memory.shape)[2] == memory.shape[2] // 2
-    generated, want = jax.device_get(generate(DELTA, made, slots=8)), generated_alone(DELTA)
+    weight = got[0].params["runs"][0]["mixer"]["gate"]
+    assert weight.sharding.shard_shape(weight.shape)[2] == weight.shape[2] // 2
+    generated, want = jax.device_get(generate(model, made, slots=8)), generated_alone(model)
     np.testing.assert_array_equal(generated.tokens_BT, want.tokens_BT)
     np.testing.assert_allclose(generated.logp_BT, want.logp_BT, atol=5e-5)
 
