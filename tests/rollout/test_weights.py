@@ -11,7 +11,7 @@ import tiny
 from published import random_params
 from small_experiment import experiment
 
-from gspax.config import layers_of
+from gspax.config import Multipliers, StateSpace, layers_of
 from gspax.hf import parameters, tensors
 from gspax.rollout.servers import weights
 from gspax.rollout.servers.weights import Writer
@@ -136,6 +136,31 @@ def test_a_version_of_delta_nets_fills_the_parameters_of_vllm(model, by_key_head
                 name, part = name.replace(theirs, fused), its_part
         loaded[name, part] = tuple(tensor.shape)
     assert loaded == of_vllm(model, by_key_head=by_key_head)
+
+
+def test_a_version_of_state_spaces_fills_the_parameters_of_vllm(tmp_path):
+    """Those of `MambaMixer2`, whose loaders split the joined tensors: gate, input, B, C, and step; input, B, and C."""
+    model = replace(
+        tiny.CONFIGS["dense"],
+        qk_norm=False,
+        multipliers=Multipliers(attention=0.2),
+        mixer=StateSpace(groups=2, heads=4, state_dim=6, head_dim=8),
+        mixer_layers=(0, 2),
+    )
+    path, D, width, convolved = (
+        Writer(tmp_path, model).write(0, random_params(model)).path,
+        16,
+        4 * 8,
+        4 * 8 + 2 * 2 * 6,
+    )
+    content = json.loads((path / "config.json").read_text())
+    assert content["architectures"] == ["GraniteMoeHybridForCausalLM"]
+    assert content["layer_types"] == ["mamba", "attention", "mamba"]
+    shapes = {"in_proj.weight": (width + convolved + 4, D), "conv1d.weight": (convolved, 1, 4)}
+    shapes |= {"conv1d.bias": (convolved,), "A_log": (4,), "D": (4,), "dt_bias": (4,)}
+    shapes |= {"norm.weight": (width,), "out_proj.weight": (D, width)}
+    loaded = {each.name: tuple(each.shape) for each in worker.read_tensors(path) if ".mamba." in each.name}
+    assert loaded == {f"model.layers.{n}.mamba.{name}": shape for n in (0, 2) for name, shape in shapes.items()}
 
 
 def test_a_damaged_version_is_refused(tmp_path):
