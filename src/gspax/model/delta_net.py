@@ -20,10 +20,11 @@ from flax import nnx
 from gspax.config import GatedDelta, ModelConfig
 from gspax.model.kernels.gated_delta import (
     Tokens,
-    advance,
     convolve,
     decay_and_beta,
     gated_rms_norm,
+    rule_after,
+    rule_over_rows,
 )
 from gspax.model.kernels.weights import contract
 from gspax.model.layers import LayerInputs, init_weight
@@ -108,7 +109,10 @@ class GatedDeltaNet(nnx.Module):
         gates = decay_and_beta(a_BTKR, b_BTKR, self.decay_rate[...], self.decay_bias[...])
         query_BTKH, key_BTKH, value_BTKRU = convolved
         tokens = Tokens(query_BTKH, key_BTKH, value_BTKRU, *gates)
-        out_BTKRU, memory = advance(mesh, tokens, segment_BT, state and state.memory_XKRHU, *prefix_BT)
+        if state is None:
+            out_BTKRU, memory = rule_over_rows(mesh, tokens, segment_BT, *prefix_BT)
+        else:
+            out_BTKRU, memory = rule_after(state.memory_XKRHU, tokens, segment_BT)
         z_BTKRU = contract("btd,dkru->btkru", x_BTD, self.gate.get_value())
         y_BTKRU = gated_rms_norm(out_BTKRU, z_BTKRU, self.norm[...], self.eps)
         return contract("btkru,krud->btd", y_BTKRU, self.out.get_value()), DeltaState(memory, *last)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import ModelConfig, StateSpace
-from gspax.model.kernels.gated_delta import Tokens, advance, convolve
+from gspax.model.kernels.gated_delta import Tokens, convolve, rule_after, rule_over_rows
 from gspax.model.kernels.weights import contract
 from gspax.model.layers import LayerInputs, init_bias, init_weight
 from gspax.types import Array, PyTree
@@ -115,7 +115,10 @@ class StateSpaceNet(nnx.Module):
         decay_BTKR = -dt_BTKR * jnp.exp(self.decay_rate[None, None].astype(jnp.float32))
         x32_BTKRU = x_BTKRU.astype(jnp.float32)
         tokens = Tokens(q_BTKH, k_BTKH, dt_BTKR[..., None] * x32_BTKRU, decay_BTKR, None)
-        out_BTKRU, memory = advance(mesh, tokens, segment_BT, state and state.memory_XKRHU, *prefix_BT)
+        if state is None:
+            out_BTKRU, memory = rule_over_rows(mesh, tokens, segment_BT, *prefix_BT)
+        else:
+            out_BTKRU, memory = rule_after(state.memory_XKRHU, tokens, segment_BT)
         out_BTKRU += self.skip_scale[None, None, ..., None].astype(jnp.float32) * x32_BTKRU
         z_BTKRU = contract("btd,dkru->btkru", x_BTD, self.gate.get_value())
         y_BTKRU = norm_gated(out_BTKRU, z_BTKRU, self.norm[...], self.eps)

@@ -142,23 +142,25 @@ def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array) -> tuple[A
     return out_BKRU, jnp.where(live_B[:, None, None, None, None], after_BKRHU, state_BKRHU)
 
 
-def advance(
-    mesh: jax.sharding.Mesh,
-    tokens: Tokens,
-    segment_BT: Array,
-    state_BKRHU: Array | None,
-    *prefix_BT: Array,
+def rule_over_rows(
+    mesh: jax.sharding.Mesh, tokens: Tokens, segment_BT: Array, *prefix_BT: Array
 ) -> tuple[Array, Array]:
-    """Apply the rule as `chunked_rule`: to one new token of each row in a step, to sharded rows on their devices."""
-    T, devices = segment_BT.shape[1], mesh.shape["context"]
+    """Apply the rule to whole rows as `chunked_rule` without a state, perhaps on several devices."""
+    devices = mesh.shape["context"]
     with jax.named_scope("delta_rule"):
-        if T == 1 and state_BKRHU is not None:
-            one = jax.tree.map(lambda x_BT: x_BT[:, 0], tokens)
-            out_BKRU, after_BKRHU = recurrent_step(one, state_BKRHU, segment_BT[:, 0] > 0)
-            return out_BKRU[:, None], after_BKRHU
-        if state_BKRHU is None and devices > 1 and T % devices == 0:
+        if devices > 1 and segment_BT.shape[1] % devices == 0:
             return rule_over_devices(mesh, tokens, segment_BT, *prefix_BT)
-        return chunked_rule(tokens, segment_BT, state_BKRHU, *prefix_BT)
+        return chunked_rule(tokens, segment_BT, None, *prefix_BT)
+
+
+def rule_after(state_BKRHU: Array, tokens: Tokens, segment_BT: Array) -> tuple[Array, Array]:
+    """Apply the rule to new tokens after a state as `chunked_rule`: to one token of each row in a step."""
+    with jax.named_scope("delta_rule"):
+        if segment_BT.shape[1] > 1:
+            return chunked_rule(tokens, segment_BT, state_BKRHU)
+        one = jax.tree.map(lambda x_BT: x_BT[:, 0], tokens)
+        out_BKRU, after_BKRHU = recurrent_step(one, state_BKRHU, segment_BT[:, 0] > 0)
+        return out_BKRU[:, None], after_BKRHU
 
 
 def chunked_rule(
