@@ -250,6 +250,7 @@ FAMILIES = {
         theta=2e6,
         nope="list",
         has_head_dim=False,
+        written={"pad_token_id": None},  # the default is outside a small vocabulary
     ),
     "granite": Family(
         "GraniteForCausalLM",
