@@ -112,7 +112,10 @@ STATE_SPACE: Fields = {
     "mixer.taps": Key("mamba_d_conv", 4),
     "mixer.conv_bias": Key("mamba_conv_bias", True),
 }
-NO_LIMIT: Json = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
+STATE_SPACE_KEYS: dict[str, tuple[Json, ...]] = {
+    **{"mamba_proj_bias": (None, False), "normalization_function": (None, "rmsnorm")},
+    "time_step_limit": (None, [0.0, {"__float__": "Infinity"}]),  # none, as transformers writes it
+}
 MULTIPLIERS: Fields = {
     "multipliers.embedding": Key("embedding_multiplier", 1.0),
     "multipliers.attention": Key("attention_multiplier", 1.0),
@@ -265,8 +268,7 @@ FAMILIES = {
         | {"shared_expert_intermediate_size": Key("shared_intermediate_size", 1024)}
         | _same(attention_bias=False),
         {"norm_topk_prob": True, "shared_expert_gate": False},
-        permitted={"mamba_proj_bias": (None, False), "time_step_limit": (None, NO_LIMIT)}
-        | {"normalization_function": (None, "rmsnorm")},
+        permitted=STATE_SPACE_KEYS,
         harmless=("mamba_chunk_size", "mamba_expand", "init_method", "layers_block_type", "position_embedding_type"),
         has_head_dim=False,
         nope="type",
