@@ -307,6 +307,7 @@ def kill_a_run(model: Published, folder: Path) -> Figures:
 
     file = str(ROOT / "tests" / "real" / ("conversation.py" if model.chat else "single_turn.py"))
     whole, hurt = folder / "whole", folder / "hurt"
+    folder.mkdir(parents=True, exist_ok=True)
     start = partial(
         runs.start, file=file, steps=2, with_report=False, optimize=True, env={"PUBLISHED": str(model.folder)}
     )
@@ -536,11 +537,14 @@ def page(models: dict[str, dict[str, Figures]]) -> list[str]:
         f"{name} (GGUF, {TYPES[name]}; {sum(each['cpu_s'] for each in parts.values()) / 60:.0f} CPU-minutes)"
         for name, parts in models.items()
     )
+    every = ["layers", "greedy", "texts", "chat", *KINDS, *PAIRS, "export", "kill"]
+    missing = {name: [part for part in every if part not in parts] for name, parts in models.items()}
     return [
         "# Trained weights",
         "",
         f"Written by `real_weights.py`, on a CPU, with jax {jax.__version__}: {measured}, dequantized,",
         "in float32 where no type is named. The time is without that of the runs.",
+        *(f"Not measured of {name}: {'; '.join(left)}." for name, left in missing.items() if left),
         "",
         "## transformers",
         "",
@@ -552,16 +556,11 @@ def page(models: dict[str, dict[str, Figures]]) -> list[str]:
         "| sampler | model | tokens | mean difference | largest | ratio from 1 |",
         "| --- | --- | --- | --- | --- | --- |",
         *rows(models, KINDS, "tokens", "mean", "largest", "ratio"),
-        "",
-        "## Two ways to the same log-probs",
-        "",
-        "In nats a token.",
-        "",
+        *["", "## Two ways to the same log-probs", "", "In nats a token.", ""],
         "| ways | model | tokens | mean difference | largest | |",
         "| --- | --- | --- | --- | --- | --- |",
         *rows(models, PAIRS, "tokens", "mean", "largest", "note"),
-        *["", "## Files and runs", ""],
-        *(say(models, {"export": say_export, "kill": say_kill}) or ["Not measured."]),
+        *["", "## Files and runs", "", *say(models, {"export": say_export, "kill": say_kill})],
     ]
 
 
