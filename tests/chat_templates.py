@@ -72,7 +72,7 @@ GEMMA4 = (
     + """{%- for m in messages %}{%- if m.role not in ['system', 'tool'] %}{%- set place = loop.index0 %}
 {%- if m.role != 'assistant' or ns.role != 'assistant' %}
 {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{%- endif %}
-{%- set ns.role, ns.last = m.role, '' %}{%- if m.reasoning_content and place > ns.user %}
+{%- set ns.role = m.role %}{%- set ns.last = '' %}{%- if m.reasoning_content and place > ns.user %}
 {{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{%- endif %}
 {%- for call in m.tool_calls or [] %}{%- set ns.last = 'call' %}{%- if call.function.arguments is string %}
 {{- raise_exception('arguments must be a mapping') }}{%- endif %}
