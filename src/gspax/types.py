@@ -81,6 +81,7 @@ class Batch:
     version_BT: Array | None = None  # int32    as in `Rollout`, where the update interpolates old log-probs
     penalized_BT: Array | None = None  # float32  weights of `Regularizers.kl_cov`
     selected_BT: Array | None = None  # float32  weights of `Experiment.selection`
+    sampler_hidden_BTE: Array | None = None  # last hidden states of the policy that sampled, in the compute dtype
     teacher_logp_BT: Array | None = None  # float32  log-prob under the teacher
     teacher_hidden_BTE: Array | None = None  # the teacher's last hidden states, in its compute dtype
     teacher_BT: Array | None = None  # float32  with several teachers whose logits are compared, the token's number
@@ -93,6 +94,7 @@ MEANING = {
     "old_logp_BT": "log-probs of the old policy (its pass or the first update computes them)",
     "advantage": "advantages",
     "sampler_logp_BT": "log-probs of the sampler",
+    "sampler_hidden_BTE": "the last hidden states of the policy that sampled",
     "ref_logp_BT": "log-probs of the reference policy",
     "teacher_logp_BT": "log-probs of the teacher",
     "teacher_hidden_BTE": "the teacher's last hidden states",

@@ -18,14 +18,14 @@ from gspax.config.protocols import Tokenizer
 from gspax.data.tokenizer import has_other_ids
 from gspax.errors import UserError
 from gspax.hf.source import locate
-from gspax.learner.forward import Inputs, StepSettings, forward, pad_rows
+from gspax.learner.forward import Inputs, StepSettings, forward
+from gspax.learner.hidden import make_hidden
 from gspax.learner.state import abstract_params, load_model
 from gspax.learner.train_step import count_held, run_microbatches
-from gspax.model import transformer
 from gspax.model.terms.teacher import TeacherTerm
 from gspax.model.transformer import head_params
 from gspax.parallel import multihost
-from gspax.parallel.sharding import constrain, constrain_tokens
+from gspax.parallel.sharding import constrain
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, PyTree, named_leaves
 
@@ -117,14 +117,9 @@ def make_passes(
 
 def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
     """Make a jitted `Teach`: log-probs of the sampled tokens, or last hidden states if updates compare logits."""
-    compares = settings.comparison is not None
-    own = replace(settings, config=model, routing_replay=False, comparison=None)
-
-    def last_hidden(
-        params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None, mask_BT: Array
-    ) -> Array:
-        rows = pad_rows((tokens_BT, segment_BT, prefix_BT), own.mesh)
-        return transformer.apply(params, model, *rows[:2], prefix_BT=rows[2], mesh=own.mesh)[0]
+    if settings.comparison is not None:
+        return make_hidden(model, settings, scope="teacher")
+    own = replace(settings, config=model, routing_replay=False)
 
     @partial(jax.jit, compiler_options=unstable.light_compilation(settings.mesh))
     def teach(
@@ -132,11 +127,11 @@ def make_teach(model: ModelConfig, settings: StepSettings) -> Teach:
     ) -> Array:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Array]:
             with jax.named_scope("teacher"):
-                return (), last_hidden(params, **part) if compares else forward(params, own, Inputs(**part)).logp_BT
+                return (), forward(params, own, Inputs(**part)).logp_BT
 
         arrays = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT, "prefix_BT": prefix_BT}
         result = run_microbatches(of_microbatch, arrays, own.microbatch_rows, count_held(own, segment_BT))[1]
-        return constrain_tokens(result, own.mesh) if compares else constrain(result, own.mesh, "batch")
+        return constrain(result, own.mesh, "batch")
 
     return teach
 

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from gspax.config import Experiment, Placement
+from gspax.config import Experiment, Placement, filters_in_use
 from gspax.config.protocols import Selection
 from gspax.config.term import Compare, Comparison, Held, Term
 from gspax.losses.formulas import formula_of
@@ -46,7 +46,9 @@ class Passes:
 
     def held(self, trained_dtype: str = "float32") -> Iterator[Held]:
         """Yield the parameters that the terms keep in memory, beside a policy whose trained arrays have this dtype."""
-        return chain.from_iterable(term.held(trained_dtype) for term in self.terms)
+        yield from chain.from_iterable(term.held(trained_dtype) for term in self.terms)
+        if self.sampling_policy and (apart := self.experiment.apart) is not None and apart.staleness:
+            yield from (Held("policies that sampled", trained_dtype) for _ in range(1 + apart.staleness))
 
     @property
     def old_logp(self) -> Literal["pass", "update", "sampler"]:
@@ -143,6 +145,17 @@ class Passes:
     def first_policy(self) -> bool:
         """True if the policy that the run started from reads all minibatches, for `ref_logp_BT`."""
         return self._reads("ref_logp_BT")
+
+    @property
+    def sampling_policy(self) -> bool:
+        """True if the policy that sampled a rollout reads all its minibatches, for `sampler_hidden_BTE`."""
+        return self._reads("sampler_hidden_BTE")
+
+    @property
+    def unrecorded_filter(self) -> str:
+        """The filter of the sampler whose sets no token records, such as "top_p"; empty without one."""
+        sampling = self.experiment.sampling
+        return "" if sampling.mask_replay else next(iter(filters_in_use(sampling)), "")
 
     def _reads(self, column: str) -> bool:
         return any(column in term.needs for term in self.terms)

@@ -234,6 +234,10 @@ def _rollout_bytes(config: ModelConfig, sampling: Sampling, passes: Passes, mesh
     if passes.reads_experts:
         expert = size_of(expert_id_dtype(config)) + (FLOAT32 if passes.keeps_router_logp else 0)
         parts["routing of the rollout"] = positions * sparse_layers(config) * config.num_experts_per_tok * expert
+    if passes.sampling_policy:
+        width, size = config.hidden_size, size_of(config.dtype)
+        parts["hidden states of the policy that sampled"] = math.ceil(size * width * positions / mesh["context"])
+        parts["head of the policy that sampled, gathered"] = size * width * config.vocab_size // mesh["tensor"]
     if kept := sampling_mask_size(sampling, config.vocab_size):
         parts["sampling masks of the rollout"] = positions * (kept * size_of(token_id_dtype(config)) + 1)
     return parts

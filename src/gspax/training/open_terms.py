@@ -12,6 +12,7 @@ from gspax.learner.minibatches import Layout
 from gspax.model.passes import Passes
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
+from gspax.training.sampling_policy import SamplingPolicy
 from gspax.types import Batch, JsonObject, Params, TrainState
 
 
@@ -48,7 +49,9 @@ class Opened(Protocol):
 
 def open_terms(runtime: Runtime) -> tuple[Opened, ...]:
     """Open the terms of a run. UserError if one cannot be."""
-    return tuple(_open(term, runtime) for term in Passes(runtime.experiment).terms if term.opens)
+    passes = Passes(runtime.experiment)
+    own = tuple(_open(term, runtime) for term in passes.terms if term.opens)
+    return (*own, SamplingPolicy(runtime)) if passes.sampling_policy else own
 
 
 def open_same_terms(runtime: Runtime, recorded: JsonObject, done: int) -> tuple[tuple[Opened, ...], dict[str, str]]:

@@ -272,8 +272,8 @@ def dump(guard: RunGuard, step: int, result: StepResult) -> str:
         return ""
     folder = run.dumps / f"step_{step:06d}"
     arrays = multihost.to_host({name: x for name, x in vars(batch).items() if x is not None})
-    if "teacher_hidden_BTE" in arrays:  # numpy's files have no bfloat16
-        arrays["teacher_hidden_BTE"] = arrays["teacher_hidden_BTE"].astype(np.float32)
+    # numpy's files have no bfloat16
+    arrays = {name: x.astype(np.float32) if name.endswith("_BTE") else x for name, x in arrays.items()}
 
     def write() -> None:
         if jax.process_index() != 0:

@@ -17,7 +17,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
@@ -29,7 +29,6 @@ from jax.typing import DTypeLike
 from gspax.config import (
     Experiment,
     ModelConfig,
-    RowShape,
     Sampling,
     Teacher,
     expert_id_dtype,
@@ -44,10 +43,11 @@ from gspax.config import (
     trained_dtype,
     updates_per_step,
 )
+from gspax.learner.hidden import make_hidden
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.teacher import Teach, make_passes
-from gspax.learner.updates import make_steps
+from gspax.learner.updates import Steps, make_steps
 from gspax.model.decoding import LayerCache, heads_axis
 from gspax.model.low_rank import partition
 from gspax.model.passes import Passes
@@ -63,7 +63,7 @@ from gspax.tools.aot.chips import Topology
 from gspax.types import Array, Batch, Params, Rollout, TrainState
 
 TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "inference weights", "rollout"
-TEACHER = "teacher"
+TEACHER, BEHAVIOR = "teacher", "policy that sampled"
 PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of multi-turn rollouts, instead of the rollout
 SAMPLER = (COPY, ROLLOUT, PROMPTS, TURNS, REPLIES)  # run on the sampler's mesh
 
@@ -107,7 +107,11 @@ def make_programs(
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
     teachers, heads, held = _abstract_teachers(teacher, model, mesh)
-    held += device_bytes(partition(state.params)[0]) if Passes(experiment).first_policy else 0
+    trained = device_bytes(partition(state.params)[0])
+    held += trained if Passes(experiment).first_policy else 0
+    if Passes(experiment).sampling_policy:
+        heads, apart = (head_params(state.params),), experiment.apart
+        held += device_bytes(heads) + (0 if apart is None or not apart.staleness else (1 + apart.staleness) * trained)
     learner_bytes = device_bytes(state) + held  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
     scoring = learner_bytes - params + other_batches
@@ -123,13 +127,6 @@ def make_programs(
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
         resident=learner_bytes - params,
     )
-    teaching: Iterable[Program] = ()
-    if teacher is not None and teacher.score is None and steps.settings is not None:
-        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
-        models, params_of = held_teachers(teacher, model) or (model,), teachers or (earlier_parameters(state),)
-        passes = list(zip(models, make_passes(teacher, model, steps.settings, shape), params_of, strict=True))
-        held_then, runs = learner_bytes + other_batches, experiment.schedule.minibatches
-        teaching = _make_teaching(passes, batch, shape, held_then, mesh=mesh, runs=runs)
     return [
         Program(
             name=TRAIN,
@@ -138,7 +135,7 @@ def make_programs(
             runs=updates_per_step(experiment.schedule),
         ),
         Program(name=SCORE, lower=score, resident=scoring, runs=scores),
-        *teaching,
+        *_make_teaching(Passes(experiment), steps, (state, batch, teachers), learner_bytes + other_batches, mesh),
         *([] if experiment.placement is not None else [copy]),
         *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
     ]
@@ -158,33 +155,36 @@ def _abstract_teachers(
 
 
 def _make_teaching(
-    passes: Sequence[tuple[ModelConfig, Teach, Params]],
-    batch: Batch,
-    shape: RowShape | None,
+    passes: Passes,
+    steps: Steps,
+    arrays: tuple[TrainState, Batch, tuple[Params, ...]],
     held: int,
-    *,
     mesh: jax.sharding.Mesh,
-    runs: int,
 ) -> Iterator[Program]:
-    """Yield each teacher's pass over a minibatch.
+    """Yield the passes of other models over a minibatch: each teacher's, and that of the policy that sampled.
 
     Args:
-      passes: (model, pass, parameters) of each teacher.
-      shape: the shape of the teacher's rows; None: the minibatch's rows.
-      held: bytes that the learner's devices hold, the teachers' parameters included.
+      arrays: the state, a minibatch, and the teachers' parameters.
+      held: bytes that the learner's devices hold, the teachers' parameters and the minibatches included.
     """
+    (state, batch, teachers), experiment = arrays, passes.experiment
+    model, teacher = experiment.model, experiment.teacher
+    assert steps.settings is not None
     read: list[Array | None] = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
-    if shape is not None:
-        rows = partial(abstract_rows, mesh, (shape.rows, shape.length))
-        read = [rows(jnp.int32), rows(jnp.int32), rows(jnp.bool_), None]
-    for number, (model, teach, params) in enumerate(passes, 1):
-        yield Program(
-            name=TEACHER if len(passes) == 1 else f"{TEACHER} {number}",
-            lower=_lower(teach, params, *read),
-            resident=held - device_bytes(params),
-            runs=runs,
-            model=model,
-        )
+    found: list[tuple[str, ModelConfig, Teach, Params]] = []
+    if passes.sampling_policy:
+        found = [(BEHAVIOR, model, make_hidden(model, steps.settings, scope="sampling_policy"), state.params)]
+    elif teacher is not None and teacher.score is None:
+        shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
+        models, params = held_teachers(teacher, model) or (model,), teachers or (earlier_parameters(state),)
+        names = [TEACHER] if len(models) == 1 else [f"{TEACHER} {number + 1}" for number in range(len(models))]
+        found = list(zip(names, models, make_passes(teacher, model, steps.settings, shape), params, strict=True))
+        if shape is not None:
+            rows = partial(abstract_rows, mesh, (shape.rows, shape.length))
+            read = [rows(jnp.int32), rows(jnp.int32), rows(jnp.bool_), None]
+    for name, of, function, params_of in found:
+        lower, resident = _lower(function, params_of, *read), held - device_bytes(params_of)
+        yield Program(name=name, lower=lower, resident=resident, runs=experiment.schedule.minibatches, model=of)
 
 
 def _lower(function: Callable[..., object], *arguments: object, **settings: object) -> Callable[[], jax.stages.Lowered]:
@@ -297,6 +297,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         version_BT=rows((B, T), jnp.int32) if passes.old_logp == "update" else None,
         **dict.fromkeys(passes.selections, rows((B, T), jnp.float32)),
         **_teacher_arrays(experiment.teacher, config, mesh, B, T),
+        sampler_hidden_BTE=_hidden(mesh, (B, T), config) if passes.sampling_policy else None,
         expert_BLTA=rows(experts, expert_id_dtype(config)) if passes.reads_experts else None,
         router_logp_BLTA=rows(experts, jnp.float32) if passes.keeps_router_logp else None,
         kept_BTK=abstract_sets(config, experiment.sampling, mesh, (B, T)),
@@ -312,11 +313,16 @@ def _teacher_arrays(
     if TeacherTerm(settings=teacher).comparison is None:
         return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
     models = teacher_models(teacher) or (config,)
-    shape = rows, length + -length % mesh.shape["context"], max(model.hidden_size for model in models)
-    sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *shape[:2]))
-    hidden = jax.ShapeDtypeStruct(shape, jnp.dtype(models[0].dtype), sharding=sharding)
     number_BT = abstract_rows(mesh, (rows, length), jnp.float32) if len(models) > 1 else None
-    return {"teacher_hidden_BTE": cast(Array, hidden), "teacher_BT": number_BT}
+    return {"teacher_hidden_BTE": _hidden(mesh, (rows, length), *models), "teacher_BT": number_BT}
+
+
+def _hidden(mesh: jax.sharding.Mesh, rows: tuple[int, int], *models: ModelConfig) -> Array:
+    """Return the `ShapeDtypeStruct` of a minibatch's last hidden states of other models."""
+    B, T = rows
+    shape = B, T + -T % mesh.shape["context"], max(model.hidden_size for model in models)
+    sharding = jax.sharding.NamedSharding(mesh, token_spec(mesh, *shape[:2]))
+    return cast(Array, jax.ShapeDtypeStruct(shape, jnp.dtype(models[0].dtype), sharding=sharding))
 
 
 def abstract_rollout(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
