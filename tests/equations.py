@@ -16,6 +16,7 @@ from gspax.losses.selection import Minibatch
 from gspax.losses.traits import traits_of
 from gspax.model.moe import Routing
 from gspax.model.passes import Passes
+from gspax.model.terms.centering import Centers, center
 from gspax.model.terms.teacher import KeptLogp
 from gspax.types import Adapted, Batch
 
@@ -71,6 +72,7 @@ def batch_of(scale):
 
 OLD_ENTROPY = 1 + jnp.abs(draw(21, B, T))
 TEACHER_V = jax.nn.log_softmax(draw(22, B, T, V))
+SAMPLER_V = jax.nn.log_softmax(inputs()["logp_v"] + 0.3 * draw(26, B, T, V))
 KEPT_TEACHER = draw(23, B, T, K, low=-3.0) - 0.1
 KEPT_SAMPLED = jnp.asarray(draw(24, B, T) > 0, jnp.float32)
 KEY = jax.random.key(7)
@@ -94,6 +96,11 @@ def learner_loss(experiment, given, scale):
     compared = None
     if teacher is not None and teacher.divergence is not None:
         compared = teacher.divergence(given["logp_v"], TEACHER_V)
+    elif experiment.center_scores:
+        rows = (x_BTV.reshape(B * T, V) for x_BTV in (given["logp_v"], SAMPLER_V))
+        inside_NV = jnp.ones((B * T, V), bool)
+        centers = Centers(*map(partial(center, experiment.loss, *rows, inside_NV), (1.0, -1.0)))
+        compared = jax.tree.map(lambda x_N: x_N.reshape(B, T), centers)
     elif teacher is not None:
         compared = KeptLogp(given["kept_logp"], KEPT_TEACHER, batch.teacher_logp_BT, KEPT_SAMPLED)
     routing = Routing(jnp.zeros((L, B, T, A), int), given["router_logits"])
@@ -127,6 +134,7 @@ def printed_loss(experiment, given, scale, lines=None, held=None):
         "load": CONSTANTS.load_LE[:, None, None],
         "kept_teacher_logp": KEPT_TEACHER,
         "teacher_logp_v": TEACHER_V,
+        "sampler_logp_v": SAMPLER_V,
         "clip_low": CONSTANTS.adapted.clip_low,
         "clip_high": CONSTANTS.adapted.clip_high,
         "entropy_coefficient": CONSTANTS.adapted.entropy,
@@ -139,7 +147,28 @@ def printed_loss(experiment, given, scale, lines=None, held=None):
     now_BLTA = np.take_along_axis(np.log(_softmax(logits_LBTE)).swapaxes(0, 1), np.asarray(batch.expert_BLTA, int), -1)
     distance_BT = np.abs(now_BLTA - batch.router_logp_BLTA).mean((1, 3))
     names["router_distance"] = names["sg"](np.pad(distance_BT[:, :-1], ((0, 0), (1, 0))))
-    return evaluate(lines or loss_lines(experiment), names)["loss"]
+    lines = lines or loss_lines(experiment)
+    if experiment.center_scores:
+        names["weight_v"] = weight_v(lines, names)
+    return evaluate(lines, names)["loss"]
+
+
+def weight_v(lines, names):
+    """The derivative of the printed objective by logp, over the advantage, for each token of the vocabulary."""
+
+    def objective(logp, old_logp, sg):
+        own = {"logp": logp, "old_logp": old_logp, "sampler_logp": old_logp, "sg": sg}
+        return evaluate([line for line in lines if not line.lstrip().startswith("loss ")], names | own)["objective"]
+
+    def slope(logp, old_logp, step=1e-6):
+        constants = []
+        objective(logp, old_logp, lambda x: constants.append(x) or x)
+        above, below = (objective(logp + x, old_logp, partial(next, iter(constants))) for x in (step, -step))
+        return (above - below) / (2 * step)
+
+    of_vocabulary = (np.moveaxis(names[name], -1, 0) for name in ("logp_v", "sampler_logp_v"))
+    weights = [slope(*logps) / names["advantage"] for logps in zip(*of_vocabulary, strict=True)]
+    return np.stack(np.broadcast_arrays(*weights), -1)
 
 
 def printed_slope(experiment, given, along, scale, lines=None):

@@ -36,6 +36,7 @@ LOAD, COVARIANCE = config.Regularizers(load_balance=0.1), config.Regularizers(kl
         ({"selection": selection.second_moment}, ALL, {}),
         ({"regularizers": COVARIANCE}, ALL, {"keeps_experts": False}),
         ({"calibration": config.Calibration()}, ALL, {}),
+        ({"loss": losses.grpo, "center_scores": True}, LATER, {"sampling_policy": True, "first_policy": False}),
         ({"advantage": advantages.otb}, ALL, {"token_advantages": True}),
     ],
 )

@@ -122,16 +122,21 @@ VARIANTS = {
     "interpolated": replace(BASE, old_logp="interpolated", loss=losses.grpo),
     "the sampler's": replace(BASE, old_logp="sampler"),
     "router shift": replace(BASE, router_shift=RouterShift(floor=0.7), loss=losses.grpo),
+    **{
+        f"centered {name}": with_loss(loss, center_scores=True)
+        for name, loss in FAMILY.items()
+        if losses.traits_of(loss).ratio == "token" and losses.traits_of(loss).correction == "token"
+    },
     "a negative entropy bonus": replace(BASE, regularizers=Regularizers(entropy=-0.1)),
 }
 
 
 def kind_of(name):
     first = name.partition(" ")[0]
-    return first if first in ("loss", "correction", "teacher") else "other"
+    return first if first in ("loss", "correction", "teacher", "centered") else "other"
 
 
-@pytest.mark.parametrize("kind", ["loss", "correction", "teacher", "other"])
+@pytest.mark.parametrize("kind", ["loss", "correction", "teacher", "centered", "other"])
 def test_the_printed_equation_is_what_the_learner_computes(kind):
     names = [name for name in VARIANTS if kind_of(name) == kind]
     assert len(names) > 4

@@ -131,6 +131,7 @@ EVERY = replace(
     correction=lambda old_logp, sampler_logp, mask: old_logp,
     rejection=lambda logp, sampler_logp, advantage, mask: logp,
     selection=lambda minibatch: minibatch.mask_BT,
+    center_scores=True,
     reference=config.Reference(),
     teacher=config.Teacher(),
     regularizers=config.Regularizers(

@@ -492,6 +492,7 @@ class Experiment:
     correction: Correction | None = None  # (old_logp, sampler_logp, mask) -> weights; see losses.correction
     rejection: Rejection | None = None  # (logp, sampler_logp, advantage, mask) -> weights; reject_off_policy
     selection: Selection | None = None  # (losses.selection.Minibatch) -> weights; see losses.selection
+    center_scores: bool = False  # subtract each token's mean score under the policy that sampled (docs/corrections.md)
     reference: Reference | None = None
     teacher: Teacher | None = None
     terms: tuple[Term, ...] = ()  # your own, besides those of these settings (docs/howto/add_a_term.md)

@@ -24,8 +24,8 @@ from gspax.model.passes import Passes
 
 PAPER = "arXiv 2507.18071"  # GSPO's
 OF_OBJECTIVE = (
-    *("correction", "rejection", "selection", "reference", "teacher", "terms", "regularizers", "length_reward"),
-    *("filter_overlong", "calibration", "old_logp", "routing_replay", "router_shift", "turns"),
+    *("correction", "rejection", "selection", "center_scores", "reference", "teacher", "terms", "regularizers"),
+    *("length_reward", "filter_overlong", "calibration", "old_logp", "routing_replay", "router_shift", "turns"),
 )
 UNSAID = (  # what the paper leaves open, and what a run gives to functions
     *("advantage.ddof", "advantage.eps", "turns.limit", "loss.correction"),

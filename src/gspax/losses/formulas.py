@@ -51,6 +51,7 @@ NAMES = {
     "kept_teacher_logp": "log-probs of the kept tokens under the teacher; constants",
     "sampled_is_kept": "the sampled token is one of the kept ones",
     "logp_v": "log-probs of all tokens of the vocabulary under the policy that is trained",
+    "sampler_logp_v": "the same under the policy that sampled; constants; both over the sampling mask if there is one",
     "teacher_logp_v": "log-probs of all tokens of the vocabulary under the teacher; constants",
     "inf": "infinity",
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from gspax.config import Experiment, Regularizers
 from gspax.config.functions import takes_score_norms
 from gspax.config.term import Term
+from gspax.model.terms.centering import CenteringTerm
 from gspax.model.terms.correction import CorrectionTerm, RejectionTerm
 from gspax.model.terms.reference import ReferenceTerm
 from gspax.model.terms.regularizers import CovarianceTerm, EntropyTerm, SamplerDistanceTerm
@@ -21,6 +22,7 @@ MAKERS: tuple[Callable[[Experiment], Term | None], ...] = (
     lambda e: None if e.correction is None else CorrectionTerm(function=e.correction),
     lambda e: None if e.selection is None else SelectionTerm(function=e.selection),
     lambda e: None if e.rejection is None else RejectionTerm(function=e.rejection),
+    lambda e: CenteringTerm(loss=e.loss) if e.center_scores else None,
     lambda e: None if e.reference is None else ReferenceTerm(settings=e.reference),
     lambda e: None if e.teacher is None else TeacherTerm(settings=e.teacher),
     lambda e: _entropy(e.regularizers),
