@@ -124,8 +124,8 @@ class CompareWithSampler:
 
     loss: Loss
 
-    def __call__(self, logits_CV: Array, sampler_CV: Array, _: Array, kept_CS: Array | None) -> Centers:
-        inside_CV = jnp.ones(logits_CV.shape, bool)
+    def __call__(self, logits_CV: Array, sampler_CV: Array, *target: Array | None) -> Centers:
+        (_, kept_CS), inside_CV = target, jnp.ones(logits_CV.shape, bool)
         if kept_CS is not None:  # a column of V or more is not used
             inside_CV = kept_CS < logits_CV.shape[-1]
             ids_CS = jnp.where(inside_CV, kept_CS, 0).astype(jnp.int32)
