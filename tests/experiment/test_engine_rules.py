@@ -67,7 +67,7 @@ def test_a_run_with_servers_is_valid():
         ({"sampler_mesh": Mesh()}, "sampler_mesh: wanted null beside engine"),
         (
             {"engine": Engine(staleness=1), "sampling": replace(experiment.sampling, max_refills=2)},
-            "sampling.max_refills: wanted 0 with engine.staleness=1, got 2",
+            "sampling.max_refills: wanted 0 beside engine.staleness, whose problems are fixed ahead, got 2",
         ),
         (
             {"engine": Engine(staleness=1, partial=PartialRollouts(carried=2)), "sampling": CHUNKS},

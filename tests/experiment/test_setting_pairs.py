@@ -6,14 +6,14 @@ import pytest
 import stub_experiment
 
 from gspax.config import Engine, Lora, Mesh, Optimizer, Placement, Schedule
-from gspax.experiment.validation.pairs import BESIDE, NEEDS, pair_problems
+from gspax.experiment.validation.pairs import PAIRS, pair_problems
 
 BARE = replace(stub_experiment.experiment, warm_start=None)
 
 
-@pytest.mark.parametrize("pair", [*NEEDS, *BESIDE], ids=lambda pair: f"{pair.key} {pair.other}")
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.key} {pair.other}")
 def test_an_experiment_without_both_settings_of_a_pair_is_valid(pair):
-    assert list(pair_problems(BARE, pair, needed=pair in NEEDS)) == []
+    assert list(pair_problems(BARE, pair)) == []
 
 
 def test_settings_that_exclude_each_other_are_a_sentence_each():
@@ -27,7 +27,7 @@ def test_settings_that_exclude_each_other_are_a_sentence_each():
         optimizer=Optimizer(bias_update_speed=0.001),
         schedule=Schedule(microbatch_rows=2, microbatch_tokens=64),
     )
-    found = [problem for pair in BESIDE for problem in pair_problems(both, pair, needed=False)]
+    found = [problem for pair in PAIRS for problem in pair_problems(both, pair)]
     assert found == [
         "placement: wanted null beside engine, which has its own devices, got a Placement",
         "sampler_mesh: wanted null beside engine, which has its own devices, got a Mesh",

@@ -92,7 +92,7 @@ def test_every_form_is_valid(experiment):
         ),
         (
             taught(kept=8, divergence=JENSEN_SHANNON),
-            "teacher.kept: wanted none beside teacher.divergence, got 8",
+            "teacher.kept: wanted 0 beside teacher.divergence, got 8",
         ),
         (
             taught(divergence=functools.partial(distill.jensen_shannon, beta=1.0)),
@@ -106,7 +106,7 @@ def test_every_form_is_valid(experiment):
         ),
         (
             taught(refresh_every=3),
-            "teacher.refresh_every: wanted 0 with teacher.model, which is not refreshed, got 3",
+            "teacher.refresh_every: wanted 0 beside teacher.model, which is not refreshed, got 3",
         ),
         (
             taught(model=None, refresh_share=0.5),
@@ -139,10 +139,10 @@ def test_every_form_is_valid(experiment):
             "not accept these arguments: too many positional arguments",
         ),
         (taught(kept_by="student"), "teacher.kept_by: wanted 'teacher' or 'policy', got 'student'"),
-        (taught(kept_by="policy"), "teacher.kept_by: wanted 'teacher' without teacher.kept, got 'policy'"),
+        (taught(kept_by="policy"), 'teacher.kept_by: wanted "teacher" without teacher.kept, got "policy"'),
         (
             taught(kept=8, as_advantage=True),
-            "teacher.kept: wanted none beside teacher.as_advantage, got 8",
+            "teacher.kept: wanted 0 beside teacher.as_advantage, got 8",
         ),
         (
             taught(losses.gspo, as_advantage=True),

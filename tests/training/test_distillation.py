@@ -207,8 +207,8 @@ def test_servers_that_are_gone_are_one_sentence():
 @pytest.mark.parametrize(
     ("changes", "temperature", "sentence"),
     [
-        ({"kept": 3}, 1.0, "teacher.kept: wanted none beside teacher.score, got 3"),
-        ({"model": small.model}, 1.0, "teacher.model: wanted none beside teacher.score, got "),
+        ({"kept": 3}, 1.0, "teacher.kept: wanted 0 beside teacher.score, got 3"),
+        ({"model": small.model}, 1.0, "teacher.model: wanted null beside teacher.score, got a ModelConfig"),
         ({}, 0.5, "sampling.temperature: wanted 1 with teacher.score, whose log-probs are at 1, got 0.5"),
     ],
     ids=["kept", "model", "temperature"],

@@ -304,7 +304,10 @@ def test_staleness_of_a_rollout_without_versions_is_that_of_its_parameters():
             {"chunk": 0},
             ["sampling.chunk: wanted the tokens between two renewals of the parameters, with placement.partial, got 0"],
         ),
-        ({"max_refills": 1}, ["sampling.max_refills: wanted 0 with placement.staleness=2, got 1"]),
+        (
+            {"max_refills": 1},
+            ["sampling.max_refills: wanted 0 beside placement.staleness, whose problems are fixed ahead, got 1"],
+        ),
         (
             {"group": 2, "carried": 3},
             ["placement.partial.carried: wanted rows in multiples of the 4 devices of placement.mesh for rows, got "

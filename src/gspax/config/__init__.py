@@ -89,7 +89,7 @@ from gspax.config.model import (
     token_id_dtype,
 )
 from gspax.config.published import Published
-from gspax.config.term import Formula, Held, RewardPenalty, Term
+from gspax.config.term import Formula, Held, Pair, RewardPenalty, Term
 
 __all__ = [
     "LOGIT_BUDGET",
@@ -129,6 +129,7 @@ __all__ = [
     "Noise",
     "OldLogp",
     "Optimizer",
+    "Pair",
     "PartialRollouts",
     "Placement",
     "Published",

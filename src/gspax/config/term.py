@@ -49,6 +49,18 @@ class Formula(NamedTuple):
     words: Mapping[str, str] = {}  # what its own names are
 
 
+class Pair(NamedTuple):
+    """A setting that cannot be on beside another one, or with `needed` not without it (`experiment.validation.pairs`).
+
+    Both are fields, "teacher.prompt", or names of `experiment.validation.pairs`.
+    """
+
+    key: str
+    other: str
+    why: str = ""  # after the other's name in the sentence
+    needed: bool = False
+
+
 class RewardPenalty(NamedTuple):
     """An estimate that is summed over each response, multiplied, and subtracted from its reward."""
 
@@ -119,6 +131,11 @@ class Term:
     @property
     def penalized(self) -> tuple[str, ...]:
         """The fields that add a penalty, which is aggregated as the loss."""
+        return ()
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The settings that need or exclude another one."""
         return ()
 
     def problems(self, passes: Passes) -> Iterator[str]:

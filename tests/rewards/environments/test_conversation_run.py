@@ -67,8 +67,8 @@ def no_mask(rewards):
         ),
         (
             {"placement": Placement(devices=1, staleness=1)},
-            "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, or "
-            "placement.partial, got 1",
+            "environment: wanted null beside placement.staleness without placement.partial, whose sampler does not "
+            "wait for replies, got ",
         ),
         ({"turns": Turns(limit=0)}, "turns.limit: wanted "),
     ],

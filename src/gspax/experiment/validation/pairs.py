@@ -1,36 +1,42 @@
-"""Two rules for all pairs of settings: one that does nothing without another, and one that cannot stand beside it."""
+"""The rule for all pairs of settings: one does nothing without another, or cannot stand beside it.
+
+Terms declare pairs of their own (`Term.pairs`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from gspax.config import Experiment
+from gspax.config import Experiment, filters_in_use
+from gspax.config.functions import title_of
+from gspax.config.term import Pair
 from gspax.rewards.environments.agents import Agent
 
-
-class Pair(NamedTuple):
-    """A setting, another one, and why they belong together or exclude each other."""
-
-    key: str
-    other: str
-    why: str = ""
-
-
 AGENT = "an Agent"  # as the environment
-
-NEEDS = (
-    Pair("sampling.draft_cost", "sampling.drafts"),
-    Pair("turns.credit", "environment", ", whose turns it tells apart"),
-)
-BESIDE = (
+FILTER = "a filter (sampling.top_k, top_p, or min_p)"
+BEGUN_AHEAD = "placement.staleness without placement.partial"
+NAMES: Mapping[str, Callable[[Experiment], bool]] = {  # what is on by no single field
+    AGENT: lambda e: isinstance(e.environment, Agent),
+    FILTER: lambda e: bool(filters_in_use(e.sampling)),
+    BEGUN_AHEAD: lambda e: bool(e.placement and e.placement.staleness and e.placement.partial is None),
+}
+PAIRS = (
+    Pair("sampling.draft_cost", "sampling.drafts", needed=True),
+    Pair("sampling.mask_replay", FILTER, ", whose tokens it replays", needed=True),
+    Pair("turns.credit", "environment", ", whose turns it tells apart", needed=True),
     Pair("placement", "engine", ", which has its own devices"),
     Pair("sampler_mesh", "engine", ", which has its own devices"),
     Pair("sampler_mesh", "placement", ", whose placement.mesh is the sampler's"),
     Pair("schedule.microbatch_rows", "schedule.microbatch_tokens"),
     Pair("optimizer.bias_update_speed", "lora", ", which does not train the routers"),
     Pair("warm_start.optimizer.bias_update_speed", "lora", ", which does not train the routers"),
+    Pair("sampling.max_refills", "placement.staleness", ", whose problems are fixed ahead"),
+    Pair("sampling.max_refills", "engine.staleness", ", whose problems are fixed ahead"),
+    Pair("sampling.chunk", BEGUN_AHEAD, ", whose sampler does not wait for the host"),
+    Pair("environment", BEGUN_AHEAD, ", whose sampler does not wait for replies"),
     Pair("sampling.drafts", AGENT, ", whose rollouts of a problem need not begin alike"),
     Pair("sampling.noise", AGENT, ", whose rollouts of a problem need not begin alike"),
     Pair("placement.staleness", AGENT, ", whose requests the sampler waits for"),
@@ -40,23 +46,13 @@ BESIDE = (
 )
 
 
-def pair_problems(experiment: Experiment, pair: Pair, *, needed: bool) -> Iterator[str]:
-    """Yield a sentence if the setting of a pair is on, and the other one is not as it has to be.
-
-    Args:
-      needed: the other one has to be on, as for `NEEDS`; else off, as for `BESIDE`.
-    """
+def pair_problems(experiment: Experiment, pair: Pair) -> Iterator[str]:
+    """Yield a sentence if the setting of a pair is on, and the other one is not as it has to be."""
     value, default = _read(experiment, pair.key)
-    if value != default and needed != _is_on(experiment, pair.other):
-        word = "without" if needed else "beside"
+    is_on = NAMES[pair.other](experiment) if pair.other in NAMES else operator.ne(*_read(experiment, pair.other))
+    if value != default and pair.needed != is_on:
+        word = "without" if pair.needed else "beside"
         yield f"{pair.key}: wanted {describe(default)} {word} {pair.other}{pair.why}, got {describe(value)}"
-
-
-def _is_on(experiment: object, key: str) -> bool:
-    if key == AGENT:
-        return isinstance(getattr(experiment, "environment", None), Agent)
-    value, default = _read(experiment, key)
-    return bool(value != default)
 
 
 def _read(experiment: object, key: str) -> tuple[Any, Any]:
@@ -72,7 +68,7 @@ def _read(experiment: object, key: str) -> tuple[Any, Any]:
 
 
 def describe(value: object) -> str:
-    """Describe a value for a sentence: 0.001, False, "turn", null, or a Placement."""
+    """Describe a value for a sentence: 0.001, False, "turn", null, a function's name, names, or a Placement."""
     match value:
         case None:
             return "null"
@@ -82,4 +78,8 @@ def describe(value: object) -> str:
             return f"{value:g}"
         case str():
             return f'"{value}"'
-    return f"a {type(value).__name__}" if dataclasses.is_dataclass(value) else repr(value)
+        case Mapping():
+            return ", ".join(value) or "none"
+    if dataclasses.is_dataclass(value):
+        return f"a {type(value).__name__}"
+    return title_of(value) if callable(value) else repr(value)

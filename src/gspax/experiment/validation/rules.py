@@ -21,7 +21,6 @@ from gspax.config import (
     Mesh,
     ModelConfig,
     Optimizer,
-    PartialRollouts,
     Placement,
     Published,
     Sampling,
@@ -75,7 +74,7 @@ from gspax.experiment.validation.losses import (
     unscored_problems,
 )
 from gspax.experiment.validation.own_terms import own_term_problems
-from gspax.experiment.validation.pairs import BESIDE, NEEDS, pair_problems
+from gspax.experiment.validation.pairs import PAIRS, pair_problems
 from gspax.experiment.validation.servers import engine_problems, engine_warnings
 from gspax.model.passes import Passes
 from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
@@ -123,11 +122,11 @@ def validate(
         lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=e.warm_start is not None),
         *_sampling_checks(e),
         lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
-        *(partial(pair_problems, e, pair, needed=pair in NEEDS) for pair in (*NEEDS, *BESIDE)),
+        *(partial(pair_problems, e, pair) for pair in PAIRS),
         lambda: layer_problems(e.model, e.schedule, e.sampling, served=e.engine is not None),
-        lambda: chain(_shared_prompts(e.schedule), () if e.apart is None else _sampled_ahead(e.sampling, e.apart)),
+        lambda: chain(_shared_prompts(e.schedule), () if e.apart is None else _partial_rollouts(e.sampling, e.apart)),
         lambda: () if e.engine is None else engine_problems(e.engine, e.sampling),
-        lambda: chain(_updates(e.schedule), _filters(e.sampling), _collapse(e.guard)),
+        lambda: chain(_updates(e.schedule), _collapse(e.guard)),
         lambda: () if e.lora is None else _adapters(e.lora),
         lambda: part_problems(_asked(e.model, e.lora, e.optimizer, e.warm_start)),
         lambda: clip_range_problems(e.loss),
@@ -142,7 +141,7 @@ def validate(
         lambda: unscored_problems(passes),
         lambda: advantage_problems(passes, e.advantage, e.sampling, e.length_reward),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
-        lambda: _conversation(e.environment, e.tokenizer, e.placement, e.sampling),
+        lambda: _conversation(e.environment, e.tokenizer, e.sampling),
         lambda: credit_problems(e.turns, e.loss, e.advantage, _functions(passes)),
         lambda: _mesh(e, devices, slices),
     )
@@ -155,13 +154,19 @@ def validate(
 def _own_problems(make: Callable[[Experiment], Term | None], passes: Passes) -> Iterable[str]:
     """The errors of a setting's term."""
     term = make(passes.experiment)
-    return () if term is None else term.problems(passes)
+    return () if term is None else _problems_of(term, passes)
+
+
+def _problems_of(term: Term, passes: Passes) -> Iterator[str]:
+    """The errors of a term's pairs of settings, and those that it finds."""
+    yield from _run(*(partial(pair_problems, passes.experiment, pair) for pair in term.pairs))
+    yield from term.problems(passes)
 
 
 def _told_by(term: Term, passes: Passes) -> Iterator[str]:
     """The errors that an own term finds, or the exception that it raises."""
     try:
-        yield from _run(lambda: term.problems(passes))
+        yield from _run(lambda: _problems_of(term, passes))
     except Exception as error:
         yield f"terms: {type(term).__name__}.problems raised {describe_error(error)}"
 
@@ -342,15 +347,6 @@ def _tokens(sampling: Sampling) -> Iterator[str]:
         )
 
 
-def _filters(sampling: Sampling) -> Iterator[str]:
-    """There are sampling masks to replay."""
-    if sampling.mask_replay and not filters_in_use(sampling):
-        yield (
-            "sampling.mask_replay: wanted 0 without a filter (sampling.top_k, top_p, or min_p), whose tokens it "
-            f"replays, got {sampling.mask_replay}"
-        )
-
-
 def _rows(sampling: Sampling, schedule: Schedule) -> Iterator[str]:
     """A rollout batch divides into minibatches, and those into microbatches."""
     rows = sampling.prompts * sampling.group
@@ -378,20 +374,12 @@ def _shared_prompts(schedule: Schedule) -> Iterator[str]:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
 
 
-def _sampled_ahead(sampling: Sampling, sampler: Placement | Engine) -> Iterator[str]:
-    """A rollout that is sampled ahead has fixed problems, and the host does not wait for it."""
-    key = "engine" if isinstance(sampler, Engine) else "placement"
-    if sampler.partial is not None:
-        yield from _partial_rollouts(key, sampling, sampler.staleness, sampler.partial)
-    names = ("max_refills", "chunk") if key == "placement" and sampler.partial is None else ("max_refills",)
-    for name in names if sampler.staleness else ():
-        if value := getattr(sampling, name):
-            yield f"sampling.{name}: wanted 0 with {key}.staleness={sampler.staleness}, got {value}"
-
-
-def _partial_rollouts(key: str, sampling: Sampling, staleness: int, partial: PartialRollouts) -> Iterator[str]:
+def _partial_rollouts(sampling: Sampling, sampler: Placement | Engine) -> Iterator[str]:
     """Groups that are carried over or sampled ahead are trained on within the staleness bound."""
-    carried, ahead, P = partial.carried, partial.ahead, sampling.prompts
+    if sampler.partial is None:
+        return
+    key, staleness = "engine" if isinstance(sampler, Engine) else "placement", sampler.staleness
+    carried, ahead, P = sampler.partial.carried, sampler.partial.ahead, sampling.prompts
     needed = (carried > 0) + (ahead > 0)
     if not needed:
         yield f"{key}.partial: wanted carried or ahead above 0, got 0 and 0"
@@ -503,13 +491,8 @@ def _sampler_mesh(
     yield from slot_problems(model, held, sizes)
 
 
-def _conversation(
-    environment: Environment | None,
-    tokenizer: Tokenizer,
-    placement: Placement | None,
-    sampling: Sampling,
-) -> Iterator[str]:
-    """The environment has its methods, the tokenizer encodes turns, and the placement waits for replies."""
+def _conversation(environment: Environment | None, tokenizer: Tokenizer, sampling: Sampling) -> Iterator[str]:
+    """The environment has its methods, and the tokenizer encodes turns."""
     yield from chat_problems(tokenizer, environment, sampling.stop_token_ids)
     if environment is None:
         return
@@ -520,9 +503,4 @@ def _conversation(
         yield (
             "tokenizer: wanted one for conversations with an environment (data.hf_chat, data.CharChat), "
             f"{type(tokenizer).__name__} has no {lacks[0]}"
-        )
-    if placement is not None and placement.staleness and placement.partial is None:
-        yield (
-            "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, or "
-            f"placement.partial, got {placement.staleness}"
         )

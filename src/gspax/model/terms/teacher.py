@@ -9,7 +9,7 @@ Axes: as in docs/architecture.md; K kept tokens, C tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from gspax import losses
 from gspax.config import Teacher, earlier_policy, filters_in_use
 from gspax.config.protocols import Divergence
-from gspax.config.term import Comparison, Formula, Held, Term
+from gspax.config.term import Comparison, Formula, Held, Pair, Term
 from gspax.losses import distill
 from gspax.losses.formulas import call_text, formula_of, words_of
 from gspax.losses.kl import k3, token_kl
@@ -99,15 +99,22 @@ class TeacherTerm(Term):
         for name, model in teacher.models.items():
             yield Held("teacher", model.param_dtype, model, f"teacher.models[{name!r}]")
 
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        alone = [(name, each) for each, names in ALONE.items() for name in names]
+        unmoved = [(name, each) for each in ("model", "models") for name in ("refresh_every", "refresh_share")]
+        return (
+            *(Pair(f"teacher.{name}", f"teacher.{each}") for name, each in alone),
+            *(Pair(f"teacher.{name}", f"teacher.{each}", ", which is not refreshed") for name, each in unmoved),
+            Pair("teacher.prompt", "environment", ", which begins the conversations"),
+            Pair("teacher.max_prompt_tokens", "teacher.prompt", needed=True),
+            Pair("teacher.kept_by", "teacher.kept", needed=True),
+        )
+
     def problems(self, passes: Passes) -> Iterator[str]:
         teacher, sampling = self.settings, passes.experiment.sampling
         if not teacher.as_advantage and teacher.divergence is None:
             yield from stale_problems("teacher", passes, " or teacher.as_advantage=True")
-        for setting, others in ALONE.items():
-            for name in others if getattr(teacher, setting) else ():
-                if value := getattr(teacher, name):
-                    got = value if isinstance(value, int) else ", ".join(value) if isinstance(value, Mapping) else "one"
-                    yield f"teacher.{name}: wanted none beside teacher.{setting}, got {got}"
         if teacher.score is not None and sampling.temperature != 1:
             got = f"got {sampling.temperature:g}"
             yield f"sampling.temperature: wanted 1 with teacher.score, whose log-probs are at 1, {got}"
@@ -125,16 +132,11 @@ class TeacherTerm(Term):
         named = [each.model for each in self.held("float32") if each.model is not None]
         if len(dtypes := {model.dtype for model in named}) > 1:
             yield f"teacher.models: wanted one dtype, got {' and '.join(sorted(dtypes))}"
-        for name, default in (("refresh_every", 0), ("refresh_share", 1.0)):
-            if named and (value := getattr(teacher, name)) != default:
-                yield f"teacher.{name}: wanted {default:g} with teacher.model, which is not refreshed, got {value:g}"
         if teacher.refresh_share < 1 and not teacher.refresh_every:
             share = f"teacher.refresh_share={teacher.refresh_share:g}"
             yield f"teacher.refresh_every: wanted at least 1 with {share}, got 0"
         if teacher.kept > vocabulary:
             yield f"teacher.kept: wanted at most the {vocabulary} tokens of the vocabulary, got {teacher.kept}"
-        if teacher.kept_by == "policy" and not teacher.kept:
-            yield "teacher.kept_by: wanted 'teacher' without teacher.kept, got 'policy'"
 
     @property
     def formula(self) -> Formula:
@@ -180,12 +182,8 @@ class TeacherTerm(Term):
 def _prompt_problems(teacher: Teacher, passes: Passes) -> Iterator[str]:
     """Check that a teacher's own prompts replace those of single-turn tasks, and fit the models' contexts."""
     if teacher.prompt is None:
-        if teacher.max_prompt_tokens:
-            yield f"teacher.max_prompt_tokens: wanted 0 without teacher.prompt, got {teacher.max_prompt_tokens}"
         return
     experiment = passes.experiment
-    if experiment.environment is not None:
-        yield "teacher.prompt: wanted None with an environment, which begins the conversations, got a function"
     sampling, models = experiment.sampling, [*teacher.models.values(), teacher.model, experiment.model]
     longest = (teacher.max_prompt_tokens or sampling.max_prompt_tokens) + sampling.max_tokens
     limit = min(model.max_position_embeddings for model in models if model is not None)
