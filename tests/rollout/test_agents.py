@@ -402,6 +402,7 @@ def test_what_programs_do_wrong_fails_their_own_rollouts_in_a_sentence():
     assert errors["returns_something_else"].startswith("wanted a number, a tuple or a mapping of numbers, got <object")
     fine = ("asks_too_often", "branches", "returns_a_reward", "returns_an_answer")
     assert not any(errors[kind] for kind in fine), errors
+    assert {each.blamed for each in graded if each.error} == {"environment: the agent"}
     assert by_kind["returns_a_reward"].reward == 0.25 and by_kind["returns_an_answer"].reward == 1.0
     assert len(by_kind["asks_too_often"].turns.spans) == 3 and not by_kind["asks_too_often"].finished
     assert "turns.limit" in agent.errors["often"]["error"]["message"]

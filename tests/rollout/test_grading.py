@@ -181,6 +181,9 @@ def test_too_many_failures_in_a_batch_raise_with_prompt_and_completion(calls):
     with pytest.raises(FailedRewardsError, match=message) as raised:
         check_batch(samples, given)
     assert raised.value.completions == [samples[1]]
+    stepped = replace(samples[1], blamed="environment: its step")
+    with pytest.raises(FailedRewardsError, match=r"^environment: its step failed for 1 of 1 completions \("):
+        check_batch([stepped], given)
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,10 @@ def test_a_late_step_costs_its_own_conversation():
 
 def test_too_many_failures_end_the_run_with_a_sentence():
     _, rows = hold(Counting())
-    said = r"failed for \d of 8 completions .*the server is gone \(tests/sampler/test_conversations.py:\d+\)"
+    said = (
+        r"^environment: its step failed for \d of 8 completions "
+        r".*the server is gone \(tests/sampler/test_conversations.py:\d+\)"
+    )
     with reward_calls(length_of, Grading(max_failed=0.0)) as calls, pytest.raises(UserError, match=said):
         check_batch(rows, calls)
 

@@ -80,6 +80,7 @@ class Result(NamedTuple):
     parts: Mapping[str, float] = {}
     reason: str = ""
     names: tuple[str, ...] = ()  # the names of `rewards`, if the function returned a mapping
+    blamed: str = ""  # what failed, if it was not the reward function
 
 
 def reward_calls(reward: Reward, grading: Grading) -> Calls[Result]:

@@ -39,7 +39,8 @@ class Completion:
     rewards: tuple[float, ...]
     parts: Mapping[str, float] = field(default_factory=dict)  # rewards by name
     reason: str = ""  # for the reward (`rewards.scores.Score`)
-    error: str = ""  # if the reward function failed
+    error: str = ""  # if the reward function failed, or what `blamed` says
+    blamed: str = ""
     turns: GradedTurns | None = None
     texts: Texts | None = None  # None on a process that does not own the row
 

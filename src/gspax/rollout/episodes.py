@@ -272,7 +272,7 @@ def _start_reward(interaction: Interaction, episode: Episode, error: str) -> Sta
     """Start the reward of the last message of a conversation that has ended; also return its turns."""
     if error:
         reward: Future[Result] = Future()
-        reward.set_result(Result((), error))
+        reward.set_result(Result((), error, blamed="environment: its step"))
     else:
         (reward,) = interaction.rewards.submit([episode.problem], [episode.message])
     replies = episode.start - sum(end - start for start, end in episode.spans[:-1])

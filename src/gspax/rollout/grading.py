@@ -127,6 +127,7 @@ def reward_completions(
                 parts=result.parts,
                 reason=result.reason,
                 error=result.error,
+                blamed=result.blamed,
                 turns=turns,
                 texts=None if problem is None else Texts(problem.prompt, problem.answer, own[row].text),
             )
@@ -157,7 +158,7 @@ def _match_rewards(results: Sequence[Result], failed: float) -> list[Result]:
             return result
         value = result.rewards[0] if result.error and len(names) == 1 else failed
         error = result.error or f"wanted {_describe_names(wanted)}; got {_describe_names(names)}"
-        return Result((value,) * len(wanted), error, reason=result.reason)
+        return Result((value,) * len(wanted), error, reason=result.reason, blamed=result.blamed)
 
     return [match(result) for result in results]
 
@@ -255,8 +256,9 @@ def _find_failure(
     first = failed[0]
     assert first.texts is not None
     many = f"{len(failed)} of {len(completions)} completions (grading.max_failed allows {100 * share:g} %)"
+    blamed = first.blamed or f"reward: {title_of(calls.function)}"
     sentence = (
-        f"{prefix}reward: {title_of(calls.function)} failed for {many}: {first.error} for "
+        f"{prefix}{blamed} failed for {many}: {first.error} for "
         f"the prompt {first.texts.prompt!r} and the completion {first.texts.completion!r}"
     )
     return FailedRewardsError(sentence, failed)

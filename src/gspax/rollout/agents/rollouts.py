@@ -152,7 +152,7 @@ def _grade(interaction: AgentInteraction, talk: Conversation, value: object) -> 
     else:
         result = to_result(value)
     reward = Future[Result]()
-    reward.set_result(result)
+    reward.set_result(result._replace(blamed="environment: the agent"))
     return StartedReward("\n".join(talk.texts), reward, turns, finished and not error)
 
 
