@@ -202,5 +202,5 @@ def test_a_run_without_evaluation_or_samples_has_a_report(tmp_path):
 def test_a_run_without_metrics_is_one_error(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(UserError, match="nothing to report"):
+    with pytest.raises(UserError, match="wanted the directory of a run with metrics"):
         run_page.write(tmp_path)

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from gspax.commands import main
-from gspax.run.directory import RunDir
 from gspax.tools import samples
 
 
@@ -157,7 +156,10 @@ def test_a_run_with_evaluations_alone_is_one_sentence(run, capsys):
 
 def test_a_run_without_samples_is_one_sentence(tmp_path, capsys):
     assert main.main(["samples", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"gspax: {RunDir(tmp_path).samples}: wanted completions, none were written yet\n"
+    assert (
+        capsys.readouterr().err
+        == f"gspax: {tmp_path}: wanted the directory of a run with completions, samples has none\n"
+    )
 
 
 def test_a_long_text_keeps_its_ends():

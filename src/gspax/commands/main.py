@@ -44,7 +44,7 @@ SUBCOMMANDS = {  # name -> its package, and what the overview shows: its argumen
     "replay": (
         "tools",
         "FILE DUMP",
-        "compute the update that a diverged run dumped again, and name what is not finite",
+        "recompute the update that a diverged run dumped, and name what is not finite",
     ),
     "convert": ("commands", "--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),
     "serve": ("tools", "SOURCE", "serve a policy as OpenAI's server would, for lm-eval and other clients"),

@@ -74,7 +74,7 @@ def write(workdir: Path) -> Path:
     run = RunDir(to_path(workdir))
     series = read_series(run.metrics)
     if not series:
-        raise UserError(f"there is nothing to report: {run.metrics} has no metrics yet")
+        raise UserError(f"{run.path}: wanted the directory of a run with metrics, {run.metrics.name} has none")
     experiment = read_description(run) or {}
     rewards = {metric for panel in REWARDS for metric in panel.lines.values()}
     sections = [

@@ -58,7 +58,7 @@ def execute(options: argparse.Namespace) -> int:
 
     files = [*find_files(run := RunDir(options.workdir))]
     if not files:
-        raise UserError(f"{run.samples}: wanted completions, none were written yet")
+        raise UserError(f"{run.path}: wanted the directory of a run with completions, {run.samples.name} has none")
     if options.problem is not None:
         rows = select_problem([*read(files)], options.problem)
     else:
