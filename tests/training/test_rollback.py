@@ -230,15 +230,18 @@ def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(
     assert "changed" not in lines[0] and any(line.startswith("gradient of embedding: ") for line in lines)
     assert not any(line.startswith("parameter ") for line in lines), "the update was not applied"
 
-    (state,) = [path for path in (folder / guards.STATE).rglob("*") if path.is_file() and path.name == "manifest.json"]
-    part = max((path for path in state.parent.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    whole = part.read_bytes()
-    for damage in (whole[:-9], bytes(len(whole))):
-        part.write_bytes(damage)
-        assert main.main(["replay", EXPERIMENT, str(folder)]) == 2
-        err = capsys.readouterr().err
-        assert "Traceback" not in err and f"{folder.name}/{guards.STATE}" in err, err
-        assert state.is_file(), "reading a dump moves none of its files"
+    if is_local:  # paths of a bucket list no files below a folder
+        (state,) = [
+            path for path in (folder / guards.STATE).rglob("*") if path.is_file() and path.name == "manifest.json"
+        ]
+        part = max((path for path in state.parent.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        whole = part.read_bytes()
+        for damage in (whole[:-9], bytes(len(whole))):
+            part.write_bytes(damage)
+            assert main.main(["replay", EXPERIMENT, str(folder)]) == 2
+            err = capsys.readouterr().err
+            assert "Traceback" not in err and f"{folder.name}/{guards.STATE}" in err, err
+            assert state.is_file(), "reading a dump moves none of its files"
     (folder / guards.MINIBATCH).write_bytes(b"PK")
     assert main.main(["replay", EXPERIMENT, str(folder)]) == 2
     assert "minibatch.npz cannot be read" in capsys.readouterr().err
