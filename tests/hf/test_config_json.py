@@ -161,6 +161,9 @@ def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     family, sizes = families.FAMILIES[name], MOE | dict.fromkeys(EXPERTS, 5) | dict.fromkeys(ACTIVE, 2)
     sizes |= dict.fromkeys(LATENT, 8) | ({"num_key_value_heads": 4} if "latent.rank" in family.copied else {})
     needed = {each.name for each in family.copied.values() if each.default is families.REQUIRED}
+    if "mixer.heads" in family.copied:  # whose default number fits the default width alone
+        sizes |= {"mamba_n_heads": 4, "mamba_d_head": sizes["hidden_size"] // 2}
+        needed |= {"mamba_n_heads"}
     least = {key: sizes[key] for key in sizes if key in needed} | {"model_type": name}
     transformers.AutoConfig.for_model(**least).save_pretrained(tmp_path / "full")
     assert read_config(write(tmp_path, least)) == read_config(tmp_path / "full")

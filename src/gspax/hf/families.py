@@ -6,6 +6,7 @@ A `Family` says how `config.json` describes a model, for `hf.config_json`, and h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -114,7 +115,11 @@ STATE_SPACE: Fields = {
 }
 STATE_SPACE_KEYS: dict[str, tuple[Json, ...]] = {
     **{"mamba_proj_bias": (None, False), "normalization_function": (None, "rmsnorm")},
-    "time_step_limit": (None, [0.0, {"__float__": "Infinity"}]),  # none, as transformers writes it
+    "time_step_limit": (
+        None,
+        [0.0, math.inf],
+        [0.0, {"__float__": "Infinity"}],
+    ),  # none, as different versions write it
 }
 MULTIPLIERS: Fields = {
     "multipliers.embedding": Key("embedding_multiplier", 1.0),
