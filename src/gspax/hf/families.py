@@ -115,11 +115,8 @@ STATE_SPACE: Fields = {
 }
 STATE_SPACE_KEYS: dict[str, tuple[Json, ...]] = {
     **{"mamba_proj_bias": (None, False), "normalization_function": (None, "rmsnorm")},
-    "time_step_limit": (
-        None,
-        [0.0, math.inf],
-        [0.0, {"__float__": "Infinity"}],
-    ),  # none, as different versions write it
+    # No limit: as published files write it, and as transformers does.
+    "time_step_limit": (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
 }
 MULTIPLIERS: Fields = {
     "multipliers.embedding": Key("embedding_multiplier", 1.0),

@@ -19,10 +19,11 @@ from flax import nnx
 
 from gspax.config import GatedDelta, ModelConfig
 from gspax.model.kernels.gated_delta import (
+    Projection,
     Tokens,
-    convolve,
     decay_and_beta,
     gated_rms_norm,
+    project,
     rule_after,
     rule_over_rows,
 )
@@ -95,15 +96,9 @@ class GatedDeltaNet(nnx.Module):
           prefix_BT: as in `chunked_rule`, or nothing; without a state.
         """
         before = (None,) * 3 if state is None else state[1:]
-        projections = (self.query, self.query_taps), (self.key, self.key_taps), (self.value, self.value_taps)
-        convolved, last = [], []
-        for (weight, taps), before_BKJ in zip(projections, before, strict=True):
-            equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
-            before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
-            projected_BTK = contract(equation, x_BTD, weight.get_value())
-            y_BTK, after_BJK = convolve(projected_BTK, taps[...], segment_BT, before_BJK, *prefix_BT)
-            convolved.append(y_BTK)
-            last.append(after_BJK.swapaxes(1, 2))
+        weights = (self.query, self.query_taps), (self.key, self.key_taps), (self.value, self.value_taps)
+        projections = [Projection(weight.get_value(), taps[...]) for weight, taps in weights]
+        convolved, last = project(x_BTD, projections, segment_BT, before, *prefix_BT)
         a_BTKR = contract("btd,dkr->btkr", x_BTD, self.decay.get_value())
         b_BTKR = contract("btd,dkr->btkr", x_BTD, self.beta.get_value())
         gates = decay_and_beta(a_BTKR, b_BTKR, self.decay_rate[...], self.decay_bias[...])

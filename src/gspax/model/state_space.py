@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import ModelConfig, StateSpace
-from gspax.model.kernels.gated_delta import Tokens, convolve, rule_after, rule_over_rows
+from gspax.model.kernels.gated_delta import Projection, Tokens, project, rule_after, rule_over_rows
 from gspax.model.kernels.weights import contract
 from gspax.model.layers import LayerInputs, init_bias, init_weight
 from gspax.types import Array, PyTree
@@ -100,15 +100,11 @@ class StateSpaceNet(nnx.Module):
             (self.write, self.write_taps, self.write_bias),
             (self.input, self.input_taps, self.input_bias),
         )
-        convolved, last = [], []
-        for (weight, taps, bias), before_BKJ in zip(convolutions, before, strict=True):
-            equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
-            before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
-            projected_BTK = contract(equation, x_BTD, weight.get_value())
-            shift = 0.0 if bias is None else bias[None, None].astype(x_BTD.dtype)
-            y_BTK, after_BJK = convolve(projected_BTK, taps[...], segment_BT, before_BJK, *prefix_BT, bias=shift)
-            convolved.append(y_BTK)
-            last.append(after_BJK.swapaxes(1, 2))
+        projections = [
+            Projection(weight.get_value(), taps[...], 0.0 if bias is None else bias[None, None].astype(x_BTD.dtype))
+            for weight, taps, bias in convolutions
+        ]
+        convolved, last = project(x_BTD, projections, segment_BT, before, *prefix_BT)
         q_BTKH, k_BTKH, x_BTKRU = convolved
         dt_BTKR = contract("btd,dkr->btkr", x_BTD, self.step.get_value()).astype(jnp.float32)
         dt_BTKR = jax.nn.softplus(dt_BTKR + self.decay_bias[None, None].astype(jnp.float32))

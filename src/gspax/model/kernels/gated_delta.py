@@ -21,6 +21,7 @@ value, J inputs before a token that the convolution reads, Y and Z states that a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspax.model.kernels.over_devices import accumulate, shift
+from gspax.model.kernels.weights import Weight, contract
 from gspax.parallel.sharding import spec, token_spec
 from gspax.types import Array
 
@@ -104,6 +106,40 @@ def convolve(
     last_BJ = (segment_BT > 0).sum(axis=1)[:, None] + jnp.arange(J)[None]
     after_BJ = jnp.take_along_axis(inputs, last_BJ.reshape(B, J, *channels), axis=1)
     return jax.nn.silu(y_BT).astype(x_BT.dtype), after_BJ
+
+
+class Projection(NamedTuple):
+    """What a layer reads from its inputs with a convolution after it: K heads, `...` the axes of a head."""
+
+    weight: Weight  # [D, K, ...]
+    taps: Array  # [K, ..., taps]
+    bias: Array | float = 0.0  # [1, 1, K, ...]
+
+
+def project(
+    x_BTD: Array,
+    projections: Sequence[Projection],
+    segment_BT: Array,
+    before: Sequence[Array | None],
+    *prefix_BT: Array,
+) -> tuple[list[Array], list[Array]]:
+    """Project the inputs and convolve each projection.
+
+    Args:
+      before: of each projection, its last inputs as a state has them, [B, K, J, ...]; None: no state.
+
+    Returns:
+      The outputs [B, T, K, ...], and the last inputs of each for the next state.
+    """
+    convolved, last = [], []
+    for (weight, taps, bias), before_BKJ in zip(projections, before, strict=True):
+        equation = "btd,dkh->btkh" if taps.ndim == 3 else "btd,dkru->btkru"
+        before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
+        projected_BTK = contract(equation, x_BTD, weight)
+        y_BTK, after_BJK = convolve(projected_BTK, taps, segment_BT, before_BJK, *prefix_BT, bias=bias)
+        convolved.append(y_BTK)
+        last.append(after_BJK.swapaxes(1, 2))
+    return convolved, last
 
 
 def earlier_places(segment_BT: Array, prefix_BT: Array, count: int) -> list[Array]:
