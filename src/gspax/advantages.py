@@ -242,7 +242,8 @@ def opo(reward_PG: Array, mask_PG: Array | None = None, *, length_PG: Array | No
     The baseline that minimizes the variance of the on-policy gradient, if the squared norm of a response's score grows
     with its length and tokens are summed. A run passes the tokens that the policy sampled; there is no division by the
     standard deviation. The baseline contains the sample itself, so unlike in `leave_one_out` it biases the
-    gradient: at G = 2 and 3 the expectation has a cosine of 0.98 to 0.997 with the policy gradient.
+    gradient: where the better of three responses are longer (1, 4, and 8 tokens), the expectation has a cosine of 0.968
+    with the policy gradient at G = 2, and of 0.979 at G = 3.
 
     >>> opo(jnp.array([[1.0, 0.0, 0.0]]), length_PG=jnp.array([[6, 2, 4]])).tolist()
     [[0.5, -0.5, -0.5]]

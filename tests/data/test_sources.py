@@ -441,6 +441,8 @@ def test_an_experiment_file_loads_before_its_data_exist(tmp_path):
 
 @pytest.mark.parametrize("read", [data.jsonl, data.parquet])
 def test_a_pipe_or_a_device_is_not_waited_for(read, tmp_path):
+    if read is data.parquet:
+        pytest.importorskip("pyarrow")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
         (sentence,) = reading_problems("data", read(path, prompt="q", answer="a"))

@@ -517,6 +517,28 @@ def test_opo_with_equal_lengths_is_center_and_without_any_is_an_error():
             advantages.opo(reward, length_PG=length)
 
 
+@pytest.mark.parametrize("G", (2, 3))
+def test_baselines_that_contain_the_sample_bias_the_gradient_as_they_say(G):
+    """Three outcomes of a softmax policy, each of one token, all 3^G groups in float64; ∇E[R] is p (R - E[R])."""
+    rewards, lengths, p = np.array([0.0, 0.4, 1.0]), np.array([1.0, 4.0, 8.0]), np.array([0.45, 0.4, 0.15])
+    group = np.array([*itertools.product(range(3), repeat=G)])
+    reward, score, probability = rewards[group], np.eye(3)[group] - p, p[group].prod(1)
+    norm = (score**2).sum(-1)
+    of_one_token = advantages.otb(reward, length_PG=np.ones(reward.shape), score_norm_PGN=norm[..., None])
+
+    def expectation(advantage):
+        return np.einsum("n,ng,ngk->k", probability, np.asarray(advantage, np.float64), score) / G
+
+    wanted = p * (rewards - p @ rewards)
+    np.testing.assert_allclose(expectation(advantages.leave_one_out(reward)), wanted, rtol=1e-6)
+    opo = expectation(advantages.opo(reward, length_PG=lengths[group]))
+    assert opo @ wanted / np.linalg.norm(opo) / np.linalg.norm(wanted) == pytest.approx(
+        {2: 0.968, 3: 0.979}[G], abs=1e-3
+    )
+    share = np.linalg.norm(expectation(of_one_token[..., 0])) / np.linalg.norm((G - 1) / G * wanted)
+    assert 0.8 <= share <= 0.95
+
+
 def loop_otb(groups, norms):
     """For each group and sample, the advantages of its tokens."""
     wanted = []

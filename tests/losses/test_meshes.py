@@ -1,4 +1,6 @@
-"""Every public function gives on a mesh, in `shard_map` and out, what it gives on one device: values and gradients.
+"""Every public function has on a mesh, in `shard_map`, and under `vmap` the values and gradients of one device.
+
+All losses are compared, of the other functions those in `VALUES`; all of them with `pytest -m slow`.
 
 `jax.make_mesh` makes explicit axes by default, where a sort or a scan along a split axis does not even trace.
 """
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mesh_calls import ARRAYS, AXES, CALLS
+from mesh_calls import ARRAYS, AXES, CALLS, POLICY
 
 from gspax import losses
 
@@ -28,6 +30,7 @@ SPLITS = {  # the shape of a mesh, its axes' names, and what is split over them
 }
 ONE = ("logp", "logits", "hidden", "router_logits", "router_prob", "reward", "reward_PGR", "entropy", "router_logp")
 VALUES = (  # those whose program differs on a mesh with explicit axes, and one of each kind besides
+    *POLICY,
     "gspo_loss",
     "gspo_loss, packed",
     "token_logp",
@@ -48,6 +51,9 @@ VALUES = (  # those whose program differs on a mesh with explicit axes, and one 
     "advantages.by_group",
 )
 FLOATS = [name for name, x in ARRAYS.items() if x.dtype == np.float32]
+compared = pytest.mark.parametrize(
+    "names", [VALUES, pytest.param(tuple(CALLS), marks=pytest.mark.slow)], ids=("losses and kinds", "all functions")
+)
 
 
 def every_call(arrays, names=VALUES):
@@ -63,8 +69,9 @@ def every_call(arrays, names=VALUES):
 
 
 @functools.cache
-def on_one_device():
-    return jax.device_get(jax.jit(every_call)(ARRAYS))
+def alone(names):
+    """The function that one device runs, compiled once."""
+    return jax.jit(functools.partial(every_call, names=names))
 
 
 def placed(split, mesh):
@@ -83,12 +90,24 @@ def assert_equal(got, want):
         jax.tree.map(compare, jax.device_get(got[name]), want[name])
 
 
+@compared
 @pytest.mark.parametrize("kind", (EXPLICIT, AUTO), ids=lambda kind: kind.name)
-def test_a_mesh_equals_one_device(kind, split="all"):
-    shape, names, _ = SPLITS[split]
-    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+def test_a_mesh_equals_one_device(kind, names, split="all"):
+    shape, axes, _ = SPLITS[split]
+    mesh = jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
     with jax.set_mesh(mesh):
-        assert_equal(jax.jit(every_call)(placed(split, mesh)), on_one_device())
+        got = jax.jit(functools.partial(every_call, names=names))(placed(split, mesh))
+        assert_equal(got, jax.device_get(alone(names)(ARRAYS)))
+
+
+@compared
+def test_vmap_gives_each_batch_what_it_gets_alone(names):
+    batches = [ARRAYS, {name: np.flip(x, -1) if x.dtype == np.float32 else x for name, x in ARRAYS.items()}]
+    both = {name: np.stack([batch[name] for batch in batches]) for name in ARRAYS}
+    got = jax.device_get(jax.jit(jax.vmap(functools.partial(every_call, names=names)))(both))
+    for n, batch in enumerate(batches):
+        want = jax.device_get(alone(names)(batch))
+        assert_equal(jax.tree.map(lambda x, n=n: x[n], got), want)
 
 
 @pytest.mark.parametrize("split", ("all", "one argument"))
@@ -117,10 +136,11 @@ def test_every_public_function_is_called():
                 assert {prefix + name} & (called | without | {"has_traits", "traits_of"}), prefix + name
 
 
-def test_shard_map_gives_what_a_device_gives_for_its_rows():
+@compared
+def test_shard_map_gives_what_a_device_gives_for_its_rows(names):
     mesh = jax.make_mesh((2,), ("data",))
     whole = {name for name in ARRAYS if not set(AXES[name]) & set("BP")}
-    names = [name for name in VALUES if "by_group" not in name]  # an id is in one group, so all of its rows are needed
+    names = [name for name in names if "by_group" not in name]  # an id is in one group, so all of its rows are needed
     specs = {name: P(*(ROWS.get(axis) for axis in AXES[name])) for name in ARRAYS}
 
     def of_rows(arrays):

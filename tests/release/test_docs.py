@@ -507,6 +507,12 @@ def test_the_table_of_devices_is_what_its_script_writes():
     assert f"{sizes['BEGIN']}\n{sizes['table']()}\n{sizes['END']}" in sizes["PAGE"].read_text(encoding="utf-8")
 
 
+def test_the_page_of_vllm_uninstalls_what_the_makefile_uninstalls():
+    page, makefile = (read(ROOT / name) for name in ("docs/howto/sample_with_vllm.md", "Makefile"))
+    (ours,), (theirs,) = (re.findall(r"pip uninstall --yes ([\w ]*\w)", text) for text in (makefile, page))
+    assert ours == theirs
+
+
 def test_there_are_commands():
     assert len(OVERRIDES) > 60
     assert len(COMMANDS) > 20

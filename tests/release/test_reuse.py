@@ -53,6 +53,16 @@ def test_the_reward_rises(name):
     assert max(numbers["clipped"]) > 0, "the second update of a batch is off policy"
 
 
+def test_a_step_with_flax_nnx_changes_the_policy(monkeypatch, capsys):
+    """In this process, which costs a quarter of the whole script."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    script = importlib.import_module("flax_nnx")
+    monkeypatch.setattr(script, "STEPS", 1)
+    script.main()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert float(line.split()[-1]) > 0, "the second update of the batch is off policy, so the first one changed it"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("equinox") is None, reason="Equinox is not installed")
 def test_the_reward_rises_with_equinox():

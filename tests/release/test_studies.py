@@ -118,6 +118,8 @@ def test_differences_of_differences_are_written_by_the_script_of_the_study(commo
     )
     difference = sum(grpo[s] - control[s] - grpo_0[s] + control_0[s] for s in study.seeds) / len(study.seeds)
     assert f"| {difference:.3g} [-0.115, -0.00804] |" in table
+    page = (ROOT / "docs" / "studies.md").read_text()
+    assert page.count(f"{-difference:.3f} [0.008, 0.115]") == 2, "in the table of the studies and in what they found"
 
 
 @pytest.mark.parametrize("name", ["students", "variance"])
