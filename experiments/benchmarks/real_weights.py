@@ -570,7 +570,7 @@ def main() -> None:
     parser.add_argument("--gemma", type=Path, metavar="FILE", help="Gemma 3 270M as a GGUF file")
     parser.add_argument("--gsm8k", type=Path, default=GSM8K, metavar="FILE", help="GSM8K's test.jsonl")
     parser.add_argument(
-        "--parts", nargs="+", metavar="PART", help="only these: layers, greedy, texts, chat, export, kill, …"
+        "--parts", nargs="+", metavar="PART", help="measure only these: layers, greedy, texts, chat, export, kill, …"
     )
     options = parser.parse_args()
     skip_absent_tpu()
@@ -586,7 +586,7 @@ def main() -> None:
         models[model.name] = {
             part: read_or_measure(folder / f"{part}.json", measure)
             for part, measure in measures.items()
-            if options.parts is None or part in options.parts
+            if options.parts is None or part in options.parts or (folder / f"{part}.json").exists()
         }
         for weights in ("policy", "theirs"):
             vars(model).pop(weights, None)

@@ -1,6 +1,8 @@
 """The task of the experiment on a published model, without the model; tests/real has what holds of its weights."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,3 +91,52 @@ def test_without_the_model_a_dry_run_names_its_folder(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert program.main(["train", str(FILE), "--dry-run"]) == 2
     assert ".cache/smollm2: wanted the folder of a checkpoint" in capsys.readouterr().err
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The Makefile, with an environment whose programs write down that they were called and do what a file says."""
+    for name in ("Makefile", "requirements.txt", "requirements-real.txt", "setup.cfg"):
+        shutil.copy(ROOT / name, tmp_path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "gspax"):
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> called\n. ./{name}.sh\n')
+        (programs / name).chmod(0o755)
+        (tmp_path / f"{name}.sh").touch()
+    (tmp_path / ".venv" / "installed").touch()
+    return tmp_path
+
+
+def make_real(clone):
+    """The exit code, the lines of standard error, and the programs that were called."""
+    (clone / "called").write_text("")
+    done = subprocess.run(["make", "real"], cwd=clone, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr.splitlines()[:-1], (clone / "called").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("No matching distribution found (from versions: none)", ["without a network pip finds no package"]),
+        ("THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", []),
+    ],
+)
+def test_weights_that_are_not_fetched_are_one_sentence_and_leave_nothing(said, hint, clone):
+    (clone / "python.sh").write_text(f"echo 'ERROR: {said}'; echo ' Got abc'; exit 1\n")
+    code, errors, called = make_real(clone)
+    sentence = f"requirements-real.txt was not installed: ERROR: {said} (see .venv/pip.log)"
+    assert (code, errors, len(called)) == (2, [sentence, *hint], 1) and "--require-hashes" in called[0]
+    assert not (clone / ".venv" / "real").exists() and not (clone / ".cache").exists()
+
+
+def test_weights_that_are_not_converted_are_not_fetched_again(clone):
+    (clone / "gspax.sh").write_text("mkdir .cache/.smollm2-x; echo 'gspax: the disk is full' >&2; exit 1\n")
+    code, errors, called = make_real(clone)
+    assert (code, errors) == (2, ["gspax: the disk is full"])
+    assert [line.split()[0] for line in called] == ["python", "gspax"]
+    (clone / "gspax.sh").write_text(
+        "ls -A .cache >> called; mkdir -p .cache/smollm2; touch .cache/smollm2/config.json\n"
+    )
+    code, errors, called = make_real(clone)
+    assert (code, [line.split()[:2] for line in called]) == (0, [["gspax", "convert"], ["gspax", "train"], ["smollm2"]])
