@@ -47,6 +47,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
 from gspax.training import loop, open_training, run_guard, warm_start
+from gspax.training import replay as replaying
 from gspax.training.in_flight import InFlight
 from gspax.training.run_log import RunLog
 from gspax.training.step import StepResult, run_step
@@ -56,7 +57,11 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 CLOCKS = ("time/", "cpu/", "perf/")
-experiment = replace(small_experiment.experiment, model=replace(small_experiment.experiment.model, num_hidden_layers=1))
+experiment = replace(
+    small_experiment.experiment,
+    model=replace(small_experiment.experiment.model, num_hidden_layers=1),
+    schedule=replace(small_experiment.experiment.schedule, record_rollouts=True),
+)
 
 
 def with_schedule(**changes):
@@ -96,8 +101,9 @@ def assert_same_run(run, other, experiment=experiment):
     states = (final_state(each, experiment=experiment) for each in (run, other))
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert timeless(run) == timeless(other)
-    for path in other.samples.iterdir():
-        assert (run.samples / path.name).read_text() == path.read_text()
+    for folder, same in ((run.samples, other.samples), (run.rollouts, other.rollouts)):
+        for path in same.iterdir():
+            assert (folder / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_run_writes_its_files(whole):
@@ -107,6 +113,55 @@ def test_a_run_writes_its_files(whole):
     assert any(whole.tensorboard.iterdir())
     with Checkpoints(whole.checkpoints) as checkpoints:
         assert checkpoints.steps() == [2, 4]
+
+
+def test_a_replay_trains_on_the_recorded_rollouts(whole, runtime, tmp_path, monkeypatch):
+    """Bit for bit as the run did, from its checkpoint or from the start; with another loss on the same rows."""
+
+    def no_sampler(*given):
+        raise AssertionError("a replay samples nothing")
+
+    monkeypatch.setattr(in_process, "sample", no_sampler)
+    other = replace(experiment, loss=partial(losses.gspo, clip_low=0.01, clip_high=0.01), warm_start=None)
+
+    def make(e):
+        return make_runtime(e) if e.loss is other.loss else replace(runtime, experiment=e)
+
+    monkeypatch.setattr(replaying, "make_runtime", make)
+    for steps, name, settings in (
+        (range(3, 5), "later", experiment),
+        (range(1, 3), "first", experiment),
+        (range(3, 4), "loss", other),
+    ):
+        run = RunDir(tmp_path / name)
+        replaying.replay(settings, whole, steps, run.path)
+        wanted = {row["step"]: row for row in timeless(whole) if "reward/mean" in row and row["step"] in steps}
+        replayed = {row["step"]: row for row in timeless(run)}
+        last, states = steps[-1], (final_state(run), final_state(whole, steps[-1] if settings is experiment else 2))
+        if settings is experiment:
+            assert replayed == wanted
+            jax.tree.map(np.testing.assert_array_equal, *states)
+        else:
+            assert replayed[last]["reward/mean"] == wanted[last]["reward/mean"]
+            assert replayed[last]["policy/clip_fraction_sequences"] != wanted[last]["policy/clip_fraction_sequences"]
+            assert states[0].step == states[1].step + experiment.schedule.minibatches
+
+
+@pytest.mark.parametrize(
+    ("steps", "change", "message"),
+    [
+        ((1, 6), {}, "wanted the rollouts of steps 1 to 5, got none of 1 of them, the first 5"),
+        ((2, 5), {}, "wanted a checkpoint before the first replayed step, after 1, got after steps 2, 4"),
+        ((3, 5), {"sampling": replace(experiment.sampling, group=2)}, "undo: sampling.group: 4 -> 2"),
+        ((3, 5), {"tokenizer": replace(experiment.tokenizer, alphabet="abc")}, "undo: tokenizer"),
+        ((3, 5), {"routing_replay": "sampler"}, "routing_replay: wanted rollouts with the sampler's experts"),
+    ],
+)
+def test_a_replay_is_refused_in_a_sentence(steps, change, message, whole, runtime, tmp_path, monkeypatch):
+    monkeypatch.setattr(replaying, "make_runtime", lambda _: runtime)
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        replaying.replay(replace(experiment, **change), whole, range(*steps), tmp_path / "run")
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("start", ["warm", "random"])

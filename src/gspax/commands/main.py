@@ -46,13 +46,23 @@ SUBCOMMANDS = {  # name -> its package, and what the overview shows: its argumen
         "FILE DUMP",
         "recompute the update that a diverged run dumped, and name what is not finite",
     ),
+    "replay-rollouts": ("tools", "RUN --steps A:B FILE", "train on the rollouts that a run recorded, without sampling"),
     "convert": ("commands", "--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),
     "serve": ("tools", "SOURCE", "serve a policy as OpenAI's server would, for lm-eval and other clients"),
     "serve-command": ("commands", "FILE", "print the command that starts a vLLM server for an experiment"),
     "export": ("commands", "--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
     "parity": ("tools", "HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
-COMPUTING = ("train", "sft", "eval", "bench", "doctor", "chat", "serve")  # subcommands that use this machine's devices
+COMPUTING = (
+    "train",
+    "sft",
+    "eval",
+    "bench",
+    "doctor",
+    "chat",
+    "serve",
+    "replay-rollouts",
+)  # subcommands that use this machine's devices
 IMPOSSIBLE_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 TRAIN_EXTRA = (  # top-level packages of the extra `train`
     "flax",

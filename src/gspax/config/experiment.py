@@ -162,6 +162,7 @@ class Schedule:
     eval_every: NonNegativeInt = 20  # steps between evaluations; 0: only at the start and the end
     checkpoint_every: NonNegativeInt = 20  # steps between checkpoints; 0: only at the end
     keep_checkpoints: PositiveInt = 2
+    record_rollouts: bool = False  # keep the tokens, log-probs and rewards of all steps, for `gspax replay-rollouts`
     max_skipped: PositiveInt = 5  # skipped updates in a row before the run returns to a checkpoint (`Guard`)
 
 

@@ -60,6 +60,7 @@ RESUMABLE = (
     "schedule.checkpoint_every",
     "schedule.keep_checkpoints",
     "schedule.max_skipped",
+    "schedule.record_rollouts",
     "guard.*",
     "diagnostics",
     "diagnostics.*",

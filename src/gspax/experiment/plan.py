@@ -31,6 +31,7 @@ from gspax.model.sizes import (
     learner_bytes,
     optimizer_bytes,
     parameter_count,
+    recorded_bytes,
     sampler_bytes,
     sampler_sizes,
     size_of,
@@ -148,6 +149,9 @@ def render(plan: Plan) -> str:
     if experiment.warm_start is not None:
         lines += _warm_start(experiment.warm_start, sampling, experiment.model)
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
+    if experiment.schedule.record_rollouts:
+        size, steps = recorded_bytes(Passes(experiment)), experiment.schedule.steps
+        lines.append(f"Recorded    at most {_bytes(size)} of arrays for each rollout, {_bytes(size * steps)} in all")
     for title, parts in (
         ("learner, without activations", plan.learner),
         ("sampler", plan.sampler),

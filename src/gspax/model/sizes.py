@@ -180,6 +180,21 @@ def checkpointed_bytes(passes: Passes) -> int:
     return sum(size_of(each.dtype) * _count(each, config, lora) for each in held if each.in_state)
 
 
+def recorded_bytes(passes: Passes) -> int:
+    """Count the bytes of a recorded rollout's arrays: tokens, mask, log-probs, and on request versions and more."""
+    experiment = passes.experiment
+    config, sampling, apart = experiment.model, experiment.sampling, experiment.apart
+    positions = sampling.prompts * sampling.group * (sampling.max_prompt_tokens + sampling.max_tokens)
+    position = 2 * FLOAT32 + 1
+    if apart is not None and apart.partial is not None:
+        position += size_of("int32")
+    if passes.samples_experts:
+        position += sparse_layers(config) * config.num_experts_per_tok * size_of(expert_id_dtype(config))
+    if kept := sampling_mask_size(sampling, config.vocab_size):
+        position += kept * size_of(token_id_dtype(config)) + 1
+    return positions * position
+
+
 def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> dict[str, int]:
     """Return the bytes of the teacher's arrays that updates read: log-probs, or last hidden states and the head."""
     if teacher is None:

@@ -66,6 +66,7 @@ class RunDir:
         self.start = path / "start"  # a checkpoint before the first update, if a reference or adapters need it
         self.skipped = path / "skipped_problems.jsonl"  # training problems that could not be used, with reasons
         self.rollbacks = path / "rollbacks.jsonl"  # where the run went back after it diverged (`training.run_guard`)
+        self.rollouts = path / "rollouts"  # what the steps trained on (`training.recorded_rollouts`)
         self.dumps = path / "dumps"  # minibatches and states of skipped updates, a folder for each
         self.evaluations = path / "evaluations.jsonl"  # held-out rewards by `gspax eval`
         self.tasks = path / "evaluations"  # a folder for each step, and in it TASK.json, TASK.jsonl and TASK.html
@@ -201,11 +202,11 @@ def read_description(run: RunDir) -> JsonObject | None:
 def _clear_places(run: RunDir) -> None:
     """Set aside folders where the run writes files, files where it needs folders, and an unreadable experiment.json."""
     logs = run.metrics, run.environment, run.newest, run.skipped, run.rollbacks, run.evaluations
-    folders = run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks, run.source
+    folders = run.checkpoints, run.tensorboard, run.samples, run.rollouts, run.start, run.warm_start.path, run.tasks
     if open_storage(run.path).has_folders:  # elsewhere an object does not stand in the way of others below its name
         for path in (*logs, run.report, run.before, run.after):
             make_room(path)
-        for path in folders:
+        for path in (*folders, run.source):
             if path.exists() and not path.is_dir():
                 set_aside(path, "is no folder")
     if run.experiment.exists() and _read_object(run.experiment) is None:

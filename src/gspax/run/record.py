@@ -263,7 +263,7 @@ def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
         _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
     elif not open_storage(run.metrics).appends:
         write_atomically(run.metrics, "\n")  # which says that there are metrics: the lines go to parts
-    for path in run.samples.glob("*.jsonl"):
+    for path in [*run.samples.glob("*.jsonl"), *run.rollouts.glob("*.npz")]:
         step = step_of(path.stem)
         if step is not None and step >= first and path.is_file():
             path.unlink()

@@ -10,7 +10,7 @@ uninterrupted one did.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.contract import Request, Weights
+from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.episodes import Ready, answer, set_finished
 from gspax.rollout.grading import Started, start_rewards
@@ -61,6 +62,8 @@ class InFlight:
     batches: deque[SampledBatch] = field(default_factory=deque)  # that the sampler works on, the next one first
     pool: Pool | None = None  # instead, for partial rollouts; None before the first step and after a restore
     earlier: EarlierTexts = field(default_factory=EarlierTexts)  # of the problems, which drafts come from
+    record: Callable[[int, GradedBatch], None] | None = None  # keeps what a step trains on
+    recorded: Callable[[int], GradedBatch] | None = None  # reads it again, of a step that samples nothing then
 
 
 def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:

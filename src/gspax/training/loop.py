@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -27,6 +28,7 @@ from gspax.learner.updates import first_adapted
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
@@ -35,6 +37,7 @@ from gspax.run.directory import RunDir
 from gspax.training.in_flight import InFlight
 from gspax.training.open_terms import open_same_terms
 from gspax.training.open_training import Training, open_training
+from gspax.training.recorded_rollouts import write_rollout
 from gspax.training.run_guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.run_log import open_log
 from gspax.training.step import run_step
@@ -69,8 +72,11 @@ def train(
                 go_back(training.run, training.checkpoints, problem, experiment.guard)
 
 
-def train_from_newest(training: Training) -> None:
+def train_from_newest(training: Training, recorded: Callable[[int], GradedBatch] | None = None) -> None:
     """Restore the newest checkpoint, or start, and run the steps that are left.
+
+    Args:
+      recorded: reads the rollout of a step. Nothing is sampled then, for evaluations neither.
 
     Raises:
       DivergedError: updates went wrong; their results are not saved.
@@ -78,7 +84,9 @@ def train_from_newest(training: Training) -> None:
     """
     runtime, run, checkpoints = training.runtime, training.run, training.checkpoints
     experiment, schedule = runtime.experiment, runtime.experiment.schedule
-    in_flight = InFlight(Skipped(experiment.sampling.max_failed))
+    in_flight = InFlight(Skipped(experiment.sampling.max_failed), recorded=recorded)
+    if schedule.record_rollouts:
+        in_flight.record = partial(write_rollout, run)
     in_flight.skipped.load(run.skipped)
     state = restore_or_start(runtime, run, checkpoints, in_flight.skipped)
     started = done = count_rollouts(runtime, state)
@@ -100,7 +108,7 @@ def train_from_newest(training: Training) -> None:
         open_log(training, done) as log,
         interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started and guard.is_sound else None),
     ):
-        due = done == 0 or is_due(schedule.eval_every)
+        due = recorded is None and (done == 0 or is_due(schedule.eval_every))
         if due and not log.recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             log.write_evaluation(done, state)
         others = experiment.model, experiment.lora, runtime.mesh
@@ -115,7 +123,8 @@ def train_from_newest(training: Training) -> None:
                 raise problem
             if is_due(schedule.eval_every):
                 log.recorder.write_samples(done, result.samples.to_json())
-                log.write_evaluation(done, state)
+                if recorded is None:
+                    log.write_evaluation(done, state)
             is_last = done == schedule.steps
             if is_due(schedule.checkpoint_every) and (guard.is_sound or is_last):
                 progress.phase("saving a checkpoint")

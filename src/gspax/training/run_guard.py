@@ -13,10 +13,8 @@ parameter, so that is the state before it, unless later updates of the same step
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -34,12 +32,12 @@ from gspax.experiment.description import describe
 from gspax.learner.state import drop_frozen
 from gspax.parallel import multihost
 from gspax.rollout.completion import Samples
+from gspax.run.arrays import read_arrays, write_arrays
 from gspax.run.checkpoints import Checkpoints, shorten
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import remove_folder, write_atomically
 from gspax.run.record import Recorder, read_rows
-from gspax.storage.paths import read_bytes
 from gspax.training.step import StepResult
 from gspax.types import Batch, JsonObject, Params, TrainState, known, named_leaves
 
@@ -278,8 +276,7 @@ def dump(guard: RunGuard, step: int, result: StepResult) -> str:
     def write() -> None:
         if jax.process_index() != 0:
             return
-        with (folder / MINIBATCH).open("wb") as file:
-            np.savez(file, **arrays)
+        write_arrays(folder / MINIBATCH, arrays)
         about = About(step=step, experiment=describe(guard.experiment))
         write_atomically(folder / ABOUT, json.dumps(about, indent=2) + "\n")
         for old in folder.parent.glob("step_*"):
@@ -299,16 +296,10 @@ def read_minibatch(folder: Path) -> Batch:
     """Read the minibatch of a dump to the host. UserError if it cannot be read."""
     path = folder / MINIBATCH
     try:
-        content = read_bytes(path)
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet
-            raise UserError(f"the checksum of {damaged} differs")
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            batch = Batch(**arrays)
+        batch = Batch(**read_arrays(path))
         known(batch, "old_logp_BT"), known(batch, "advantage")
         return batch
-    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged bytes
+    except (TypeError, ValueError) as error:  # arrays of another name, or too few
         raise UserError(f"{path} cannot be read: {shorten(error)}") from error
 
 

@@ -77,19 +77,13 @@ def run_step(
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
     rate = learning_rate(experiment.optimizer)
-
-    progress.phase("sampling")  # a group of completions for each prompt, now or ahead of this step
-    rollout = next_rollout(runtime, state, in_flight)
-    clock.lap("rollout")
-
-    progress.phase("grading")  # rewards on the host, many of which started while other samples were unfinished
-    graded = grade(runtime, rollout)
-    clock.lap("reward")
-
-    if experiment.sampling.max_refills:
-        progress.phase("sampling again")  # groups of equal rewards would add nothing to the gradient
-        graded = replace_constant_groups(runtime, state, graded, in_flight)
-        clock.lap("refill")
+    if in_flight.recorded is None:
+        graded = sample_and_grade(runtime, state, in_flight, clock)
+    else:
+        graded = in_flight.recorded(trained + 1)
+    if in_flight.record is not None:
+        in_flight.record(trained + 1, graded)
+        clock.lap("record")
 
     progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
     batches, scores, layouts = prepare_minibatches(runtime, state, first, opened, graded)
@@ -126,6 +120,23 @@ def run_step(
     }
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
+
+
+def sample_and_grade(runtime: Runtime, state: TrainState, in_flight: InFlight, clock: Clock) -> GradedBatch:
+    """Sample the rollout of a step, and compute its rewards."""
+    progress.phase("sampling")  # a group of completions for each prompt, now or ahead of this step
+    rollout = next_rollout(runtime, state, in_flight)
+    clock.lap("rollout")
+
+    progress.phase("grading")  # rewards on the host, many of which started while other samples were unfinished
+    graded = grade(runtime, rollout)
+    clock.lap("reward")
+
+    if runtime.experiment.sampling.max_refills:
+        progress.phase("sampling again")  # groups of equal rewards would add nothing to the gradient
+        graded = replace_constant_groups(runtime, state, graded, in_flight)
+        clock.lap("refill")
+    return graded
 
 
 def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:

@@ -146,7 +146,7 @@ def score_all(score: TeacherScore, sequences: Sequence[Sequence[int]]) -> list[n
 def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group: int) -> np.ndarray:
     """Return the index of each response's teacher, int32 [N]. Collective."""
     numbers = {name: number for number, name in enumerate(teacher.models)}
-    own = [problem and (numbers[problem.teacher] if numbers else 0) for problem in problems]
+    own = [(problem and numbers[problem.teacher]) if numbers else 0 for problem in problems]
     return np.repeat(np.array(multihost.gather_rows(own), np.int32), group)
 
 

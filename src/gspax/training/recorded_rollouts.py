@@ -1,0 +1,122 @@
+"""Records what the steps of a run train on, and reads it again: `schedule.record_rollouts`, `gspax replay-rollouts`.
+
+A file of a step has the arrays of its `Rollout`, and as JSON its completions: their rewards, turns and texts. The
+parameters that sampled them are not recorded, and neither are the problems.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspax.config import Experiment, sampling_mask_size
+from gspax.errors import UserError
+from gspax.experiment.description import describe, difference
+from gspax.model.passes import Passes
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.completion import Completion, GradedTurns, Texts, gather_texts
+from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.run.arrays import read_arrays, write_arrays
+from gspax.run.directory import RunDir, read_description
+from gspax.types import Rollout
+
+ABOUT = "about"  # the entry of a file that has JSON, as bytes
+ON_HOST = ("prompt_length_B", "length_B", "finished_B", "reply_B", "passes_B")  # as `sampler.lengths_to_host`
+# What the rows of a rollout depend on: a replay with another value would read them wrongly
+SAME = (
+    *("tokenizer", "tokenizer.*", "model.vocab_size", "environment", "environment.*"),
+    *("sampling.prompts", "sampling.group", "sampling.max_prompt_tokens", "sampling.max_tokens"),
+    *("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.min_p", "sampling.mask_replay"),
+)
+
+
+def rollout_file(run: RunDir, step: int) -> Path:
+    """Return the file of what a step trained on."""
+    return run.rollouts / f"step_{step:06d}.npz"
+
+
+def write_rollout(run: RunDir, step: int, graded: GradedBatch) -> None:
+    """Record what a step trains on. Collective; OSError if it cannot be written."""
+    arrays = multihost.to_host({name: x for name, x in vars(graded.rollout).items() if x is not None})
+    about = {
+        "policy": graded.policy,
+        "prompts": graded.prompts,
+        "skipped": graded.skipped,
+        "metrics": graded.metrics,
+        "completions": [asdict(each) for each in gather_texts(graded.completions)],
+        "replaced": [asdict(replace(each, texts=None)) for each in graded.replaced],
+    }
+
+    def write() -> None:
+        if jax.process_index() == 0:
+            run.rollouts.mkdir(parents=True, exist_ok=True)
+            coded = np.frombuffer(json.dumps(about).encode(), np.uint8)
+            write_arrays(rollout_file(run, step), {**arrays, ABOUT: coded})
+
+    multihost.all_or_raise(write)
+
+
+def read_rollout(run: RunDir, step: int, group: int, *, mesh: jax.sharding.Mesh) -> GradedBatch:
+    """Read what a step trained on, `group` rows for each problem, to the learner's mesh. Collective.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    path = rollout_file(run, step)
+
+    def read() -> tuple[dict[str, Any], dict[str, Any]]:
+        arrays = read_arrays(path)
+        try:
+            about = json.loads(arrays.pop(ABOUT).tobytes())
+            about["completions"] = [_completion(each) for each in about["completions"]]
+            about["replaced"] = [_completion(each) for each in about["replaced"]]
+            if not {each.name for each in fields(Rollout)}.issuperset(arrays):
+                raise KeyError("unknown arrays")
+            return arrays, about
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: wanted the rollout of a step, got other content ({error})") from error
+
+    arrays, about = multihost.all_or_raise(read)
+    own = named_sharding(mesh, "batch")
+    placed = {name: x if name in ON_HOST else multihost.to_devices(x, own) for name, x in arrays.items()}
+    return GradedBatch(rollout=Rollout(**placed), problems=[None] * (len(about["completions"]) // group), **about)
+
+
+def _completion(recorded: dict[str, Any]) -> Completion:
+    """Return a completion that `asdict` has written."""
+    turns, texts = recorded.pop("turns"), recorded.pop("texts")
+    rewards = tuple(recorded.pop("rewards"))
+    if turns is not None:
+        spans, own, environment = turns
+        turns = GradedTurns(tuple(map(tuple, spans)), tuple(own), environment)
+    return Completion(rewards=rewards, turns=turns, texts=None if texts is None else Texts(*texts), **recorded)
+
+
+def require_replayable(run: RunDir, experiment: Experiment, steps: range) -> None:
+    """Check that an experiment can train on the recorded rollouts of these steps of a run; else UserError."""
+    recorded = read_description(run)
+    if recorded is None:
+        raise UserError(f"{run.path} is not a gspax run (it has no experiment.json that can be read)")
+    missing = [step for step in steps if not rollout_file(run, step).exists()]
+    if missing:
+        first = f"got none of {len(missing)} of them, the first {missing[0]}"
+        raise UserError(f"{run.rollouts}: wanted the rollouts of steps {steps[0]} to {steps[-1]}, {first}")
+    changed = difference(recorded, describe(experiment))
+    if other := [line for line in changed if any(fnmatchcase(line.partition(":")[0], key) for key in SAME)]:
+        raise UserError(f"{run.path}: its rollouts are read as they were sampled; undo: {'; '.join(other)}")
+    passes, teacher, arrays = Passes(experiment), experiment.teacher, read_arrays(rollout_file(run, steps[0]))
+    if passes.samples_experts and "expert_BLTA" not in arrays:
+        raise UserError(f"routing_replay: wanted rollouts with the sampler's experts, {run.rollouts} has none")
+    if sampling_mask_size(experiment.sampling, experiment.model.vocab_size) and "kept_BTK" not in arrays:
+        raise UserError(f"sampling.mask_replay: wanted rollouts with sampling masks, {run.rollouts} has none")
+    if passes.sampling_policy:
+        raise UserError("center_scores: wanted the parameters that sampled, a rollout's record has none")
+    if teacher is not None and (teacher.models or teacher.prompt is not None):
+        raise UserError("teacher.models, teacher.prompt: wanted the problems, a rollout's record has none")

@@ -1,0 +1,82 @@
+"""Trains on the recorded rollouts of a run, from the run's state before them (`gspax replay-rollouts`).
+
+It is a run of its own directory, with the loop and the step of `gspax train`. Only the source of its rollouts differs:
+they come from files, and nothing is sampled or graded, for evaluations neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gspax.config import Experiment
+from gspax.errors import UserError
+from gspax.experiment.description import describe
+from gspax.experiment.origin import find_origin
+from gspax.learner.state import (
+    ADAPTERS,
+    MODEL,
+    abstract_params,
+    drop_frozen,
+    load_first,
+    load_start,
+    restore_state,
+    save_start,
+)
+from gspax.model.passes import Passes
+from gspax.rollout.runtime import make_runtime
+from gspax.run.checkpoints import Checkpoints, read_extra, save
+from gspax.run.directory import RunDir
+from gspax.run.manifest import finished_steps
+from gspax.training.loop import train_from_newest
+from gspax.training.open_training import Training, open_training
+from gspax.training.recorded_rollouts import read_rollout, require_replayable
+
+
+def replay(
+    experiment: Experiment,
+    source: RunDir,
+    steps: range,
+    workdir: Path,
+    report_to: Sequence[str] = ("tensorboard",),
+    *,
+    file: str | None = None,
+) -> None:
+    """Train in `workdir` on the recorded rollouts of a run; continue if `workdir` holds a checkpoint of it.
+
+    Args:
+      source: the run, which had `schedule.record_rollouts`.
+      steps: the steps whose rollouts to train on, from 1.
+      file: the experiment file; the new run stores a copy.
+
+    Raises:
+      UserError: the rollouts or the state before them are not recorded, or do not fit the experiment.
+      DivergedError: updates went wrong.
+    """
+    require_replayable(source, experiment, steps)
+    schedule = replace(experiment.schedule, steps=steps[-1], record_rollouts=False)
+    experiment = replace(experiment, schedule=schedule)
+    origin, runtime = find_origin(experiment, file), make_runtime(experiment)
+    with open_training(runtime, origin, workdir, report_to) as training:
+        if steps[0] > 1 and training.checkpoints.latest() is None:
+            start_from(source, steps[0] - 1, training)
+        group = experiment.sampling.group
+        train_from_newest(training, lambda step: read_rollout(source, step, group, mesh=runtime.mesh))
+
+
+def start_from(source: RunDir, step: int, training: Training) -> None:
+    """Save the state of another run after a step as a run's first checkpoint. UserError if there is none."""
+    runtime, run, experiment = training.runtime, training.run, training.runtime.experiment
+    model, lora, mesh, terms = experiment.model, experiment.lora, runtime.mesh, Passes(experiment).terms
+    if step not in (saved := finished_steps(source.checkpoints)):
+        has = f"after steps {', '.join(map(str, saved))}" if saved else "nowhere"
+        raise UserError(f"{source.path}: wanted a checkpoint before the first replayed step, after {step}, got {has}")
+    with Checkpoints(source.checkpoints, mesh=mesh) as checkpoints:
+        state = restore_state(source, checkpoints, model, runtime.optimizer, mesh, lora=lora, terms=terms, step=step)
+        extra = read_extra(checkpoints, step)
+    if lora is not None:
+        save_start(run, load_start(source, abstract_params(model, mesh), mesh), mesh)
+    if Passes(experiment).first_policy:
+        save_start(run, load_first(source, state, model, lora, mesh), mesh, MODEL if lora is None else ADAPTERS)
+    save(training.checkpoints, step, drop_frozen(state), {**extra, "experiment": describe(experiment)}, is_last=True)
