@@ -124,17 +124,14 @@ def test_a_replay_trains_on_the_recorded_rollouts(whole, runtime, tmp_path, monk
     monkeypatch.setattr(in_process, "sample", no_sampler)
     other = replace(experiment, loss=partial(losses.gspo, clip_low=0.01, clip_high=0.01), warm_start=None)
 
-    def make(e):
-        return make_runtime(e) if e.loss is other.loss else replace(runtime, experiment=e)
-
-    monkeypatch.setattr(replaying, "make_runtime", make)
     for steps, name, settings in (
         (range(3, 5), "later", experiment),
         (range(1, 3), "first", experiment),
         (range(3, 4), "loss", other),
     ):
         run = RunDir(tmp_path / name)
-        replaying.replay(settings, whole, steps, run.path)
+        own = make_runtime(other) if settings is other else replace(runtime, experiment=experiment)
+        replaying.replay(own, whole, steps, run.path)
         wanted = {row["step"]: row for row in timeless(whole) if "reward/mean" in row and row["step"] in steps}
         replayed = {row["step"]: row for row in timeless(run)}
         last, states = steps[-1], (final_state(run), final_state(whole, steps[-1] if settings is experiment else 2))
@@ -157,10 +154,10 @@ def test_a_replay_trains_on_the_recorded_rollouts(whole, runtime, tmp_path, monk
         ((3, 5), {"routing_replay": "sampler"}, "routing_replay: wanted rollouts with the sampler's experts"),
     ],
 )
-def test_a_replay_is_refused_in_a_sentence(steps, change, message, whole, runtime, tmp_path, monkeypatch):
-    monkeypatch.setattr(replaying, "make_runtime", lambda _: runtime)
+def test_a_replay_is_refused_in_a_sentence(steps, change, message, whole, runtime, tmp_path):
+    changed = replace(runtime, experiment=replace(experiment, **change))
     with pytest.raises(UserError, match=re.escape(message)) as refused:
-        replaying.replay(replace(experiment, **change), whole, range(*steps), tmp_path / "run")
+        replaying.replay(changed, whole, range(*steps), tmp_path / "run")
     assert "\n" not in str(refused.value)
 
 

@@ -124,6 +124,11 @@ class Term:
         return None
 
     @property
+    def reads_problems(self) -> str:
+        """Return the setting by which it reads a rollout's problems; empty if it does not."""
+        return ""
+
+    @property
     def opens(self) -> str:
         """The class that fills the term's columns, "package.module.Class" (`training.open_terms`); empty: none."""
         return ""

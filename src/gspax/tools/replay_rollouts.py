@@ -51,13 +51,16 @@ def execute(options: argparse.Namespace) -> int:
     if options.dry_run:
         return 0
     is_primary = processes.join("replay-rollouts", options, experiment)
+    from gspax.experiment.origin import find_origin
     from gspax.report.run_page import summarize
+    from gspax.rollout.runtime import make_runtime
     from gspax.run.directory import RunDir
     from gspax.training.replay import replay
 
     if options.run.absolute() == options.workdir.absolute():
         raise UserError(f"--workdir: wanted another directory than that of the run, got {options.workdir}")
-    replay(experiment, RunDir(options.run), options.steps, options.workdir, file=options.file)
+    origin, runtime = find_origin(experiment, options.file), make_runtime(experiment)
+    replay(runtime, RunDir(options.run), options.steps, options.workdir, origin=origin)
     if is_primary:
         display(summarize(options.workdir))
     return 0

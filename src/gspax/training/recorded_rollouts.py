@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspax.config import Experiment, sampling_mask_size
 from gspax.errors import UserError
 from gspax.experiment.description import describe, difference
 from gspax.model.passes import Passes
@@ -30,11 +29,7 @@ from gspax.types import Rollout
 ABOUT = "about"  # the entry of a file that has JSON, as bytes
 ON_HOST = ("prompt_length_B", "length_B", "finished_B", "reply_B", "passes_B")  # as `sampler.lengths_to_host`
 # What the rows of a rollout depend on: a replay with another value would read them wrongly
-SAME = (
-    *("tokenizer", "tokenizer.*", "model.vocab_size", "environment", "environment.*"),
-    *("sampling.prompts", "sampling.group", "sampling.max_prompt_tokens", "sampling.max_tokens"),
-    *("sampling.temperature", "sampling.top_k", "sampling.top_p", "sampling.min_p", "sampling.mask_replay"),
-)
+SAME = ("tokenizer", "tokenizer.*", "model.vocab_size", "environment", "environment.*", "sampling.*")
 
 
 def rollout_file(run: RunDir, step: int) -> Path:
@@ -99,7 +94,7 @@ def _completion(recorded: dict[str, Any]) -> Completion:
     return Completion(rewards=rewards, turns=turns, texts=None if texts is None else Texts(*texts), **recorded)
 
 
-def require_replayable(run: RunDir, experiment: Experiment, steps: range) -> None:
+def require_replayable(run: RunDir, passes: Passes, steps: range) -> None:
     """Check that an experiment can train on the recorded rollouts of these steps of a run; else UserError."""
     recorded = read_description(run)
     if recorded is None:
@@ -108,15 +103,13 @@ def require_replayable(run: RunDir, experiment: Experiment, steps: range) -> Non
     if missing:
         first = f"got none of {len(missing)} of them, the first {missing[0]}"
         raise UserError(f"{run.rollouts}: wanted the rollouts of steps {steps[0]} to {steps[-1]}, {first}")
-    changed = difference(recorded, describe(experiment))
+    changed = difference(recorded, describe(passes.experiment))
     if other := [line for line in changed if any(fnmatchcase(line.partition(":")[0], key) for key in SAME)]:
         raise UserError(f"{run.path}: its rollouts are read as they were sampled; undo: {'; '.join(other)}")
-    passes, teacher, arrays = Passes(experiment), experiment.teacher, read_arrays(rollout_file(run, steps[0]))
-    if passes.samples_experts and "expert_BLTA" not in arrays:
+    if passes.samples_experts and "expert_BLTA" not in read_arrays(rollout_file(run, steps[0])):
         raise UserError(f"routing_replay: wanted rollouts with the sampler's experts, {run.rollouts} has none")
-    if sampling_mask_size(experiment.sampling, experiment.model.vocab_size) and "kept_BTK" not in arrays:
-        raise UserError(f"sampling.mask_replay: wanted rollouts with sampling masks, {run.rollouts} has none")
     if passes.sampling_policy:
         raise UserError("center_scores: wanted the parameters that sampled, a rollout's record has none")
-    if teacher is not None and (teacher.models or teacher.prompt is not None):
-        raise UserError("teacher.models, teacher.prompt: wanted the problems, a rollout's record has none")
+    for term in passes.terms:
+        if term.reads_problems:
+            raise UserError(f"{term.reads_problems}: wanted the problems, a rollout's record has none")

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gspax.config import Experiment
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.experiment.origin import find_origin
+from gspax.experiment.origin import Origin
 from gspax.learner.state import (
     ADAPTERS,
     MODEL,
@@ -25,9 +24,9 @@ from gspax.learner.state import (
     save_start,
 )
 from gspax.model.passes import Passes
-from gspax.rollout.runtime import make_runtime
+from gspax.rollout.runtime import Runtime
 from gspax.run.checkpoints import Checkpoints, read_extra, save
-from gspax.run.directory import RunDir
+from gspax.run.directory import NOWHERE, RunDir
 from gspax.run.manifest import finished_steps
 from gspax.training.loop import train_from_newest
 from gspax.training.open_training import Training, open_training
@@ -35,33 +34,32 @@ from gspax.training.recorded_rollouts import read_rollout, require_replayable
 
 
 def replay(
-    experiment: Experiment,
+    runtime: Runtime,
     source: RunDir,
     steps: range,
     workdir: Path,
     report_to: Sequence[str] = ("tensorboard",),
     *,
-    file: str | None = None,
+    origin: Origin = NOWHERE,
 ) -> None:
     """Train in `workdir` on the recorded rollouts of a run; continue if `workdir` holds a checkpoint of it.
 
     Args:
       source: the run, which had `schedule.record_rollouts`.
       steps: the steps whose rollouts to train on, from 1.
-      file: the experiment file; the new run stores a copy.
+      origin: of the experiment; the new run stores a copy of its files.
 
     Raises:
       UserError: the rollouts or the state before them are not recorded, or do not fit the experiment.
       DivergedError: updates went wrong.
     """
-    require_replayable(source, experiment, steps)
-    schedule = replace(experiment.schedule, steps=steps[-1], record_rollouts=False)
-    experiment = replace(experiment, schedule=schedule)
-    origin, runtime = find_origin(experiment, file), make_runtime(experiment)
+    require_replayable(source, Passes(runtime.experiment), steps)
+    schedule = replace(runtime.experiment.schedule, steps=steps[-1], record_rollouts=False)
+    runtime = replace(runtime, experiment=replace(runtime.experiment, schedule=schedule))
     with open_training(runtime, origin, workdir, report_to) as training:
         if steps[0] > 1 and training.checkpoints.latest() is None:
             start_from(source, steps[0] - 1, training)
-        group = experiment.sampling.group
+        group = runtime.experiment.sampling.group
         train_from_newest(training, lambda step: read_rollout(source, step, group, mesh=runtime.mesh))
 
 

@@ -73,6 +73,11 @@ class TeacherTerm(Term):
         return Comparison(CompareKept(kept, by_policy), hidden_states, earlier_parameters) if kept else None
 
     @property
+    def reads_problems(self) -> str:
+        """Return which setting reads problems, if one does."""
+        return "teacher.models" if self.settings.models else "teacher.prompt" if self.settings.prompt else ""
+
+    @property
     def opens(self) -> str:
         return "gspax.training.teaching.Teaching"
 
