@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from gspax.learner.updates import first_adapted
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
@@ -72,11 +71,8 @@ def train(
                 go_back(training.run, training.checkpoints, problem, experiment.guard)
 
 
-def train_from_newest(training: Training, recorded: Callable[[int], GradedBatch] | None = None) -> None:
+def train_from_newest(training: Training) -> None:
     """Restore the newest checkpoint, or start, and run the steps that are left.
-
-    Args:
-      recorded: reads the rollout of a step. Nothing is sampled then, for evaluations neither.
 
     Raises:
       DivergedError: updates went wrong; their results are not saved.
@@ -84,7 +80,7 @@ def train_from_newest(training: Training, recorded: Callable[[int], GradedBatch]
     """
     runtime, run, checkpoints = training.runtime, training.run, training.checkpoints
     experiment, schedule = runtime.experiment, runtime.experiment.schedule
-    in_flight = InFlight(Skipped(experiment.sampling.max_failed), recorded=recorded)
+    in_flight = InFlight(Skipped(experiment.sampling.max_failed), recorded=training.recorded)
     if schedule.record_rollouts:
         in_flight.record = partial(write_rollout, run)
     in_flight.skipped.load(run.skipped)
@@ -108,7 +104,7 @@ def train_from_newest(training: Training, recorded: Callable[[int], GradedBatch]
         open_log(training, done) as log,
         interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started and guard.is_sound else None),
     ):
-        due = recorded is None and (done == 0 or is_due(schedule.eval_every))
+        due = training.recorded is None and (done == 0 or is_due(schedule.eval_every))
         if due and not log.recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             log.write_evaluation(done, state)
         others = experiment.model, experiment.lora, runtime.mesh
@@ -123,7 +119,7 @@ def train_from_newest(training: Training, recorded: Callable[[int], GradedBatch]
                 raise problem
             if is_due(schedule.eval_every):
                 log.recorder.write_samples(done, result.samples.to_json())
-                if recorded is None:
+                if training.recorded is None:
                     log.write_evaluation(done, state)
             is_last = done == schedule.steps
             if is_due(schedule.checkpoint_every) and (guard.is_sound or is_last):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from gspax.errors import UserError
@@ -60,7 +61,8 @@ def replay(
         if steps[0] > 1 and training.checkpoints.latest() is None:
             start_from(source, steps[0] - 1, training)
         group = runtime.experiment.sampling.group
-        train_from_newest(training, lambda step: read_rollout(source, step, group, mesh=runtime.mesh))
+        recorded = partial(read_rollout, source, group=group, mesh=runtime.mesh)
+        train_from_newest(training._replace(recorded=recorded))
 
 
 def start_from(source: RunDir, step: int, training: Training) -> None:
