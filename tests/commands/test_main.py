@@ -158,6 +158,7 @@ def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
         (["train"], "the following arguments are required: FILE"),
         (["train", STUB], "wanted --workdir DIR"),
         (["train", STUB, "--workdir", "w", "--devices", "2"], "--devices is for --dry-run"),
+        (["train", STUB, "--workdir", "w", "--all-settings"], "--all-settings is for --dry-run"),
         (["train", STUB, "--dry-run", "--devices", "0"], "wanted an integer of at least 1, got '0'"),
         (["train", STUB, "--dryrun", "--workdir", "w"], "unrecognized arguments: --dryrun"),
         (["train", "none.py", "--dry-run"], "none.py: there is no such file"),

@@ -259,6 +259,51 @@ def test_overridden_keys_are_marked():
     assert "\n* " not in render(plan(EXPERIMENT, 1))
 
 
+def printed_settings(experiment, overridden=(), **options):
+    text = render(plan(experiment, 2, overridden=overridden), **options).partition("\n\n")[0]
+    return {(words := line[2:].partition(" "))[0]: words[2].strip() for line in text.splitlines()[1:]}
+
+
+def test_settings_at_their_defaults_are_printed_on_request():
+    moved = override(EXPERIMENT, ["optimizer.transform.b1=0.8", "loss.clip_low=1e-4", "guard=gspax.config.Guard"])
+    moved = replace(moved, placement=config.Placement(devices=1), reference=config.Reference())
+    found = printed_settings(moved, ["evaluation.samples"])
+    for key, value in (("optimizer.transform.b1", "0.8"), ("loss.clip_low", "1e-4"), ("placement.devices", "1")):
+        assert found[key] == value
+    assert found["reward"] == "experiment_file.reward" and "reward.source-hash" not in found
+    assert found["reference"] == "gspax.config.Reference", "a setting although its own fields have their defaults"
+    assert found["evaluation.samples"] == "1", "given on the command line"
+    assert not {"optimizer.transform.b2", "guard", "guard.rollbacks", "sampling", "mesh", "seed"} & {*found}
+    everything = printed_settings(EXPERIMENT, all_settings=True)
+    assert {"optimizer.transform.b2", "guard.rollbacks", "seed", "reward.source-hash"} <= {*everything}
+    title = render(plan(EXPERIMENT, 2)).splitlines()[0]
+    assert title == f"Settings that differ from the defaults (--all-settings lists all {len(everything)})"
+
+
+def test_operations_are_counted_by_hand():
+    """Two per weight and token, and attention to half a row: 4 per token, dimension of all heads, and position."""
+    dense = replace(CONFIGS["dense"], vocab_size=EXPERIMENT.model.vocab_size)
+    found = plan(override(replace(EXPERIMENT, model=dense), ["schedule.epochs=2", "schedule.steps=3"]), 1)
+    sampling, heads = EXPERIMENT.sampling, dense.num_attention_heads * dense.head_dim * dense.num_hidden_layers
+
+    def forward(length):
+        weights = dense.num_hidden_layers * (
+            2 * dense.hidden_size * dense.head_dim * (dense.num_attention_heads + dense.num_key_value_heads)
+            + 3 * dense.hidden_size * dense.intermediate_size
+        )
+        return 2 * (weights + dense.vocab_size * dense.hidden_size) + 4 * heads * length / 2
+
+    prompt, longest = sampling.max_prompt_tokens, sampling.max_prompt_tokens + sampling.max_tokens
+    rows = sampling.prompts * sampling.group
+    step = forward(prompt) * sampling.prompts * prompt + forward(longest) * rows * (
+        sampling.max_tokens + (3 * 2 + 1) * longest
+    )
+    found = re.search(r"at most (\S+) MFLOP a step, (\S+) MFLOP in total", render(found)).groups()
+    of_a_step, in_total = (1e6 * float(number) for number in found)
+    assert of_a_step == pytest.approx(step, rel=0.03), "the norms' weights count too"
+    assert in_total == pytest.approx(3 * of_a_step, rel=5e-3)
+
+
 def test_a_disaggregated_sampler_holds_pushed_parameters_and_no_moments():
     half = replace(EXPERIMENT, model=replace(EXPERIMENT.model, dtype="bfloat16"))
     apart = replace(half, placement=config.Placement(devices=2, staleness=2))

@@ -58,7 +58,7 @@ def add_source(parser: Parser) -> None:
 
 
 def add_dry_run(parser: Parser) -> None:
-    """Add `--workdir`, and `--dry-run` with its `--devices` and `--device-memory`."""
+    """Add `--workdir`, and `--dry-run` with its `--devices`, `--device-memory`, and `--all-settings`."""
     parser.add_argument("--workdir", type=to_path, metavar="DIR", help="the run directory (not needed for a dry run)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print settings and costs, and stop")
     parser.add_argument("--devices", type=at_least(1), metavar="N", help="devices that a dry run assumes (default: 1)")
@@ -67,6 +67,9 @@ def add_dry_run(parser: Parser) -> None:
         type=at_least(1),
         metavar="GIB",
         help="with --dry-run: check that the arrays fit a device",
+    )
+    parser.add_argument(
+        "--all-settings", action="store_true", help="with --dry-run: print the settings with their defaults too"
     )
 
 
@@ -111,6 +114,13 @@ def size(text: str) -> int:
     return int(match[1]) * {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
 
 
+OF_DRY_RUN = {  # options of a dry run alone, and what a run does instead
+    "devices": "a run uses all devices that it finds",
+    "device_memory": "a run uses the memory that it finds",
+    "all_settings": "a run writes all settings to experiment.json",
+}
+
+
 def load_experiment(
     options: argparse.Namespace, recorded: Mapping[str, Any] | None = None, *, for_sft: bool = False
 ) -> Experiment:
@@ -134,10 +144,9 @@ def load_experiment(
     from gspax.experiment.validation.first_calls import check_calls
 
     dry_run = getattr(options, "dry_run", False)
-    if getattr(options, "devices", None) is not None and not dry_run:
-        raise UserError("--devices is for --dry-run; a run uses all devices that it finds")
-    if getattr(options, "device_memory", None) is not None and not dry_run:
-        raise UserError("--device-memory is for --dry-run; a run uses the memory that it finds")
+    for name, instead in OF_DRY_RUN.items():
+        if getattr(options, name, None) and not dry_run:
+            raise UserError(f"--{name.replace('_', '-')} is for --dry-run; {instead}")
     if not dry_run and "workdir" in options and options.workdir is None:
         raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
     if getattr(options, "workdir", None) is not None:
@@ -164,7 +173,7 @@ def load_experiment(
             planned = plan.plan(experiment, devices or 1, overridden=keys)
             if getattr(options, "workdir", None) is not None:
                 notes += _check_workdir(options.workdir, experiments.describe(experiment), planned.checkpoint)
-            display(plan.render(planned))
+            display(plan.render(planned, all_settings=options.all_settings))
             if options.device_memory and (wrong := plan.memory_problems(planned, options.device_memory)):
                 raise UserError("\n".join(wrong))
     finally:

@@ -147,6 +147,26 @@ def complete(description: object) -> Any:
     }
 
 
+def without_defaults(description: object) -> Any:
+    """Return a description without the fields and keywords that have their defaults.
+
+    The name of a class of `gspax.config` is left out too: the field has no other class.
+    """
+    if isinstance(description, list):
+        return [without_defaults(item) for item in description]
+    if not isinstance(description, Mapping):
+        return description
+    kind = str(description.get("type", description.get("function")))
+    defaults = {name: complete(describe(value)) for name, value in _defaults(lookup(kind))}
+    left = {
+        key: without_defaults(value)
+        for key, value in description.items()
+        if key not in defaults or complete(value) != defaults[key]
+    }
+    is_plain = "type" in left and kind.startswith("gspax.config.")
+    return {key: value for key, value in left.items() if not (is_plain and key == "type")}
+
+
 def _defaults(kind: object) -> Iterator[tuple[str, object]]:
     """Yield the keywords of a function, or the fields of a dataclass, that have a default.
 

@@ -20,7 +20,7 @@ from gspax.config import (
     updates_per_step,
     with_vocabulary,
 )
-from gspax.experiment.description import describe, flatten, reward_names, show
+from gspax.experiment.description import SOURCE, describe, flatten, reward_names, show, without_defaults
 from gspax.experiment.explanation import objective_lines
 from gspax.model.passes import Passes
 from gspax.model.sizes import (
@@ -28,6 +28,7 @@ from gspax.model.sizes import (
     active_parameter_count,
     checkpointed_bytes,
     choose_sampler_layout,
+    forward_flops,
     learner_bytes,
     optimizer_bytes,
     parameter_count,
@@ -122,17 +123,13 @@ def _held_models(passes: Passes) -> Iterator[tuple[str, ModelConfig]]:
             yield each.name, with_vocabulary(each.model, passes.experiment.model)
 
 
-def render(plan: Plan) -> str:
-    """The plan as text."""
+def render(plan: Plan, *, all_settings: bool = False) -> str:
+    """The plan as text, after the settings that differ from their defaults, or after all of them."""
     experiment, sampling = plan.experiment, plan.experiment.sampling
-    settings, is_divided = flatten(describe(experiment)), experiment.placement is not None
-    lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
-    width = max(map(len, settings))
-    for key, value in settings.items():
-        mark = "*" if any(f"{key}.".startswith(f"{overridden}.") for overridden in plan.overridden) else " "
-        lines.append(f"{mark} {key:<{width}}  {_short(value)}")
+    is_divided = experiment.placement is not None
     sizes, rows = plan.sizes, sampling.prompts * sampling.group
-    lines += [
+    lines = [
+        *_settings(plan, all_settings=all_settings),
         "",
         f"Model       {_parameters(experiment.model)} (embedding and head counted in both)",
         *(f"{name.capitalize():<12}{_parameters(model)}" for name, model in _held_models(Passes(experiment))),
@@ -141,6 +138,7 @@ def render(plan: Plan) -> str:
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
         *_explain_sampler(plan),
         *(f"{name:<12}{text}" for name, text in _work(plan)),
+        f"Compute     {_compute(plan)}",
     ]
     if sizes.slots < rows and experiment.engine is None:
         lines.append(f"Slots       {sizes.slots:,} rows sampled at once; a slot of a finished row takes the next")
@@ -165,8 +163,24 @@ def render(plan: Plan) -> str:
     lines += [f"  {line}" for line in objective_lines(Passes(experiment))]
     if plan.host:
         lines += ["", f"In host memory, for each device: the optimizer state, {_bytes(plan.host)}"]
-    lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included"]
+    lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included, and a bound on the"]
+    lines += ["time of a step on a TPU; `gspax bench` measures a step on this machine"]
     return "\n".join(lines)
+
+
+def _settings(plan: Plan, *, all_settings: bool) -> list[str]:
+    """The lines of the settings; those of the command line are among them and marked."""
+    description = describe(plan.experiment)
+    everything, other = flatten(description), {*flatten(without_defaults(description))}
+    given = [key for key in everything if any(f"{key}.".startswith(f"{name}.") for name in plan.overridden)]
+    other = {key for key in other if not key.endswith(SOURCE)}
+    shown = {key: value for key, value in everything.items() if all_settings or key in other or key in given}
+    title = "All settings" if all_settings else "Settings that differ from the defaults"
+    notes = ["* given on the command line"] if given else []
+    notes += [] if all_settings else [f"--all-settings lists all {len(everything)}"]
+    width = max(map(len, shown))
+    lines = [f"{'*' if key in given else ' '} {key:<{width}}  {_short(value)}" for key, value in shown.items()]
+    return [title + (f" ({'; '.join(notes)})" if notes else ""), *lines]
 
 
 def overview(plan: Plan) -> list[tuple[str, str]]:
@@ -197,6 +211,18 @@ def _work(plan: Plan) -> list[tuple[str, str]]:
         ("One step", step),
         ("In total", f"{steps:,} steps, {steps * updates:,} updates, at most {steps * trained_on:,} tokens"),
     ]
+
+
+def _compute(plan: Plan) -> str:
+    """The floating-point operations of a step and of the run, where every text is as long as it may be."""
+    experiment, schedule = plan.experiment, plan.experiment.schedule
+    sampling, model = experiment.sampling, experiment.model
+    rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
+    passes = 3 * schedule.epochs + (Passes(experiment).old_logp == "pass")  # a backward pass counts as two
+    step = forward_flops(model, length) * rows * (sampling.max_tokens + passes * length)
+    step += forward_flops(model, sampling.max_prompt_tokens) * sampling.prompts * sampling.max_prompt_tokens
+    total = _operations(step * schedule.steps)
+    return f"at most {_operations(step)} a step, {total} in total, on all devices together; evaluations come on top"
 
 
 def _layers(model: ModelConfig) -> str:
@@ -282,6 +308,13 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return f"{number:,}"
+
+
+def _operations(number: float) -> str:
+    units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"]
+    while number >= 1000 and len(units) > 1:
+        number, units = number / 1000, units[1:]
+    return f"{number:.3g} {units[0]}"
 
 
 def _bytes(number: int) -> str:
