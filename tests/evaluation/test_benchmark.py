@@ -31,6 +31,7 @@ from gspax.rollout import grading, in_process
 from gspax.rollout.completion import Completion, Texts
 from gspax.rollout.in_process import InProcess
 from gspax.run.directory import RunDir
+from gspax.run.progress import PhaseBar
 from gspax.run.record import read_rows
 from gspax.sampler.placement import make_sampler
 from gspax.training import loop
@@ -70,7 +71,7 @@ def policy():
 def run(policy, task=TASK, **sampling):
     task = benchmark.apply_defaults(task, policy)
     changed = replace(policy, settings=replace(experiment, sampling=replace(experiment.sampling, **sampling)))
-    return list(benchmark.run_task(task, changed, jax.random.key(0)))
+    return list(benchmark.run_task(task, changed, jax.random.key(0), PhaseBar(task.problems, task.name)))
 
 
 def test_a_sample_does_not_depend_on_chunks_or_slots(policy):

@@ -16,6 +16,8 @@ from gspax.report import statistics
 from gspax.rewards.scores import reward_calls
 from gspax.rollout import in_process
 from gspax.rollout.in_process import InProcess
+from gspax.run import progress
+from gspax.run.progress import PhaseBar
 from gspax.sampler import sampler
 from gspax.sampler.placement import make_sampler
 from gspax.types import Rollout
@@ -47,7 +49,8 @@ def run(experiment, devices=1, seed=0):
     sampler = InProcess(make_sampler(experiment.model, mesh, mesh))
     policy = Policy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
-        return benchmark.evaluate_heldout(policy, jax.random.key(seed), experiment.data, rewards)
+        bar = PhaseBar(experiment.evaluation.problems, "held-out problems")
+        return benchmark.evaluate_heldout(policy, jax.random.key(seed), experiment.data, rewards, bar)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Counted(HeldoutOnly):
 def test_no_problem_is_evaluated_twice():
     """Repetitions would make the interval too narrow."""
     wanted, _, _ = run(small())
+    assert progress._phases.part == f" held-out problems, {PROBLEMS} of {PROBLEMS} done"
     more = replace(small(), data=Counted(), evaluation=config.Evaluation(problems=3 * PROBLEMS, samples=SAMPLES))
     assert run(more)[0] == wanted
 

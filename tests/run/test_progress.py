@@ -142,6 +142,18 @@ def test_a_bar_shows_the_phase_of_a_long_step(monkeypatch):
         wait_for(file, "sampling (the first step compiles: 0 programs so far), 0:00 so far")
 
 
+def test_a_phase_shows_how_much_of_it_is_done():
+    with progress.track(20, 4, "sort", console=Console(file=io.StringIO())) as bar:
+        bar.update(5, {})
+        progress.phase("evaluating")
+        inner = progress.PhaseBar(1200, "held-out problems")
+        assert bar._clock.waiting()[2] == "evaluating held-out problems, 0 of 1,200 done, 0:00 so far"
+        inner.update(64, {"reward": 0.5})
+        assert bar._clock.waiting()[2] == "evaluating held-out problems, 64 of 1,200 done, 0:00 so far"
+        progress.phase("sampling")
+        assert bar._clock.waiting()[2] == "sampling, 0:00 so far"
+
+
 def test_the_last_line_promises_no_time():
     assert "left" not in show(terminal=False).splitlines()[-1]
 

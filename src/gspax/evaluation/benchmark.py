@@ -35,7 +35,7 @@ from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare
 from gspax.run import interrupt
-from gspax.run.progress import Bar
+from gspax.run.progress import Bar, PhaseBar
 from gspax.sampler.sampler import lengths_to_host, make_options
 from gspax.types import Array, Stream
 
@@ -200,7 +200,7 @@ def _at_most(problems: int, data: HeldoutProblems) -> int:
 
 
 def evaluate_heldout(
-    policy: Policy, key: Array, data: HeldoutProblems, rewards: Calls[Result], bar: Bar | None = None
+    policy: Policy, key: Array, data: HeldoutProblems, rewards: Calls[Result], bar: Bar | PhaseBar
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
     """Compute mean held-out rewards; return them, samples for the report, and failed completions. Collective.
 
@@ -227,7 +227,7 @@ def evaluate_heldout(
         if ids.stop == problems:
             left_out.warn(problems)
         check_evaluation(usable, rewards, "evaluation", is_last=ids.stop == problems)
-        if bar is not None and usable:
+        if usable:
             bar.update(ids.stop, {"reward": sum(completion.reward for completion in usable) / len(usable)})
     if not usable:
         raise UserError(f"evaluation: wanted held-out problems, got none of {problems} that can be used")
@@ -261,7 +261,7 @@ def apply_defaults(task: Task, policy: Policy) -> Task:
     )
 
 
-def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> Iterator[list[TaskSample]]:
+def run_task(task: Task, policy: Policy, key: Array, bar: Bar | PhaseBar) -> Iterator[list[TaskSample]]:
     """Sample a task in chunks of whole problems, with the N samples of a problem adjacent. Collective.
 
     Args:
@@ -287,7 +287,7 @@ def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> 
                 left_out.warn(task.problems)
             chunk = gather_texts(list(sampled.values()))
             completions += chunk
-            if bar is not None and completions:
+            if completions:
                 bar.update(
                     ids.stop, {"reward": sum(completion.reward for completion in completions) / len(completions)}
                 )

@@ -70,7 +70,8 @@ def evaluate(
     """
     experiment = runtime.experiment
     policy, key = _make_policy(runtime, state)
-    values, shown, failed = evaluate_heldout(policy, key, experiment.data, runtime.rewards)
+    bar = progress.PhaseBar(count_heldout(experiment.evaluation, experiment.data), "held-out problems")
+    values, shown, failed = evaluate_heldout(policy, key, experiment.data, runtime.rewards, bar)
     for task in experiment.evaluation.tasks:
         values |= metrics(task.name, evaluate_task(task, policy, key, folder))
     return values, shown, failed
@@ -178,7 +179,9 @@ def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show:
         if primary:
             stack.enter_context(naming(part))
             file = stack.enter_context(part.open("w", encoding="utf-8"))
-        bar = stack.enter_context(progress.track(task.problems, title=task.name, every=1)) if show else None
+        bar: progress.Bar | progress.PhaseBar = progress.PhaseBar(task.problems, f"problems of {task.name}")
+        if show:
+            bar = stack.enter_context(progress.track(task.problems, title=task.name, every=1))
         for chunk in run_task(task, policy, key, bar):
             samples += chunk
             if file is not None:

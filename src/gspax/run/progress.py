@@ -44,12 +44,13 @@ class _Phases:
     name: str = ""
     since: float = 0.0
     has_ended: bool = False  # with its step, until another phase or step begins
+    part: str = ""  # how much of it is done, if that is counted
     took: dict[str, float] = field(default_factory=dict)
 
     def begin(self, name: str) -> None:
         if not self.has_ended:
             self.end()
-        self.name, self.since, self.has_ended = name, time.monotonic(), False
+        self.name, self.since, self.has_ended, self.part = name, time.monotonic(), False, ""
 
     def end(self) -> None:
         now = time.monotonic()
@@ -195,7 +196,7 @@ class _Clock:
             note = f" (the first step compiles: {self.compiled.programs} programs so far{following})"
         left = _phases.took.get(name, 0.0) - seconds
         promise = f", {_duration(left)} left" if left > 0 else ""
-        return self._marks[-1][0], seconds, f"{name}{note}, {_duration(seconds)} so far{promise}"
+        return self._marks[-1][0], seconds, f"{name}{_phases.part}{note}, {_duration(seconds)} so far{promise}"
 
 
 class Bar:
@@ -230,6 +231,18 @@ class Bar:
 
     def _silence(self) -> float:
         return time.perf_counter() - self._printed
+
+
+class PhaseBar:
+    """A bar for work inside a phase of a run, such as an evaluation: the run's own bar shows how much is done."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self._total, self._what = total, what
+        self.update(0, {})
+
+    def update(self, done: int, values: Mapping[str, float]) -> None:
+        """Note what is done; the values are not shown."""
+        _phases.part = f" {self._what}, {done:,} of {self._total:,} done"
 
 
 class _Phase(ProgressColumn):
