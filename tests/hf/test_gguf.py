@@ -275,6 +275,7 @@ BAD = {
     "rope": ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count: wanted 8 (head_dim), got 4"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type: wanted none, linear, or yarn"),
     "parts": ({"split.count": 2}, "split.count: wanted a whole model"),
+    "no tokenizer": (dict.fromkeys(TOKENIZER), "tokenizer.ggml.model: wanted gpt2 or llama, got null"),
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, 'tokenizer.ggml.model: wanted gpt2 or llama, got "bert"'),
     "pre": ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: wanted one of gpt-2, smollm, qwen2, llama-bpe"),
     "no stop": ({"tokenizer.ggml.eos_token_id": None}, "tokenizer.ggml.eos_token_id: wanted this key"),
