@@ -18,7 +18,7 @@ from gspax.experiment import validate
 from gspax.learner.diagnostics import make_route
 from gspax.learner.minibatches import make_select
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import init_state
+from gspax.learner.state import TrainedPolicy, init_state
 from gspax.learner.train_step import make_score, make_update
 from gspax.learner.updates import Steps, first_adapted
 from gspax.losses import correction, kl, selection, shaping
@@ -82,11 +82,8 @@ def step(*values):
     """The compiled update, shared by experiments with the same objective."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
     objective, replay = objective_of(variant), variant.routing_replay != "off"
-    settings, adaptive = (
-        tiny.settings(variant.model, MESH, routing_replay=replay),
-        variant.regularizers.adaptive_entropy,
-    )
-    return make_update(settings, objective, OPTIMIZER, adaptive_entropy=adaptive)
+    settings = tiny.settings(variant.model, MESH, routing_replay=replay)
+    return make_update(settings, objective, OPTIMIZER, regularizers=variant.regularizers)
 
 
 def train(changes, rollouts=2, seed=0):
@@ -104,7 +101,7 @@ def train(changes, rollouts=2, seed=0):
     steps = Steps(update, scored, route(variant.model), None, passes.scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = InProcess(make_sampler(variant.model, MESH, MESH))
-    runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
+    runtime = Runtime(variant, TrainedPolicy(variant.model, MESH, OPTIMIZER), steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
     adapted = first_adapted(variant.calibration, variant.regularizers)
     state = replace(state, adapted=jax.device_put(adapted, named_sharding(MESH)))

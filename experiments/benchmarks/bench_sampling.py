@@ -23,7 +23,7 @@ from gspax.config import Experiment, ModelConfig, Sampling
 from gspax.experiment import load
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
-from gspax.model.sizes import forward_flops, lookup_count, parameter_count, sampler_sizes, size_of
+from gspax.model.sizes import count_with_experts, forward_flops, lookup_count, sampler_sizes, size_of
 from gspax.parallel import multihost
 from gspax.parallel.sharding import AXES
 from gspax.rollout.runtime import make_runtime
@@ -92,7 +92,7 @@ def bytes_needed(model: ModelConfig, sampling: Sampling, length_B: list[int]) ->
     at_once = min(sampling.slots or len(length_B), len(length_B))
     steps = max(max(length_B), math.ceil(sum(length_B) / at_once))
     experts = min(model.num_experts, at_once * model.num_experts_per_tok)
-    weights = parameter_count(model, experts) - lookup_count(model)
+    weights = count_with_experts(model, experts) - lookup_count(model)
     completions = sum(length * (length + 1) / 2 for length in length_B)
     groups = [length_B[first : first + sampling.group] for first in range(0, len(length_B), sampling.group)]
     prompt = sampling.max_prompt_tokens * sum(map(max, groups))

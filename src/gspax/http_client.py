@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
@@ -70,8 +70,8 @@ class Client:
         self._all: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 
-    def get(self, path: str, *, timeout: float | None = None) -> Any:
-        """Request a path and return the parsed answer."""
+    def get(self, path: str, *, timeout: float = 0) -> Any:
+        """Request a path and return the parsed answer, within `timeout` seconds if it is not 0."""
         return self._call(Call("GET", path, None, SMALL), timeout)
 
     def post(
@@ -79,19 +79,21 @@ class Client:
         path: str,
         body: object = None,
         *,
-        query: Mapping[str, str] | None = None,
-        timeout: float | None = None,
+        query: Sequence[tuple[str, str]] = (),
+        timeout: float = 0,
         most: int = SMALL,
     ) -> Any:
         """Send a body and return the parsed answer, of at most `most` bytes; None for an empty one.
+
+        It must come within `timeout` seconds, or if that is 0 within those of every request.
 
         Raises:
           UnreachableError, RefusedError: as above; the message names the address.
         """
         return self._call(Call("POST", path + (f"?{urlencode(query)}" if query else ""), body, most), timeout)
 
-    def _call(self, call: Call, timeout: float | None) -> Any:
-        limit = self.timeout if timeout is None else timeout
+    def _call(self, call: Call, timeout: float) -> Any:
+        limit = timeout or self.timeout
         end = time.monotonic() + limit
         for fresh in (False, True):  # a kept connection may have been closed by the server since its last answer
             connection = self._connection(fresh)

@@ -16,7 +16,7 @@ from gspax.config import optimizers
 from gspax.experiment.plan import plan
 from gspax.learner import adapters
 from gspax.learner.optimizer import learning_rate, make_optimizer
-from gspax.learner.state import abstract_state
+from gspax.learner.state import TrainedPolicy, abstract_state
 from gspax.model import transformer
 from gspax.model.low_rank import partition
 from gspax.parallel import sharding
@@ -51,7 +51,7 @@ def test_any_optimizers_state_is_sharded_offloaded_and_has_a_master_copy(name):
 
     def stepped(settings, mesh):
         optimizer = make_optimizer(settings, "bfloat16")
-        wanted = abstract_state(model, optimizer, mesh)
+        wanted = abstract_state(TrainedPolicy(model, mesh, optimizer))
         params = random_like(wanted.params)
 
         def update(params, grads):
@@ -79,7 +79,7 @@ def test_any_optimizers_state_is_sharded_offloaded_and_has_a_master_copy(name):
 
 def test_an_adamw_state_is_sharded_like_the_parameters():
     mesh = sharding.make_mesh(config.Mesh(data=2, fsdp=4))
-    wanted = abstract_state(MODEL, make_optimizer(config.Optimizer()), mesh)
+    wanted = abstract_state(TrainedPolicy(MODEL, mesh, make_optimizer(config.Optimizer())))
     adam = wanted.opt_state[1][0]
     for moments in (adam.mu, adam.nu):
         jax.tree.map(lambda moment, param: chex.assert_equal(moment.sharding, param.sharding), moments, wanted.params)

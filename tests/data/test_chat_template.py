@@ -340,7 +340,7 @@ def test_unfinished_thinking_is_no_answer_where_the_prompt_opens_it(folders, nam
     for text in ("so maybe \\boxed{18}. But", "so 18\n</think>\n\n\\boxed{18}"):
         finished = {0: np.array(tokenizer.encode_completion(text))}
         own = {"tokenizer": tokenizer, "calls": calls, "group": 1, "openings": {0: opening}}
-        start_rewards([problem], {}, finished, **own)
+        start_rewards({0: problem}, {}, finished, **own)
     cut, whole = seen
     assert (tasks.vote_answer(cut), tasks.vote_answer(whole)) == (None, "18")
     assert split_thinking(cut)[1] == "" and split_thinking(whole)[1] == "\\boxed{18}"

@@ -65,7 +65,7 @@ TASK = config.Task(name="parity", data=Held(), reward=parity, vote=vote, samples
 def policy():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = InProcess(make_sampler(experiment.model, mesh, mesh))
-    return benchmark.Policy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
+    return benchmark.EvaluatedPolicy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
 
 
 def run(policy, task=TASK, **sampling):

@@ -10,7 +10,7 @@ from small_experiment import experiment
 
 from gspax import config
 from gspax.evaluation import benchmark
-from gspax.evaluation.benchmark import Policy, split_problems
+from gspax.evaluation.benchmark import EvaluatedPolicy, split_problems
 from gspax.parallel.sharding import make_mesh
 from gspax.report import statistics
 from gspax.rewards.scores import reward_calls
@@ -47,7 +47,7 @@ def small(**sampling):
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
     sampler = InProcess(make_sampler(experiment.model, mesh, mesh))
-    policy = Policy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
+    policy = EvaluatedPolicy(sampler, sampler.push(tiny.params(experiment.model), 0), experiment)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
         bar = PhaseBar(experiment.evaluation.problems, "held-out problems")
         return benchmark.evaluate_heldout(policy, jax.random.key(seed), experiment.data, rewards, bar)

@@ -219,7 +219,7 @@ def test_with_adapters_only_their_state_is_counted_as_trained(changes):
     changes = ["lora=gspax.config.Lora", "lora.rank=3", "reference=gspax.config.Reference", *changes]
     made = override(EXPERIMENT, changes)
     factors = sum(leaf.size for leaf in jax.tree.leaves(adapters.abstract(made.model, made.lora)))
-    assert trained_count(made.model, made.lora) == factors
+    assert trained_count(made.trained) == factors
     found, whole = plan(made, 1), plan(replace(made, lora=None), 1)
     assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients"]
     assert found.learner["parameters, float32"] == whole.learner["parameters, float32"]

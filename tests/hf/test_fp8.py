@@ -110,9 +110,9 @@ def test_any_part_is_that_of_the_whole(shape, tmp_path):
         assert tensors.read(narrow).tobytes() == product[first:last].tobytes()
         part = tensors.Part(1, 0, 1, 2)
         half = product[first:last].reshape(-1)[: product[first:last].size // 2]
-        assert tensors.read(narrow, part=part).tobytes() == half.tobytes()
+        assert tensors.read_part(narrow, part).tobytes() == half.tobytes()
     columns = tensors.Part(int(np.prod(shape[:-1])), 3, 50, shape[-1])
-    assert tensors.read(stored, part=columns).tobytes() == np.ascontiguousarray(product[..., 3:53]).tobytes()
+    assert tensors.read_part(stored, columns).tobytes() == np.ascontiguousarray(product[..., 3:53]).tobytes()
 
 
 def test_whole_blocks_are_those_of_transformers(tmp_path):

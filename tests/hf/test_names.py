@@ -121,7 +121,7 @@ def test_parameters_that_share_a_tensor_are_written_and_read_as_its_parts(name, 
         tensors.write(stored["tensor"], names.to_published(row, arrays[row]), parts[row])
     np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["tensor"], expected)
     for row in joined:
-        flat = tensors.read(stored["tensor"], part=parts[row])
+        flat = tensors.read_part(stored["tensor"], parts[row])
         np.testing.assert_array_equal(names.to_ours(row, flat, shapes[row]), arrays[row])
 
 

@@ -21,7 +21,7 @@ from gspax.learner import adapters
 from gspax.learner.state import abstract_adapters, load_adapters
 from gspax.model import transformer
 from gspax.model.low_rank import dense
-from gspax.model.sizes import trained_count
+from gspax.model.sizes import adapter_count
 from gspax.parallel.sharding import make_mesh
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
@@ -257,7 +257,7 @@ def test_weights_of_one_module_have_its_rank_together(name, tmp_path):
     """PEFT's product of the factors is that of each weight, in the rows that the weight has in the module."""
     config, lora, times = JOINED[name]
     shapes, rng = named_shapes(adapters.abstract(config, lora)), np.random.default_rng(0)
-    assert sum(map(math.prod, shapes.values())) == trained_count(config, lora)
+    assert sum(map(math.prod, shapes.values())) == adapter_count(config, lora)
     factors = {path: rng.standard_normal(shape, np.float32) for path, shape in shapes.items()}
     write_adapters(tmp_path, config, lora, shapes, factors.__getitem__)
     raw = json.loads((tmp_path / "adapter_config.json").read_text())

@@ -94,8 +94,8 @@ def test_on_a_cpu_the_host_keeps_no_second_copy(tmp_path, monkeypatch):
 
 
 def test_each_tensor_is_read_once_for_all_devices(tmp_path, monkeypatch):
-    read, seen = tensors.read, []
-    monkeypatch.setattr(tensors, "read", lambda stored, *room: seen.append(stored) or read(stored, *room))
+    read, seen = tensors.read_part, []
+    monkeypatch.setattr(tensors, "read_part", lambda stored, *rest: seen.append(stored) or read(stored, *rest))
     ours = published(MOE, random_params(MOE))
     save(tmp_path, MOE, ours)
     parameters.read_params(tmp_path, MOE, wanted(MOE, 8))
@@ -122,7 +122,7 @@ def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
 
         def read_part(name, rows, part):
             read.append(name)
-            return tensors.read(tensors.narrow(stored[name], *rows), part=part)
+            return tensors.read_part(tensors.narrow(stored[name], *rows), part)
 
         parameters._copy_chunk(chunk, read_part, {box: shard}, shape)
     experts = [(layer, expert) for layer in range(3) for expert in (2, 3)]
@@ -214,7 +214,7 @@ def test_the_head_of_a_tied_model_must_equal_its_embedding(tmp_path):
 
 
 def test_all_headers_are_validated_before_any_tensor_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensors, "read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(tensors, "read_part", lambda *_: pytest.fail("a tensor was read"))
     save(tmp_path, MOE, ours(), files=3)
     last = tmp_path / "model-00003-of-00003.safetensors"
     last.write_bytes(last.read_bytes()[:-1])

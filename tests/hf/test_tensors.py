@@ -26,9 +26,9 @@ def test_files_of_the_safetensors_library_are_read(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors", {"format": "pt"})
     found = tensors.find(tmp_path)
     assert found.keys() == TENSORS.keys()
-    for room in (None, np.empty(8, np.uint8), np.empty(1000, np.uint8)):
+    for room in (np.empty(0, np.uint8), np.empty(8, np.uint8), np.empty(1000, np.uint8)):
         for name, tensor in TENSORS.items():
-            read = tensors.read(found[name], room)
+            read = tensors.read_part(found[name], tensors.WHOLE, room).reshape(tensor.shape)
             assert (read.dtype, read.shape, read.tobytes()) == (tensor.dtype, tensor.shape, tensor.tobytes())
 
 

@@ -21,7 +21,7 @@ from gspax.hf.parameters import named_leaves as by_path
 from gspax.hf.peft import write_adapters
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.forward import Inputs, forward
-from gspax.learner.state import abstract_state, add_adapters, init_state, load_first, new_state
+from gspax.learner.state import TrainedPolicy, abstract_state, add_adapters, init_state, load_first, new_state
 from gspax.model import transformer
 from gspax.model.low_rank import combine, dense, is_low_rank, partition
 from gspax.parallel import sharding
@@ -212,10 +212,9 @@ def test_combine_inverts_partition():
 
 def test_state_follows_the_sharding_rules_and_moments_exist_only_for_factors():
     mesh = sharding.make_mesh(config.Mesh(data=2, fsdp=4))
-    adam = optax.adam(1e-3)
-    state = init_state(CONFIG, optax.identity(), jax.random.key(0), mesh)
-    state = add_adapters(state, CONFIG, LORA, adam, mesh)
-    wanted = abstract_state(CONFIG, adam, mesh, LORA)
+    policy = TrainedPolicy(CONFIG, mesh, optax.adam(1e-3), LORA)
+    state = add_adapters(init_state(CONFIG, optax.identity(), jax.random.key(0), mesh), policy, LORA)
+    wanted = abstract_state(policy)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, wanted)
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
@@ -233,12 +232,12 @@ def test_the_reference_is_the_base_with_the_adapters_that_the_run_starts_from(wa
     rng = np.random.default_rng(0)
     write_adapters(folder, experiment.model, lora, shapes, lambda path: rng.standard_normal(shapes[path], np.float32))
     made = replace(experiment, lora=peft(folder), reference=config.Reference(), warm_start=warm_start)
-    runtime, mesh = make_runtime(made), sharding.make_mesh(config.Mesh())
+    runtime = make_runtime(made)
     with enter_run(tmp_path / "run", describe(made)) as run, Checkpoints(run.checkpoints, keep=1) as checkpoints:
         state = loop.restore_or_start(runtime, run, checkpoints, Skipped())
-        reference = load_first(run, state, made.model, made.lora, mesh)
+        reference = load_first(run, state, runtime.policy)
         resumed = replace(state, step=state.step + 1, params=jax.tree.map(jnp.zeros_like, state.params))
-        again = load_first(run, resumed, made.model, made.lora, mesh)
+        again = load_first(run, resumed, runtime.policy)
     chex.assert_trees_all_equal(combine(reference, partition(state.params)[1]), state.params)
     chex.assert_trees_all_equal(again, reference)
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(reference)) > 0

@@ -18,7 +18,7 @@ from gspax.experiment.validation import validate
 from gspax.learner import minibatches, train_step
 from gspax.learner.forward import StepSettings
 from gspax.learner.hidden import make_hidden
-from gspax.learner.state import abstract_state, new_state
+from gspax.learner.state import TrainedPolicy, abstract_state, new_state
 from gspax.model import transformer
 from gspax.model.terms.centering import CenteringTerm, CompareWithSampler, token_weight
 from gspax.parallel import sharding
@@ -127,7 +127,8 @@ def learn(schedule, mesh=ALONE, masks=False, lora=None):
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(data, 1, shape, mesh, sharing=sharing)
     state = new_state(start(lora), optax.sgd(1.0), jax.random.key(1))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(MODEL, optax.sgd(1.0), mesh, lora))
+    policy = TrainedPolicy(MODEL, mesh, optax.sgd(1.0), lora)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(policy))
     state = jax.device_put(jax.tree.map(jnp.copy, state), shardings)
     sampler = moved(state.params, OLDER)
     batches, _ = minibatches.score_minibatches(train_step.make_score(settings), sampler, None, batches, range(1))

@@ -15,7 +15,7 @@ from gspax import config, losses
 from gspax.config.optimizers import adamw
 from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer, with_master
-from gspax.learner.state import abstract_state, init_state
+from gspax.learner.state import TrainedPolicy, abstract_state, init_state
 from gspax.learner.train_step import make_train_step
 from gspax.model import transformer
 from gspax.parallel.sharding import make_mesh, named_sharding
@@ -112,7 +112,7 @@ def test_a_state_on_the_host_gives_the_same_update_and_stays_on_the_host(tmp_pat
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.opt_state)} == {"pinned_host"}
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.params)} == {"device"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(away.params)} == {"bfloat16"}
-    wanted = abstract_state(model, make_optimizer(replace(SETTINGS, offload=True), "bfloat16"), MESH)
+    wanted = abstract_state(TrainedPolicy(model, MESH, make_optimizer(replace(SETTINGS, offload=True), "bfloat16")))
     for leaf, abstract in zip(jax.tree.leaves(away), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim) and leaf.dtype == abstract.dtype
     with Checkpoints(tmp_path, keep=1) as checkpoints:

@@ -24,7 +24,7 @@ from gspax.learner.packing import (
     unit_length,
 )
 from gspax.learner.prefixes import Tokens, separate_sequences, share_prefixes, split_sequences
-from gspax.learner.state import abstract_state, new_state
+from gspax.learner.state import TrainedPolicy, abstract_state, new_state
 from gspax.losses import correction, kl
 from gspax.model.terms.reference import ReferenceTerm
 from gspax.parallel import sharding
@@ -253,12 +253,13 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     state = new_state(start(lora), SGD, jax.random.key(1))
     state = jax.device_put(
         jax.tree.map(jnp.copy, replace(state, adapted=Adapted(jnp.float32(0.05), jnp.float32(0.05), jnp.float32(0)))),
-        jax.tree.map(lambda leaf: leaf.sharding, abstract_state(MODEL, SGD, mesh, lora)),
+        jax.tree.map(lambda leaf: leaf.sharding, abstract_state(TrainedPolicy(MODEL, mesh, SGD, lora))),
     )
     old, reference = moved(start(None), 1e-3), start(None)
     if not on_policy:
         score = train_step.make_score(settings, keep_experts=replay)
-        batches, (of_old,) = minibatches.score_minibatches(score, old, reference, batches, range(len(batches)))
+        batches, scored = minibatches.score_minibatches(score, old, reference, batches, range(len(batches)))
+        (of_old,) = scored.values()
     (batch,) = minibatches.set_advantages(batches, layouts, np.linspace(-1, 1, N), mesh)
     batch, computes_its_own = train_step.fill_old_logp(batch)
     assert computes_its_own == on_policy

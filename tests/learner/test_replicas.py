@@ -13,7 +13,7 @@ from gspax import config, losses
 from gspax.config import Mesh
 from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state
+from gspax.learner.state import TrainedPolicy, abstract_state
 from gspax.learner.train_step import make_train_step
 from gspax.parallel import sharding
 from gspax.tools.aot import hlo
@@ -27,7 +27,7 @@ MICROBATCHES, ROWS, LENGTH = 3, 24, 8
 def compile_update(mesh):
     """An update of three microbatches: its compiled text, and the bytes of a device's parameters, all float32."""
     optimizer = make_optimizer(config.Optimizer())
-    state = abstract_state(MODEL, optimizer, mesh)
+    state = abstract_state(TrainedPolicy(MODEL, mesh, optimizer))
 
     def column(dtype, *shape):
         return jax.ShapeDtypeStruct((ROWS, *shape), dtype, sharding=sharding.named_sharding(mesh, "batch"))

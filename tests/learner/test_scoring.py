@@ -17,7 +17,7 @@ from gspax import config, losses
 from gspax.config import Mesh
 from gspax.learner import objective, train_step
 from gspax.learner.forward import OtherRows, Scoring, Target, head_logp
-from gspax.learner.state import abstract_state
+from gspax.learner.state import TrainedPolicy, abstract_state
 from gspax.parallel import sharding
 from gspax.tools.aot import hlo
 from gspax.types import Batch
@@ -30,7 +30,8 @@ ONCE = {"all-gather, whole": 1, "reduce-scatter": 1}  # collectives by their res
 
 def compiled_step(mesh, lora, sets=0):
     """The text of a train step that scores CHUNK positions of its rows at a time."""
-    state, rows = abstract_state(MODEL, optax.sgd(1.0), mesh, lora), sharding.named_sharding(mesh, "batch")
+    state = abstract_state(TrainedPolicy(MODEL, mesh, optax.sgd(1.0), lora))
+    rows = sharding.named_sharding(mesh, "batch")
     shapes = {"tokens_BT": jnp.int32, "segment_BT": jnp.int32, "mask_BT": jnp.bool_, "old_logp_BT": jnp.float32}
     columns = {name: jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for name, dtype in shapes.items()}
     kept = jax.ShapeDtypeStruct((B, T, sets), jnp.uint16, sharding=rows) if sets else None

@@ -21,7 +21,7 @@ from gspax.learner.diagnostics import make_route
 from gspax.learner.forward import Inputs, forward
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.optimizer import learning_rate, make_optimizer
-from gspax.learner.state import abstract_state, applied_updates, init_state, new_state
+from gspax.learner.state import TrainedPolicy, abstract_state, applied_updates, init_state, new_state
 from gspax.losses import correction, kl
 from gspax.model import moe, transformer
 from gspax.parallel import sharding
@@ -165,7 +165,7 @@ def adam_alone():
 def test_eight_devices_make_the_update_of_one(mesh, rows):
     alone, want = adam_alone()
     devices = sharding.make_mesh(mesh)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(CONFIG, ADAM, devices))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(TrainedPolicy(CONFIG, devices, ADAM)))
     state = jax.device_put(fresh(ADAM), shardings)
     update = make_step(losses.gspo, ADAM, temperature=TEMPERATURE, microbatch_rows=rows, mesh=devices)
     spread, got = update(state, jax.device_put(batch(), sharding.named_sharding(devices, "batch")))
@@ -182,7 +182,7 @@ def test_eight_devices_make_the_update_of_one(mesh, rows):
 
 def test_on_a_mesh_attention_experts_and_scoring_run_under_shard_map():
     devices = sharding.make_mesh(config.Mesh())
-    state = abstract_state(CONFIG, SGD, devices)
+    state = abstract_state(TrainedPolicy(CONFIG, devices, SGD))
     update = make_step(losses.gspo, SGD, mesh=devices)
     assert tiny.primitives(update, state, batch()).count("shard_map") >= 2 * (2 + SCORING), "forward and backward"
     score = train_step.make_score(tiny.settings(CONFIG, devices))
@@ -519,7 +519,7 @@ def test_rows_that_do_not_divide_into_microbatches_are_rejected():
 def test_warm_start_loss_is_the_mean_negative_log_likelihood_per_token():
     data = batch()
     logp = direct(tiny.params(CONFIG), data)[0]
-    value, _ = losses.reduce(warm_start.nll(logp, None, None, data.mask_BT))
+    value, _ = losses.reduce(warm_start.nll(logp, data.mask_BT))
     np.testing.assert_allclose(value, -np.asarray(logp)[np.asarray(data.mask_BT)].mean(), rtol=1e-5)
 
 

@@ -17,9 +17,10 @@ ZERO_BT = jnp.zeros((1, 2))
 BATCH = Batch(tokens_BT=ZERO_BT, segment_BT=ZERO_BT, mask_BT=ZERO_BT, old_logp_BT=ZERO_BT, advantage=ZERO_BT)
 
 OLD = Scores(ZERO_BT, ZERO_BT)
+SCORED = dict.fromkeys(range(3), OLD)
 
 
-def run(skipped=(0, 0, 0), empty=(0, 0, 0), batches=(BATCH,) * 3, scores=(OLD,) * 3, **options):
+def run(skipped=(0, 0, 0), empty=(0, 0, 0), batches=(BATCH,) * 3, scores=SCORED, **options):
     """Three updates from the state after five applied ones; their noise is 0.1, 0.2, 0.3, and 0 for empty ones."""
     seen = []
 
@@ -76,7 +77,7 @@ def test_nothing_is_measured_of_an_update_without_tokens(empty, found):
 def test_the_last_skipped_minibatch_is_returned_with_its_old_logp(skipped, minibatch):
     batches = [replace(BATCH, tokens_BT=ZERO_BT + n, old_logp_BT=ZERO_BT + 10 * n + 5) for n in range(3)]
     batches[0] = replace(batches[0], old_logp_BT=None)
-    found = run(skipped, batches=batches, scores=[None, OLD, OLD]).skipped_batch
+    found = run(skipped, batches=batches, scores={1: OLD, 2: OLD}).skipped_batch
     if minibatch is None:
         assert found is None
         return

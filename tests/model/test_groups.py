@@ -14,7 +14,7 @@ from gspax.config import Lora, layer_groups, layer_places
 from gspax.hf import parameters
 from gspax.learner import adapters
 from gspax.model import transformer
-from gspax.model.sizes import parameter_count, trained_count
+from gspax.model.sizes import adapter_count, parameter_count
 
 MOE, DENSE = tiny.MOE, tiny.CONFIGS["dense"]
 ALTERNATING = tiny.CONFIGS["layers that alternate"]  # dense, sparse, dense, sparse, dense
@@ -82,7 +82,7 @@ def test_layers_of_a_pattern_are_written_by_their_number_and_counted(tmp_path):
 def test_adapters_of_a_pattern_are_on_every_layer():
     lora = Lora(rank=2, alpha=4.0)
     factors = adapters.abstract(ALTERNATING, lora)
-    assert sum(leaf.size for leaf in jax.tree.leaves(factors)) == trained_count(ALTERNATING, lora)
+    assert sum(leaf.size for leaf in jax.tree.leaves(factors)) == adapter_count(ALTERNATING, lora)
     assert factors["runs"][0][1]["mlp"]["gate"]["a"].shape == (2, 5, 16, 2)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from gspax import losses
 from gspax.config import Latent, Sampling
 from gspax.learner import objective, train_step
-from gspax.learner.state import abstract_state, new_state
+from gspax.learner.state import TrainedPolicy, abstract_state, new_state
 from gspax.parallel import sharding
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import convert
@@ -78,7 +78,7 @@ def step(model, packed, **axes):
     config, devices, data = MODELS[model], mesh(**axes), batch(packed)
     make = train_step.make_train_step(tiny.settings(config, devices), objective.make_objective(losses.gspo), SGD)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(config)), SGD, jax.random.key(0))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, SGD, devices))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(TrainedPolicy(config, devices, SGD)))
     given = jax.device_put(state, shardings), jax.device_put(data, sharding.named_sharding(devices, "batch"))
     return make.lower(*given).compile(), given
 

@@ -20,7 +20,7 @@ from gspax.config.optimizers import adamw
 from gspax.learner import adapters
 from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params, abstract_state, new_state
+from gspax.learner.state import TrainedPolicy, abstract_params, abstract_state, new_state
 from gspax.learner.train_step import make_train_step
 from gspax.model import decoding
 from gspax.parallel import sharding
@@ -61,7 +61,7 @@ def batch():
 
 def update(model, mesh, lora=None):
     """One update from the same parameters: the new state and the metrics."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, OPTIMIZER, mesh, lora))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(TrainedPolicy(model, mesh, OPTIMIZER, lora)))
     params = tiny.params(model)
     if lora is not None:
         factors = adapters.init(model, lora, jax.random.key(3))

@@ -23,16 +23,16 @@ from small_experiment import Spoiled, experiment
 from gspax import config
 from gspax.commands import main
 from gspax.config.optimizers import adamw
-from gspax.evaluation.benchmark import Policy
+from gspax.evaluation.benchmark import EvaluatedPolicy
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state, init_state, restore_state
+from gspax.learner.state import TrainedPolicy, abstract_state, init_state, restore_state
 from gspax.losses import kl
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, newest_step
 from gspax.run.directory import RunDir
 from gspax.training import loop
 from gspax.training.in_flight import InFlight
@@ -167,8 +167,8 @@ def parameters(run, experiment, step=None):
     """The parameters of a checkpoint, restored by this process onto its eight devices."""
     mesh = make_mesh(experiment.mesh, model=experiment.model)
     with Checkpoints(run.checkpoints) as checkpoints:
-        optimizer = make_optimizer(experiment.optimizer)
-        state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, step=step)
+        policy = TrainedPolicy(experiment.model, mesh, make_optimizer(experiment.optimizer))
+        state = restore_state(run, checkpoints, policy, newest_step(checkpoints) if step is None else step)
     return jax.device_get(state.params)
 
 
@@ -179,7 +179,7 @@ def assert_near(params, others):
 def evaluate(runtime, state, folder):
     """A task in two chunks of the shape of a rollout, which a compiled program samples already."""
     task = config.Task(name="sort", data=DENSE.data, reward=DENSE.reward, problems=11, samples=4)
-    policy = Policy(runtime.sampler, runtime.sampler.push(state.params, 0), DENSE)
+    policy = EvaluatedPolicy(runtime.sampler, runtime.sampler.push(state.params, 0), DENSE)
     return evaluate_task(task, policy, jax.random.key(1), folder)
 
 
@@ -338,7 +338,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     for each in (first["metrics"], second["metrics"]):
         assert_close_rows(each, metrics)
     with Checkpoints(tmp_path / "saved") as checkpoints:
-        saved, _ = checkpoints.restore(abstract_state(DENSE.model, runtime.optimizer, runtime.mesh))
+        saved, _ = checkpoints.restore(abstract_state(runtime.policy))
     assert_near(jax.device_get(saved.params), jax.device_get(state.params))
     assert (int(saved.step), int(saved.position)) == (2, 19)
 

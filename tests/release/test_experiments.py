@@ -23,7 +23,7 @@ from gspax.experiment.loading import MODULE
 from gspax.hf.config_json import read_config
 from gspax.learner import minibatches
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params, abstract_state
+from gspax.learner.state import TrainedPolicy, abstract_params, abstract_state
 from gspax.learner.teacher import make_passes
 from gspax.learner.train_step import fill_old_logp, make_train_step
 from gspax.model.passes import Passes
@@ -83,7 +83,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
         sampling = replace(experiment.sampling, max_prompt_tokens=16, max_tokens=16)
         experiment = replace(experiment, model=with_few_layers(experiment.model), sampling=sampling)
     runtime = make_runtime(experiment)
-    state = abstract_state(experiment.model, runtime.optimizer, runtime.mesh)
+    state = abstract_state(runtime.policy)
     P, G = experiment.sampling.prompts, experiment.sampling.group
     problems = [experiment.data.train(index) for index in range(P)]
     if experiment.model.checkpoint:  # the tokenizer is stored with the weights, which are absent
@@ -128,7 +128,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
 
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
-        start = abstract_state(experiment.model, optimizer, runtime.mesh)
+        start = abstract_state(TrainedPolicy(experiment.model, runtime.mesh, optimizer))
         update = make_train_step(tiny.settings(experiment.model, runtime.mesh), warm_start.imitation, optimizer)
         length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
         texts = {

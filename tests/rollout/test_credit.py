@@ -11,7 +11,7 @@ from gspax.errors import UserError
 from gspax.learner import minibatches
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.completion import Completion, GradedTurns
-from gspax.rollout.grading import credit_turns
+from gspax.rollout.grading import Compared, credit_turns
 from gspax.types import Rollout
 
 G = 4
@@ -54,7 +54,7 @@ def test_rewards_that_an_advantage_refuses_are_told():
     with pytest.raises(
         UserError, match=r"advantage: gspax\.advantages\.maxrl refuses these rewards: reward_PG must not"
     ):
-        credit_turns(advantages.maxrl, completions(), a_rollout(), group=G, discount=0.0)
+        credit_turns(advantages.maxrl, Compared(completions(), G), a_rollout(), discount=0.0)
 
 
 def slowly(discount, finished=None):
@@ -79,7 +79,7 @@ def slowly(discount, finished=None):
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 def test_advantage_of_a_turn_counts_the_rewards_after_it(discount):
-    found, of_turns = credit_turns(advantages.standardize, completions(), a_rollout(), group=G, discount=discount)
+    found, of_turns = credit_turns(advantages.standardize, Compared(completions(), G), a_rollout(), discount=discount)
     np.testing.assert_allclose(found, slowly(discount), atol=1e-5)
     assert [len(each) for each in of_turns] == [2, 1, 3, 2] * 2
     for row, (spans, values) in enumerate(zip(SPANS, of_turns, strict=True)):
@@ -88,11 +88,12 @@ def test_advantage_of_a_turn_counts_the_rewards_after_it(discount):
 
 def test_added_rewards_join_the_last_turn_and_overlong_rollouts_are_left_out():
     added = np.arange(8, dtype=np.float32)
-    found, _ = credit_turns(advantages.center, completions(), a_rollout(), added, group=G)
-    wanted, _ = credit_turns(advantages.center, completions(added.tolist()), a_rollout(), group=G)
+    found, _ = credit_turns(advantages.center, Compared(completions(), G, added), a_rollout())
+    wanted, _ = credit_turns(advantages.center, Compared(completions(added.tolist()), G), a_rollout())
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     finished = np.array([True, False, True, True] * 2)
-    found, _ = credit_turns(advantages.standardize, completions(), a_rollout(), group=G, finished_B=finished)
+    some = Compared(completions(), G, finished_B=finished)
+    found, _ = credit_turns(advantages.standardize, some, a_rollout())
     np.testing.assert_allclose(found, slowly(1.0, finished), atol=1e-5)
     assert not found[1].any()
 

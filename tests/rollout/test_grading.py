@@ -20,6 +20,7 @@ from gspax.rewards.scores import Score, reward_calls
 from gspax.rollout.completion import Completion, Texts
 from gspax.rollout.episodes import Episode, _take_step, begin
 from gspax.rollout.grading import (
+    Compared,
     FailedRewardsError,
     check_batch,
     compute_advantages,
@@ -117,7 +118,7 @@ def test_single_value_of_a_failure_fills_several_rewards(calls):
 
 def only_the_answer_counts(samples):
     """Advantages [B], and the columns of `rewards`."""
-    advantage_B, _ = compute_advantages(partial(advantages.gdpo, weights=(1, 0)), samples, group=4)
+    advantage_B, _ = compute_advantages(partial(advantages.gdpo, weights=(1, 0)), Compared(samples, 4))
     return advantage_B.round(2).tolist()
 
 

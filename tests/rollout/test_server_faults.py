@@ -276,7 +276,7 @@ def test_conversations_are_token_ids_that_only_grow(here):
 def final(run, settings):
     runtime = make_runtime(settings)
     with Checkpoints(run.checkpoints) as checkpoints:
-        state, _ = checkpoints.restore(abstract_state(settings.model, runtime.optimizer, runtime.mesh), None)
+        state, _ = checkpoints.restore(abstract_state(runtime.policy), None)
     rows = [{k: x for k, x in row.items() if not k.startswith(CLOCKS)} for row in record.read_metrics(run.metrics)]
     return jax.device_get(replace(state, key=jax.random.key_data(state.key))), rows
 

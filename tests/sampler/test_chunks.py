@@ -109,7 +109,9 @@ def test_rewards_start_while_others_are_drawn_and_are_those_of_the_whole():
         def ended(found):
             if batches:
                 assert first.wait(10), "the rewards of the last chunk run before sampling ends"
-            start_rewards(problems, started, found, tokenizer=Digits(), calls=calls, group=2, openings={})
+            start_rewards(
+                dict(enumerate(problems)), started, found, tokenizer=Digits(), calls=calls, group=2, openings={}
+            )
             batches.append(found)
 
         rollout = lengths_to_host(generate(replace(SAMPLING, chunk=2), ended=ended))

@@ -220,7 +220,7 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
         sampling = Sampling(**settings)
         matcher = stops.make_matcher(CHARS, sampling, model.vocab_size)
         options = tiny.options(model, sampling, CHARS.stop_ids, mesh, matcher=matcher)
-        rollout, started = sample_conversations(interaction, params, ready, ids, key, options)
+        rollout, started = sample_conversations(interaction, params, dict(enumerate(ready)), ids, key, options)
         return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)
 
 

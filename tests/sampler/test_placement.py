@@ -17,7 +17,7 @@ from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation import validate, warnings
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import add_adapters, init_state
+from gspax.learner.state import TrainedPolicy, add_adapters, init_state
 from gspax.losses.correction import truncate_geometric
 from gspax.parallel.sharding import make_mesh, reshape_mesh
 from gspax.rollout.grading import reward_completions
@@ -197,8 +197,8 @@ def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
     push = make_sampler(half.model, sampler_mesh, mesh).push
     state = init_state(half.model, optax.identity(), jax.random.key(0), mesh)
     whole = push(state.params)
-    optimizer = make_optimizer(half.optimizer)
-    adapted = add_adapters(state, half.model, half.lora, optimizer, mesh)
+    policy = TrainedPolicy(half.model, mesh, make_optimizer(half.optimizer))
+    adapted = add_adapters(state, policy, half.lora)
     pushed = push(adapted.params)
     assert jax.tree.structure(pushed) == jax.tree.structure(whole)
     for path, leaf in jax.tree_util.tree_leaves_with_path(pushed):

@@ -181,6 +181,9 @@ def test_the_step_time_needs_every_phase():
     taught = [*estimates, *((phase(name=f"teacher {number}", flops=197e12), times) for number in (1, 2))]
     lines = report.step_lines(small_experiment.experiment.sampling, taught, V5E, ahead=False)
     assert "A step takes at least 18.00 s: rollout 6.00, old log-probs 3.00, teacher 6.00, updates 3.00" in lines
+    read = [*estimates, (phase(name=programs.BEHAVIOR, flops=197e12), times)]
+    lines = report.step_lines(small_experiment.experiment.sampling, read, V5E, ahead=False)
+    assert "at least 15.00 s: rollout 6.00, old log-probs 3.00, policy that sampled 3.00, updates 3.00" in lines
     assert "not all of it compiled" in report.step_lines(
         small_experiment.experiment.sampling, estimates[1:], V5E, ahead=False
     )

@@ -14,7 +14,7 @@ from gspax.rollout.agents.openai import Refusal, read_chat, read_completion
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import make_options, sample
 from gspax.tools.desk import Desk, sample_orders
-from gspax.tools.policy import Policy
+from gspax.tools.policy import LoadedPolicy
 
 KEY = jax.random.key(5)
 CHAT = CharChat("abcdefghijklmnopqrst#", user="{}#")
@@ -25,7 +25,7 @@ MODEL = tiny.CONFIGS["dense"]
 @pytest.fixture(scope="module")
 def policy():
     weights = make_inference_weights(tiny.params(MODEL), MODEL, tiny.one_device())
-    return Policy(weights, MODEL, CHAT, SAMPLING, tiny.one_device(), None)
+    return LoadedPolicy(weights, MODEL, CHAT, SAMPLING, tiny.one_device(), None)
 
 
 def greedy(policy, prompt):

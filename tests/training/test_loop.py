@@ -32,10 +32,9 @@ from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step, updates
 from gspax.learner.forward import StepSettings
-from gspax.learner.state import abstract_state
+from gspax.learner.state import TrainedPolicy, abstract_state
 from gspax.learner.updates import Steps, make_steps
 from gspax.losses import kl
-from gspax.model.passes import Passes
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.rollout import in_process
@@ -87,7 +86,7 @@ def whole(runtime, tmp_path_factory):
 def final_state(run, step=None, experiment=experiment):
     runtime = make_runtime(experiment)
     with Checkpoints(run.checkpoints) as checkpoints:
-        wanted = abstract_state(experiment.model, runtime.optimizer, runtime.mesh, terms=Passes(experiment).terms)
+        wanted = abstract_state(runtime.policy)
         state, _ = checkpoints.restore(wanted, step)
     return jax.device_get(replace(state, key=jax.random.key_data(state.key)))
 
@@ -806,9 +805,8 @@ def test_a_step_of_the_loop(monkeypatch):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
     steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
-    runtime = Runtime(
-        small, mesh, None, steps, in_process.InProcess(sampler), reward_calls(small.reward, small.grading)
-    )
+    policy, rewards = TrainedPolicy(small.model, mesh), reward_calls(small.reward, small.grading)
+    runtime = Runtime(small, policy, steps, in_process.InProcess(sampler), rewards)
     key = jax.random.key(5)
     done = optax.ScaleByScheduleState(jnp.int32(3))  # one of four updates was skipped
     state = TrainState(
@@ -856,7 +854,7 @@ def test_minibatches_are_scored_unless_the_first_update_does(first, scored):
     assert filled[1].old_logp_BT[0, 0] == 33 and filled[1].expert_BLTA.max() == 32
     assert scores[1].entropy_BT[0, 0] == -33
     if first:
-        assert filled[0].old_logp_BT is None and scores[0] is None
+        assert filled[0].old_logp_BT is None and 0 not in scores
     else:
         assert filled[0].old_logp_BT[0, 0] == 1 and scores[0].entropy_BT[0, 0] == -1
 
@@ -885,7 +883,7 @@ def test_without_scoring_the_first_update_measures_the_policy():
     batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
     taken = minibatches.take_sampler_logp(batches)
     filled, scores = minibatches.score_minibatches(None, None, None, taken, range(0))
-    assert scores == [None, None]
+    assert scores == {}
     for batch, before in zip(filled, batches, strict=True):
         np.testing.assert_array_equal(batch.old_logp_BT, before.sampler_logp_BT)
     given, own = [], train_step.Scores(*jnp.full((2, 4, 8), 7.0))

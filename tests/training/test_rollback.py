@@ -75,7 +75,7 @@ def counting(monkeypatch):
 def position_of(run):
     runtime = make_runtime(QUIET)
     with Checkpoints(run.checkpoints) as checkpoints:
-        state, _ = checkpoints.restore(abstract_state(QUIET.model, runtime.optimizer, runtime.mesh))
+        state, _ = checkpoints.restore(abstract_state(runtime.policy))
     return int(state.step) // M, int(state.position) // P
 
 
@@ -264,7 +264,7 @@ def test_a_dump_holds_the_state_after_its_step(counting, tmp_path, monkeypatch):
         loop.train(limited, tmp_path / "run")
     (folder,), runtime = RunDir(tmp_path / "run").dumps.iterdir(), make_runtime(QUIET)
     with Checkpoints(folder / guards.STATE) as checkpoints:
-        state, _ = checkpoints.restore(abstract_state(QUIET.model, runtime.optimizer, runtime.mesh))
+        state, _ = checkpoints.restore(abstract_state(runtime.policy))
     assert (folder.name, int(state.step)) == ("step_000002", 2 * M)
     jax.tree.map(np.testing.assert_array_equal, vars(guards.read_minibatch(folder)), vars(batch))
 

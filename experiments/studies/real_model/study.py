@@ -48,17 +48,19 @@ def nats(source: str) -> dict[str, float]:
     from gspax.data import hf_tokenizer
     from gspax.hf import hf
     from gspax.learner.forward import StepSettings
-    from gspax.learner.state import abstract_params, load_model, load_policy
+    from gspax.learner.state import TrainedPolicy, abstract_params, load_model, load_policy
     from gspax.learner.train_step import make_score
     from gspax.parallel.sharding import make_mesh
     from gspax.rollout.servers.probe import learner_scores
+    from gspax.run.checkpoints import Checkpoints, newest_step
     from gspax.tools.policy import locate_run
 
     model = hf(str(ROOT / START.checkpoint))
     mesh, tokenizer = make_mesh(Mesh(), model=model), hf_tokenizer(str(ROOT / START.checkpoint))
     if (located := locate_run(source)) is not None:
         run, checkpoints, step = located
-        params = load_policy(run, checkpoints, model, None, mesh, step)
+        with Checkpoints(checkpoints, mesh=mesh) as opened:
+            params = load_policy(run, opened, TrainedPolicy(model, mesh), newest_step(opened) if step is None else step)
     else:
         params = load_model(model, abstract_params(model, mesh))
     score = make_score(StepSettings(config=model, mesh=mesh))

@@ -151,7 +151,7 @@ def load_experiment(
         raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
     if getattr(options, "workdir", None) is not None:
         require_possible(options.workdir)
-    devices = (options.devices or 1) if dry_run else None
+    devices = (options.devices or 1) if dry_run else 0
     experiment = load_file(options.file)
     if recorded is not None:
         in_file, experiment = experiments.describe(experiment), as_recorded(experiment, recorded)

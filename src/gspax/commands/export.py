@@ -102,16 +102,14 @@ def run(
     """
     from gspax.hf.parameters import write_checkpoint
     from gspax.hf.peft import write_adapters
-    from gspax.run.checkpoints import Checkpoints, open_array
+    from gspax.run.checkpoints import Checkpoints, newest_step, open_array
     from gspax.run.directory import RunDir
     from gspax.run.recorded import find_checkpoints
 
     recorded, config, lora, companions = _read_source(source)
     run = RunDir(source)
     with Checkpoints(folder := find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
-        chosen = checkpoints.latest() if step is None else step
-        if chosen is None:
-            raise UserError(f"there is no checkpoint in {checkpoints.directory}")
+        chosen = newest_step(checkpoints) if step is None else step
         checkpoints.require_intact(chosen)
         stored = partial(open_array, checkpoints.directory, chosen)
         copied = copy_companions(companions, temporary)

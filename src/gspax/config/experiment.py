@@ -175,6 +175,18 @@ class RowShape(NamedTuple):
     packed: bool  # a row holds several responses
 
 
+class Trained(NamedTuple):
+    """What is trained: a model, or with `lora` adapters of it."""
+
+    model: ModelConfig
+    lora: Lora | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the trained arrays: the parameters' dtype, or float32 for adapters."""
+        return "float32" if self.lora is not None else self.model.param_dtype
+
+
 def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
     """Return the shape of a minibatch that is sharded over `shards` devices.
 
@@ -191,14 +203,12 @@ def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
     return RowShape(_round_up(responses, microbatch), longest, microbatch, False)
 
 
-def teacher_models(teacher: Teacher | None) -> tuple[ModelConfig, ...]:
+def teacher_models(teacher: Teacher) -> tuple[ModelConfig, ...]:
     """Return the models of a teacher's checkpoints; none if it is an earlier policy or a function."""
-    if teacher is None:
-        return ()
     return tuple(teacher.models.values()) or ((teacher.model,) if teacher.model is not None else ())
 
 
-def held_teachers(teacher: Teacher | None, policy: ModelConfig) -> tuple[ModelConfig, ...]:
+def held_teachers(teacher: Teacher, policy: ModelConfig) -> tuple[ModelConfig, ...]:
     """Return the models of a teacher's checkpoints with the policy's vocabulary, as devices hold them."""
     return tuple(with_vocabulary(model, policy) for model in teacher_models(teacher))
 
@@ -208,9 +218,9 @@ def with_vocabulary(model: ModelConfig, policy: ModelConfig) -> ModelConfig:
     return replace(model, vocab_size=policy.vocab_size)
 
 
-def earlier_policy(teacher: Teacher | None) -> Teacher | None:
-    """Return the teacher if it is an earlier version of the policy; None if it is another model, or there is none."""
-    return teacher if teacher is not None and teacher.score is None and not teacher_models(teacher) else None
+def is_earlier_policy(teacher: Teacher) -> bool:
+    """True if the teacher is an earlier version of the policy, and no other model."""
+    return teacher.score is None and not teacher_models(teacher)
 
 
 def teacher_row_shape(teacher: Teacher, sampling: Sampling, schedule: Schedule, shards: int) -> RowShape | None:
@@ -524,11 +534,11 @@ class Experiment:
     seed: Seed = 0
 
     @property
+    def trained(self) -> Trained:
+        """What the run trains."""
+        return Trained(self.model, self.lora)
+
+    @property
     def apart(self) -> Placement | Engine | None:
         """The settings of a sampler that is not on the learner's devices."""
         return self.placement or self.engine
-
-
-def trained_dtype(model: ModelConfig, lora: Lora | None) -> str:
-    """Return the dtype of the trained arrays: the parameters' dtype, or float32 for adapters."""
-    return "float32" if lora is not None else model.param_dtype

@@ -359,8 +359,8 @@ class DenseMlp:
     width: int
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
 
-    def parameters(self, D: int, experts: int | None = None) -> int:
-        """Count the parameters."""
+    def parameters(self, D: int, experts: int) -> int:
+        """Count the parameters; there are no experts."""
         return 3 * D * self.width
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
@@ -389,12 +389,11 @@ class Experts:
     shared: int = 0  # width of the shared expert; 0: none
     shared_gate: bool = False  # its output is scaled by a sigmoid of the token
 
-    def parameters(self, D: int, experts: int | None = None) -> int:
-        """Count the parameters; `experts` replaces the number of experts."""
-        chosen = self.count if experts is None else experts
+    def parameters(self, D: int, experts: int) -> int:
+        """Count the parameters of the router, the shared expert, and as many experts."""
         router = self.count * (D + self.router.correction_bias + self.bias)
-        biases = chosen * (2 * self.width + D) * self.bias
-        return router + biases + 3 * chosen * D * self.width + 3 * D * self.shared + D * self.shared_gate
+        biases = experts * (2 * self.width + D) * self.bias
+        return router + biases + 3 * experts * D * self.width + 3 * D * self.shared + D * self.shared_gate
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
         """Count a token's bytes that the backward pass reads: `number` for each, float32 for the router's logits."""
@@ -428,8 +427,8 @@ class Layer:
         """True if the layer has experts."""
         return isinstance(self.mlp, Experts)
 
-    def parameters(self, D: int, experts: int | None = None) -> int:
-        """Count the parameters; `experts` replaces the number of experts."""
+    def parameters(self, D: int, experts: int) -> int:
+        """Count the parameters with as many experts."""
         norms = (4 if self.norms == "around" else 2) * D
         return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms
 

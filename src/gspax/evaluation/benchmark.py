@@ -33,7 +33,7 @@ from gspax.rollout.completion import to_json as completion_to_json
 from gspax.rollout.contract import Request, RolloutSampler, Weights
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
-from gspax.rollout.problems import attempt, name_problems, prepare
+from gspax.rollout.problems import attempt, list_problems, name_problems, prepare
 from gspax.run import interrupt
 from gspax.run.progress import Bar, PhaseBar
 from gspax.sampler.sampler import lengths_to_host, make_options
@@ -46,7 +46,7 @@ SHOWN = 16  # held-out problems whose first sample the report shows
 
 
 @dataclass(frozen=True)
-class Policy:
+class EvaluatedPolicy:
     """A policy to evaluate, with its model and tokenizer and the settings of evaluations."""
 
     sampler: RolloutSampler
@@ -113,7 +113,7 @@ def split_problems(problems: int, most: int, shards: int) -> tuple[list[range], 
 
 
 def complete(
-    policy: Policy,
+    policy: EvaluatedPolicy,
     key: Array,
     read: Callable[[int], Problem],
     ids: Sequence[int],
@@ -144,7 +144,7 @@ def complete(
     if not usable:
         return {}
     model, tokenizer = policy.settings.model, policy.settings.tokenizer
-    problems = [one and one.problem for one in ready]
+    problems = list_problems(ready, range(len(placed)))
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
     mesh, interaction = policy.sampler.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
     sampling = replace(sampling, drafts=0, noise="fresh")  # both others are for training problems that come again
@@ -160,8 +160,8 @@ def complete(
 
 
 def _load(
-    policy: Policy, read: Callable[[int], Problem], ids: Sequence[int], sampling: Sampling, left_out: LeftOut
-) -> tuple[list[int], list[Ready | None], list[int]]:
+    policy: EvaluatedPolicy, read: Callable[[int], Problem], ids: Sequence[int], sampling: Sampling, left_out: LeftOut
+) -> tuple[list[int], dict[int, Ready], list[int]]:
     """Load a chunk: return the problem id of each of the `sampling.prompts` prompts, the problems of this process's
     rows, and the positions of the `ids` that can be used, in their order.
 
@@ -180,13 +180,13 @@ def _load(
     left_out.reasons |= {ids[place]: reason for place, reason in failed.items()}
     usable = [place for place in range(len(ids)) if place not in failed]
     if not usable:
-        return [], [], []
+        return [], {}, []
     filler = ids[usable[0]]
     filled, again = attempt(make, dict.fromkeys({*range(places)}.difference(usable), filler), places, by_row)
     if again:
         raise UserError(f"{left_out.name}: problem {filler} could be read only once: {next(iter(again.values()))}")
     placed = [ids[place] if place in usable else filler for place in range(places)]
-    return placed, [(ready | filled).get(place) for place in range(places)], usable
+    return placed, ready | filled, usable
 
 
 def count_heldout(evaluation: Evaluation, data: HeldoutProblems) -> int:
@@ -200,7 +200,7 @@ def _at_most(problems: int, data: HeldoutProblems) -> int:
 
 
 def evaluate_heldout(
-    policy: Policy, key: Array, data: HeldoutProblems, rewards: Calls[Result], bar: Bar | PhaseBar
+    policy: EvaluatedPolicy, key: Array, data: HeldoutProblems, rewards: Calls[Result], bar: Bar | PhaseBar
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
     """Compute mean held-out rewards; return them, samples for the report, and failed completions. Collective.
 
@@ -247,7 +247,7 @@ def evaluate_heldout(
     return metrics, gather_texts(usable[::group][:SHOWN]), find_failed(usable)
 
 
-def apply_defaults(task: Task, policy: Policy) -> Task:
+def apply_defaults(task: Task, policy: EvaluatedPolicy) -> Task:
     """Fill in a task's number of problems, and the lengths that it does not set from the policy's settings.
 
     The number is `task.problems`, or all problems if that is 0 or more than there are.
@@ -261,7 +261,7 @@ def apply_defaults(task: Task, policy: Policy) -> Task:
     )
 
 
-def run_task(task: Task, policy: Policy, key: Array, bar: Bar | PhaseBar) -> Iterator[list[TaskSample]]:
+def run_task(task: Task, policy: EvaluatedPolicy, key: Array, bar: Bar | PhaseBar) -> Iterator[list[TaskSample]]:
     """Sample a task in chunks of whole problems, with the N samples of a problem adjacent. Collective.
 
     Args:

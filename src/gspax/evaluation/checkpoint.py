@@ -11,18 +11,19 @@ import datetime
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import jax
 
-from gspax.config import Evaluation, Experiment, Published, Sampling, Task, trained_dtype
+from gspax.config import Evaluation, Experiment, Published, Sampling, Task
 from gspax.data.chat import hf_chat
 from gspax.data.chat_template import prints_date
 from gspax.data.tokenizer import HFTokenizer, hf_tokenizer, read_settings
 from gspax.errors import UserError, display, naming
 from gspax.evaluation.benchmark import (
-    Policy,
+    EvaluatedPolicy,
     Summary,
     TaskSample,
     apply_defaults,
@@ -39,7 +40,6 @@ from gspax.hf import hf
 from gspax.hf.source import CONFIG, SMALL, locate
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, load_model, restore_state
-from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import make_mesh
 from gspax.report import evaluation_page, statistics
@@ -47,7 +47,7 @@ from gspax.rollout.completion import Completion
 from gspax.rollout.in_process import InProcess
 from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import progress
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, newest_step
 from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import append_line, as_warning, write_atomically
 from gspax.run.manifest import finished_steps
@@ -84,16 +84,14 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     appended to evaluations.jsonl, and the experiment's tasks.
     """
     settings, runtime = experiment.evaluation, make_runtime(experiment)
-    mesh, optimizer, rewards = runtime.mesh, runtime.optimizer, runtime.rewards
+    trained, rewards, stage = runtime.policy, runtime.rewards, experiment.warm_start
     run = place = find_run(workdir, describe(experiment))
-    stage, model, lora, terms = experiment.warm_start, experiment.model, experiment.lora, Passes(experiment).terms
     if stage is not None and not finished_steps(run.checkpoints) and finished_steps(run.warm_start.checkpoints):
-        place, terms = run.warm_start, ()
-        optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
-    with Checkpoints(place.checkpoints, mesh=mesh) as checkpoints:
-        step = checkpoints.latest() if step is None else step
-        state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, terms=terms, step=step)
-    assert step is not None  # else restoring has raised
+        place = run.warm_start
+        trained = replace(trained, optimizer=make_optimizer(stage.optimizer, experiment.trained.dtype), terms=())
+    with Checkpoints(place.checkpoints, mesh=runtime.mesh) as checkpoints:
+        step = newest_step(checkpoints) if step is None else step
+        state = restore_state(run, checkpoints, trained, step)
     policy, key = _make_policy(runtime, state)
     del state  # frees the optimizer's memory for the cache
     if tasks is None:
@@ -109,10 +107,10 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
         evaluate_task(task, policy, key, place.tasks_at(step), show=True)
 
 
-def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
+def _make_policy(runtime: Runtime, state: TrainState) -> tuple[EvaluatedPolicy, Array]:
     """Return the policy of a state on the sampler's devices, and the run's key on the host."""
     weights = runtime.sampler.push(state.params, count_rollouts(runtime, state))
-    policy = Policy(runtime.sampler, weights, runtime.experiment, runtime.interaction)
+    policy = EvaluatedPolicy(runtime.sampler, weights, runtime.experiment, runtime.interaction)
     return policy, multihost.key_to_host(state.key)
 
 
@@ -151,13 +149,13 @@ def evaluate_published(settings: Published, workdir: Path) -> None:
     mesh = make_mesh(settings.mesh, model=model)
     params = load_model(model, abstract_params(model, mesh, model.dtype))
     sampler = InProcess(make_sampler(model, mesh, mesh, settings.sampling.weights_dtype))
-    policy, key = Policy(sampler, sampler.push(params, 0), settings), jax.random.key(settings.seed)
+    policy, key = EvaluatedPolicy(sampler, sampler.push(params, 0), settings), jax.random.key(settings.seed)
     del params
     for task in settings.evaluation.tasks:
         evaluate_task(task, policy, key, workdir, show=True)
 
 
-def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show: bool = False) -> Summary:
+def evaluate_task(task: Task, policy: EvaluatedPolicy, key: Array, folder: Path, *, show: bool = False) -> Summary:
     """Run one task, write its files to `folder`, and return the summary on every process. Collective.
 
     Args:

@@ -16,7 +16,6 @@ from gspax.config import (
     WarmStart,
     layers_of,
     repeated_patterns,
-    trained_dtype,
     updates_per_step,
     with_vocabulary,
 )
@@ -64,13 +63,13 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     Raises:
       UserError: the mesh does not fit the devices.
     """
-    config, placement, lora = experiment.model, experiment.placement, experiment.lora
+    config, placement, trained = experiment.model, experiment.placement, experiment.trained
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
     sampler_mesh, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
     served = experiment.engine is not None
     moments, all_moments = (
-        optimizer_bytes(experiment.optimizer, config, lora, sizes) for sizes in (mesh, dict.fromkeys(mesh, 1))
+        optimizer_bytes(experiment.optimizer, trained, sizes) for sizes in (mesh, dict.fromkeys(mesh, 1))
     )
     all_kept = checkpointed_bytes(Passes(experiment))
     return Plan(
@@ -83,7 +82,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         sampler={} if served else sampler_bytes(experiment, mesh, sampler_mesh),
         push=size_of(config.dtype) * parameter_count(config) if served else 0,
         host=moments if experiment.optimizer.offload else 0,
-        checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments + all_kept,
+        checkpoint=size_of(trained.dtype) * trained_count(trained) + all_moments + all_kept,
     )
 
 

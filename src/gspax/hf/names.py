@@ -16,7 +16,7 @@ from gspax.config import ModelConfig, layer_places, layers_of
 from gspax.hf.config_json import family_of
 from gspax.hf.families import FAMILIES, WRAPPERS, Family
 from gspax.hf.rows import OUTER, Row, fused_rows, replaced
-from gspax.hf.tensors import Part
+from gspax.hf.tensors import WHOLE, Part
 
 STRIP, GAP = 2**17, 32  # in `copy`: elements of a strip, and padding after each of its rows
 
@@ -34,7 +34,7 @@ class Chunk:
     published: str  # the tensor's name
     index: tuple[int, ...]  # into the parameter's leading axes: layer of the stack, expert
     row: Row
-    part: Part | None = None  # the part of the tensor; None: all of it
+    part: Part = WHOLE  # the part of the tensor
 
 
 def list_chunks(
@@ -68,7 +68,7 @@ def list_chunks(
     }
 
 
-def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
+def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part]:
     """Return each row's part of its tensor, given the shapes of a layer's parameters in the table's order."""
     ends: dict[str, int] = {}
     places: dict[Row, tuple[int, int, int]] = {}
@@ -78,7 +78,7 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
             start = ends.get(row.published, 0)
             places[row] = outer, start, length
             ends[row.published] = start + length
-    return {row: Part(*places[row], ends[row.published]) if row in places else None for row in shapes}
+    return {row: Part(*places[row], ends[row.published]) if row in places else WHOLE for row in shapes}
 
 
 def _layer_rows(config: ModelConfig, family: Family) -> tuple[Row, ...]:
@@ -144,12 +144,12 @@ def tensor_shapes(
     }
 
 
-def published_shape(row: Row, shape: Sequence[int], part: Part | None = None) -> tuple[int, ...]:
+def published_shape(row: Row, shape: Sequence[int], part: Part = WHOLE) -> tuple[int, ...]:
     """Return the shape of the published tensor that contains a chunk of shape `shape`, alone or as a part."""
     groups, ours, joined = _axes(row)
     sizes = {"1": 1} | dict(zip(ours, shape, strict=True))
     lengths = [math.prod(sizes[letter] for letter in group) for group in groups]
-    if part is not None:
+    if part.length < part.total:
         (axis,) = (axis for axis, group in enumerate(groups) if joined in group)
         lengths[axis] = lengths[axis] // part.length * part.total
     return tuple(lengths)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspax.hf.tensors import DTYPES, FP8, Part, Stored, read
+from gspax.hf.tensors import DTYPES, FP8, Part, Stored, read, read_part
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # E2M1, by its 4 bits
 FP4_BLOCK = 32  # numbers with one scale
@@ -47,7 +47,7 @@ class Mxfp4:
         """Read numbers `first` to `last`, as `tensors.Packed` does."""
         low, high = first // FP4_BLOCK, -(-last // FP4_BLOCK)
         part = Part(1, low, high - low, math.prod(self.scales.shape))
-        numbers = unpack(read(self.blocks, part=part), read(self.scales, part=part)).reshape(-1)
+        numbers = unpack(read_part(self.blocks, part), read_part(self.scales, part)).reshape(-1)
         return numbers[first - low * FP4_BLOCK : last - low * FP4_BLOCK]
 
 
@@ -80,7 +80,7 @@ class BlockFp8:
         """Read numbers `first` to `last`, as `tensors.Packed` does; whole rows are decoded."""
         *lead, rows, columns = self.weights.shape
         low, high = first // columns, -(-last // columns)
-        bits = read(self.weights, part=Part(1, low, high - low, math.prod(lead) * rows)).view(np.uint8)
+        bits = read_part(self.weights, Part(1, low, high - low, math.prod(lead) * rows)).view(np.uint8)
         scales = (
             read(self.scales).astype(np.float32, copy=False).reshape(-1, self.scales.shape[-2], self.scales.shape[-1])
         )

@@ -36,7 +36,7 @@ Box = tuple[tuple[int, int], ...]  # start and stop of each axis
 
 Rows = tuple[int, int, int]  # first and last index on a tensor's first axis (or the start of it), and its size
 Table = Mapping[str, Sequence[Chunk]]  # the chunks of each parameter by its path
-Read = Callable[[str, Rows, Part | None], np.ndarray]  # reads these rows of the named tensor, or of a part of it
+Read = Callable[[str, Rows, Part], np.ndarray]  # reads these rows of the named tensor, or of a part of it
 
 
 class Readable(Protocol):
@@ -89,8 +89,8 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     _validate(folder, config, stored, names.tensor_shapes(table, shapes))
     thread = threading.local()
 
-    def read(name: str, rows: Rows, part: Part | None) -> np.ndarray:
-        return tensors.read(tensors.narrow(stored[name], *rows), thread.buffer, part)
+    def read(name: str, rows: Rows, part: Part) -> np.ndarray:
+        return tensors.read_part(tensors.narrow(stored[name], *rows), part, thread.buffer)
 
     def prepare() -> None:
         thread.buffer = np.empty(4 * PIECE, np.uint8)
@@ -146,10 +146,7 @@ def _copy_chunk(chunk: Chunk, read: Read, shards: Mapping[Box, np.ndarray], shap
         overlapping = [bounds for bounds in holders if bounds[axis][0] < last and first < bounds[axis][1]]
         if not overlapping:
             continue
-        part, rows = chunk.part, (first, last, whole[axis])
-        if part is not None:
-            part = part._replace(outer=part.outer * (last - first) // whole[axis])
-        numbers = read(chunk.published, rows, part)
+        numbers = read(chunk.published, (first, last, whole[axis]), chunk.part.of_rows(last - first, whole[axis]))
         view = names.to_ours(chunk.row, numbers, (*whole[:axis], last - first, *whole[axis + 1 :]))
         for bounds in overlapping:
             start, stop = bounds[axis]
@@ -162,10 +159,9 @@ def _copy_chunk(chunk: Chunk, read: Read, shards: Mapping[Box, np.ndarray], shap
 
 def _pieces(chunk: Chunk, shape: tuple[int, ...], axis: int) -> list[tuple[int, int]]:
     """Return (begin, end) of each piece of a chunk on its tensor's leading axis; a range of that axis is one piece."""
-    size = shape[axis]
-    rows = (
-        size if chunk.part is not None and chunk.part.outer % size else max(1, PIECE * size // max(1, math.prod(shape)))
-    )
+    size, part = shape[axis], chunk.part
+    is_range = part.length < part.total and part.outer % size
+    rows = size if is_range else max(1, PIECE * size // max(1, math.prod(shape)))
     return [(first, min(first + rows, size)) for first in range(0, size, rows)]
 
 
@@ -243,7 +239,7 @@ def publish(
     table: Table,
     parameter: Callable[[str], Readable],
     dtypes: Mapping[str, np.dtype],
-    write: Callable[[str, np.ndarray, Part | None], None],
+    write: Callable[[str, np.ndarray, Part], None],
 ) -> None:
     """Call `write` with the name and the numbers of each published tensor, or of each part of one, in threads.
 

@@ -209,15 +209,15 @@ class _Piece(NamedTuple):
     path: str
     place: tuple[int, ...]  # in the factor's leading axes
     ranks: slice  # rows of A, columns of B
-    part: tensors.Part | None  # rows of B; None: all
+    part: tensors.Part  # rows of B
 
 
 def _own(tensor: np.ndarray, piece: _Piece) -> np.ndarray:
     """Return a view of the factor's numbers in a tensor: of A [rank, in], of B [..., rank]."""
     if piece.path.endswith("/a"):
         return tensor[piece.ranks]
-    part = piece.part or tensors.Part(1, 0, len(tensor), len(tensor))
-    rows = tensor.reshape(part.outer, part.total, -1)[:, part.start : part.start + part.length]
+    part = piece.part
+    rows = tensor.reshape(part.outer, part.total, -1, tensor.shape[-1])[:, part.start : part.start + part.length]
     return rows[..., piece.ranks]
 
 
@@ -252,7 +252,7 @@ def _published_shapes(
         if first.path.endswith("/a"):
             published_shapes[published] = rank, size
         else:
-            published_shapes[published] = first.part.outer * first.part.total if first.part else size, rank
+            published_shapes[published] = size // first.part.length * first.part.total, rank
     return published_shapes
 
 

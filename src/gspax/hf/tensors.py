@@ -31,6 +31,7 @@ MOST_AXES = 32
 STRIP = 2**18  # numbers checked at a time
 SHORT = 512  # bytes: if a part has shorter contiguous ranges, the whole tensor is read
 PARTS_OF_PACKED = {"U8": BYTES, "F8_E4M3": FP8}  # of tensors in fewer than 16 bits (`packed`)
+NO_BUFFER = np.empty(0, np.uint8)
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
@@ -69,6 +70,13 @@ class Part(NamedTuple):
     start: int
     length: int
     total: int
+
+    def of_rows(self, rows: int, size: int) -> Part:
+        """Return the part of `rows` of the `size` rows of the tensor's first axis."""
+        return self if self.outer == 1 else self._replace(outer=self.outer * rows // size)
+
+
+WHOLE = Part(outer=1, start=0, length=1, total=1)  # all of any tensor
 
 
 def find(folder: Path) -> dict[str, Stored]:
@@ -201,33 +209,35 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
     return stored
 
 
-def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
-    """Read one tensor, or a part of it.
+def read(stored: Stored) -> np.ndarray:
+    """Read one tensor. UserError as for `read_part`."""
+    return read_part(stored, WHOLE).reshape(stored.shape)
+
+
+def read_part(stored: Stored, part: Part, buffer: np.ndarray = NO_BUFFER) -> np.ndarray:
+    """Read the numbers of a part of a tensor, [outer, length, inner], flattened.
 
     Args:
       stored: the tensor's location.
+      part: the part to read.
       buffer: bytes to read into, if large enough: allocating memory costs more than reading.
-      part: the part to read; None: all of it.
-
-    Returns:
-      The tensor, or the numbers of the part [outer, length, inner], flattened.
 
     Raises:
-      UserError: the file is too short, or the tensor contains NaN or infinity.
+      UserError: the file is too short, or the part contains NaN or infinity.
     """
     if stored.packed is not None:
         first = stored.start // stored.dtype.itemsize
         return _require_finite(stored, _read_packed(stored, stored.packed, first, part))
-    if part is not None and _stretch(stored, part) < SHORT:
+    if part.outer > 1 and _stretch(stored, part) < SHORT:
         return _take(read(stored), part)
     pieces = _pieces(stored, part)
     nbytes = sum(length for _, length in pieces)
-    if buffer is None or buffer.size < nbytes:
+    if buffer.size < nbytes:
         buffer = np.empty(nbytes, np.uint8)
     flat = buffer[:nbytes]
     if not open_storage(stored.file).read_into(stored.file, pieces, flat.data):
         raise UserError(f"{stored.file}: became shorter while being read")
-    return _require_finite(stored, flat.view(stored.dtype).reshape(stored.shape if part is None else -1))
+    return _require_finite(stored, flat.view(stored.dtype))
 
 
 def _require_finite(stored: Stored, numbers: np.ndarray) -> np.ndarray:
@@ -242,11 +252,9 @@ def _require_finite(stored: Stored, numbers: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _read_packed(stored: Stored, packed: Packed, first: int, part: Part | None) -> np.ndarray:
+def _read_packed(stored: Stored, packed: Packed, first: int, part: Part) -> np.ndarray:
     """Decode a tensor whose numbers begin with number `first`, or a part of it; of a range no more than that."""
     size = math.prod(stored.shape)
-    if part is None:
-        return packed.numbers(first, first + size).reshape(stored.shape)
     if part.outer > 1:
         return _take(packed.numbers(first, first + size), part)
     inner = size // part.total
@@ -264,10 +272,8 @@ def _stretch(stored: Stored, part: Part) -> int:
     return stored.nbytes // part.outer // part.total * part.length
 
 
-def _pieces(stored: Stored, part: Part | None) -> list[tuple[int, int]]:
+def _pieces(stored: Stored, part: Part) -> list[tuple[int, int]]:
     """Return the file offset and the length, in bytes, of each contiguous range of a part."""
-    if part is None:
-        return [(stored.start, stored.nbytes)]
     step = stored.nbytes // part.outer  # of the outer axis
     unit = step // part.total
     return [(stored.start + number * step + part.start * unit, part.length * unit) for number in range(part.outer)]
@@ -356,10 +362,10 @@ def create(
     return {name: replace(each, start=first + each.start) for name, each in tensors.items()}
 
 
-def write(stored: Stored, tensor: np.ndarray, part: Part | None = None) -> None:
+def write(stored: Stored, tensor: np.ndarray, part: Part = WHOLE) -> None:
     """Write a contiguous tensor of the stored dtype to its location, or a part of a tensor to the part's location."""
     assert tensor.dtype == stored.dtype
-    if part is not None and _stretch(stored, part) < SHORT:
+    if part.outer > 1 and _stretch(stored, part) < SHORT:
         shape = part.outer, part.total, math.prod(stored.shape) // part.outer // part.total
         mapped = np.memmap(stored.file, stored.dtype, "r+", stored.start, shape)
         mapped[:, part.start : part.start + part.length] = tensor.reshape(part.outer, part.length, -1)

@@ -51,6 +51,13 @@ class Readings(NamedTuple):
 Measure = Callable[..., tuple[TrainState, Scalars, Scores, Readings]]
 
 
+def measure_nothing(
+    update: Update, state: TrainState, batch: Batch, on_policy: bool, other_heads: tuple[Params, ...] = ()
+) -> tuple[TrainState, Scalars, Scores, Readings]:
+    """Run `update` without diagnostics."""
+    return *update(state, batch, on_policy), Readings({}, {}, {})
+
+
 def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss, diagnostics: Diagnostics) -> Measure:
     """Make a function that runs `update` with the diagnostics around it; the update's results are unchanged.
 

@@ -5,7 +5,7 @@ Packed rows hold several responses, each with its prompt or after a shared one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -164,7 +164,7 @@ def packing_efficiency(layouts: Sequence[Layout]) -> float:
 
 def score_minibatches(
     score: Score, params: Params, first: Params | None, batches: Sequence[Batch], which: range
-) -> tuple[list[Batch], list[Scores | None]]:
+) -> tuple[list[Batch], dict[int, Scores]]:
     """Compute the old log-probs, the routing if `score` keeps it, and the first policy's log-probs if it is given.
 
     Collective, with a stop point after each minibatch (`run.interrupt`).
@@ -174,7 +174,7 @@ def score_minibatches(
         one is left to its update.
 
     Returns:
-      The minibatches with these arrays, and the old policy's scores of each; None if they were not computed.
+      The minibatches with these arrays, and the old policy's scores of those in `which`, by number.
     """
 
     def compute(params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
@@ -184,8 +184,7 @@ def score_minibatches(
         interrupt.stop_point()
         return scores
 
-    filled = list(batches)
-    of_old: list[Scores | None] = [None] * len(filled)
+    filled, of_old = list(batches), dict[int, Scores]()
     for index in which:
         batch = filled[index]
         of_old[index] = scores = compute(params, batch, batch.expert_BLTA)
@@ -221,17 +220,16 @@ def make_select(passes: Passes, mesh: jax.sharding.Mesh) -> Select:
     return select
 
 
-def select_tokens(select: Select, batches: Sequence[Batch], scores: Sequence[Scores | None], key: Array) -> list[Batch]:
+def select_tokens(select: Select, batches: Sequence[Batch], scores: Mapping[int, Scores], key: Array) -> list[Batch]:
     """Fill the minibatches with the weights of the selections, each computed over a whole minibatch.
 
     Args:
       scores: the old policy's, of each minibatch.
       key: a random key for this rollout alone.
     """
-    entropies = [of_old.entropy_BT for of_old in scores if of_old is not None]
     return [
-        replace(batch, **select(batch, entropy_BT, jax.random.fold_in(key, index)))
-        for index, (batch, entropy_BT) in enumerate(zip(batches, entropies, strict=True))
+        replace(batch, **select(batch, scores[index].entropy_BT, jax.random.fold_in(key, index)))
+        for index, batch in enumerate(batches)
     ]
 
 
@@ -259,10 +257,10 @@ def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def gather_measured(
-    scores: Sequence[Scores | None], layouts: Sequence[Layout], shape: tuple[int, ...]
+    scores: Mapping[int, Scores], layouts: Sequence[Layout], shape: tuple[int, ...]
 ) -> np.ndarray | None:
     """Gather what the pass measured of tokens into the rows of the rollout, float32 [N, T]; None if it did not."""
-    measured = [of_old.measured_BT for of_old in scores if of_old is not None]
+    measured = [of_old.measured_BT for of_old in scores.values()]
     if not measured or measured[0] is None:
         return None
     gathered_NT = np.zeros(shape, np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax import unstable
-from gspax.config import Lora, ModelConfig, Term, trained_dtype
+from gspax.config import Lora, ModelConfig, Term, Trained
 from gspax.errors import UserError
 from gspax.hf.parameters import named_shapes, read_params
 from gspax.hf.peft import read_adapters
@@ -29,13 +29,43 @@ from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, newest_step
 from gspax.run.directory import RunDir
 from gspax.run.manifest import MANIFEST, find_damage, has_manifest
 from gspax.types import Adapted, Array, Params, PyTree, Stream, TrainState, named_leaves
 
 CHECKPOINTS = "checkpoints"  # in a converted folder, next to config.json and the tokenizer's files
 MODEL, ADAPTERS = 0, 1  # the steps of `start/`
+UNTRAINED = optax.identity()  # the optimizer of parameters without moments
+
+
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """A policy on a mesh, with what trains it.
+
+    Attributes:
+      model: the model's architecture.
+      mesh: the devices that hold the state.
+      optimizer: the transform whose moments the state has; by default it has none.
+      lora: the adapters, which alone are trained; None: the whole model is.
+      terms: the terms of the objective, which may keep parameters in the state.
+    """
+
+    model: ModelConfig
+    mesh: jax.sharding.Mesh
+    optimizer: optax.GradientTransformation = UNTRAINED
+    lora: Lora | None = None
+    terms: Sequence[Term] = ()
+
+    @property
+    def trained_dtype(self) -> str:
+        """The dtype of the trained arrays."""
+        return Trained(self.model, self.lora).dtype
+
+    @property
+    def first_step(self) -> int:
+        """The step of `start/` that has what was trained, as it was before the first update."""
+        return MODEL if self.lora is None else ADAPTERS
 
 
 def require_memory(field: str, parts: Mapping[str, int]) -> None:
@@ -97,7 +127,7 @@ def init_state(
     def init_rest(params: Params, key: Array) -> TrainState:  # the parameters are not moved
         return replace(new_state(params, optimizer, key), params=None)
 
-    wanted = abstract_state(config, optimizer, mesh)
+    wanted = abstract_state(TrainedPolicy(config, mesh, optimizer))
     shardings = _shardings(wanted)
     if config.checkpoint:
         params = load_model(config, wanted.params)
@@ -108,42 +138,30 @@ def init_state(
     return replace(state, params=params)
 
 
-def add_adapters(
-    state: TrainState,
-    config: ModelConfig,
-    lora: Lora,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-) -> TrainState:
+def add_adapters(state: TrainState, policy: TrainedPolicy, lora: Lora) -> TrainState:
     """Add adapters to the state's parameters, with optimizer moments for the adapters alone.
 
     The adapters are initialized from `Stream.ADAPTERS`, or read from `lora.checkpoint`. UserError if it does not fit.
     """
 
     def draw(key: Array) -> Params:
-        return adapters.init(config, lora, jax.random.fold_in(key, Stream.ADAPTERS))
+        return adapters.init(policy.model, lora, jax.random.fold_in(key, Stream.ADAPTERS))
 
-    wanted = abstract_adapters(config, lora, mesh)
+    wanted = abstract_adapters(policy.model, lora, policy.mesh)
     if lora.checkpoint:
-        factors = load_adapters(config, lora, wanted)
+        factors = load_adapters(policy.model, lora, wanted)
     else:
         shardings = _shardings(wanted)
         factors = jax.jit(draw, out_shardings=shardings)(state.key)
     attached = replace(state, params=adapters.attach_adapters(state.params, factors, lora))
-    return with_new_moments(attached, config, lora, optimizer, mesh)
+    return with_new_moments(attached, replace(policy, lora=lora))
 
 
-def with_new_moments(
-    state: TrainState,
-    config: ModelConfig,
-    lora: Lora | None,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-) -> TrainState:
+def with_new_moments(state: TrainState, policy: TrainedPolicy) -> TrainState:
     """Reset the optimizer state and the count of updates; no parameter is moved."""
-    wanted = abstract_state(config, optimizer, mesh, lora)
+    wanted = abstract_state(policy)
     start = jax.jit(
-        lambda trained: (jnp.int32(0), optimizer.init(trained)),
+        lambda trained: (jnp.int32(0), policy.optimizer.init(trained)),
         out_shardings=_shardings((wanted.step, wanted.opt_state)),
     )
     step, opt_state = start(partition(state.params)[0])
@@ -165,27 +183,23 @@ def _sharded(shapes: PyTree, axes: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     return jax.tree.map(lambda leaf, names: leaf.update(sharding=named_sharding(mesh, *names)), shapes, axes)
 
 
-def abstract_policy(config: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh) -> Params:
-    """Return `ShapeDtypeStruct`s of the parameters, with adapters if there is `lora`."""
-    params = abstract_params(config, mesh)
-    return params if lora is None else adapters.attach_adapters(params, abstract_adapters(config, lora, mesh), lora)
+def abstract_policy(policy: TrainedPolicy) -> Params:
+    """Return `ShapeDtypeStruct`s of the policy's parameters, adapters included."""
+    params = abstract_params(policy.model, policy.mesh)
+    if policy.lora is None:
+        return params
+    return adapters.attach_adapters(params, abstract_adapters(policy.model, policy.lora, policy.mesh), policy.lora)
 
 
-def abstract_state(
-    config: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    lora: Lora | None = None,
-    terms: Sequence[Term] = (),
-) -> TrainState:
+def abstract_state(policy: TrainedPolicy) -> TrainState:
     """Return `ShapeDtypeStruct`s of the state: parameters and moments sharded by the table, the rest replicated.
 
-    With `lora` the parameters have adapters. The moments are in the hosts' memory if the optimizer is `Offloaded`.
+    The moments are in the hosts' memory if the optimizer is `Offloaded`.
     """
-    everywhere = named_sharding(mesh)
-    kind = "pinned_host" if isinstance(optimizer, Offloaded) else "device"
-    params = abstract_policy(config, lora, mesh)
-    state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
+    everywhere = named_sharding(policy.mesh)
+    kind = "pinned_host" if isinstance(policy.optimizer, Offloaded) else "device"
+    params = abstract_policy(policy)
+    state = jax.eval_shape(lambda params: new_state(params, policy.optimizer, jax.random.key(0)), params)
     moments = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding.with_memory_kind(kind)),
         state.opt_state,
@@ -193,17 +207,16 @@ def abstract_state(
     )
     rest = replace(state, params=None, opt_state=None)
     placed = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), rest)
-    return replace(
-        placed, params=params, opt_state=moments, teacher=abstract_kept(params, trained_dtype(config, lora), terms)
-    )
+    return replace(placed, params=params, opt_state=moments, teacher=abstract_kept(policy, params))
 
 
-def abstract_kept(params: Params, trained_dtype: str, terms: Sequence[Term]) -> Params:
+def abstract_kept(policy: TrainedPolicy, params: Params) -> Params:
     """Return `ShapeDtypeStruct`s of the parameters of an earlier policy that a term keeps in the state; None if none.
 
     A moving average is in float32: in bfloat16 most of its steps would be lost.
     """
-    kept = [each for term in terms for each in term.held(trained_dtype) if each.in_state]
+    trained_dtype = policy.trained_dtype
+    kept = [each for term in policy.terms for each in term.held(trained_dtype) if each.in_state]
     if not kept:
         return None
     trained, dtype = partition(params)[0], kept[0].dtype
@@ -250,42 +263,39 @@ def load_model(config: ModelConfig, wanted: Params) -> Params:
         require_intact(folder)
     mesh = jax.tree.leaves(wanted)[0].sharding.mesh
     with Checkpoints(folder / CHECKPOINTS, mesh=mesh) as checkpoints:
-        return _restore_params(checkpoints, wanted)
+        return _restore_params(checkpoints, wanted, newest_step(checkpoints))
 
 
-def load_policy(
-    run: RunDir, checkpoints: Path, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh, step: int | None
-) -> Params:
-    """Load the parameters of a run's checkpoint (default: the newest), adapters included, without optimizer state.
+def load_policy(run: RunDir, checkpoints: Checkpoints, policy: TrainedPolicy, step: int) -> Params:
+    """Load the parameters of a run's checkpoint, adapters included, without optimizer state.
 
     Args:
       run: has the frozen parameters of adapters in `start/`.
-      checkpoints: the folder of the run's checkpoints, or of its warm start's.
+      checkpoints: the run's, or its warm start's.
+      policy: its optimizer and terms are not read.
+      step: the checkpoint's step.
 
     Raises:
       UserError: there is no such checkpoint, or it is of another model.
     """
-    wanted, _ = partition(abstract_policy(model, lora, mesh))
-    with Checkpoints(checkpoints, mesh=mesh) as opened:
-        return _with_frozen(run, _restore_params(opened, wanted, step), model, lora, mesh)
+    wanted, _ = partition(abstract_policy(policy))
+    return _with_frozen(run, _restore_params(checkpoints, wanted, step), policy)
 
 
-def _restore_params(checkpoints: Checkpoints, wanted: Params, step: int | None = None) -> Params:
-    """Restore the parameters of a checkpoint (default: the newest), like `wanted`. UserError if there is none."""
-    step = checkpoints.latest() if step is None else step
-    if step is None:
-        raise UserError(f"there is no checkpoint in {checkpoints.directory}")
+def _restore_params(checkpoints: Checkpoints, wanted: Params, step: int) -> Params:
+    """Restore the parameters of a checkpoint, like `wanted`."""
     leaves = {f"params/{name}": leaf for name, leaf in named_leaves(wanted).items()}
     arrays = checkpoints.restore_some(leaves, step)
     return jax.tree.unflatten(jax.tree.structure(wanted), [arrays[name] for name in leaves])
 
 
-def _with_frozen(run: RunDir, params: Params, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh) -> Params:
+def _with_frozen(run: RunDir, params: Params, policy: TrainedPolicy) -> Params:
     """Add the frozen base parameters from `start/` to the adapters."""
-    if lora is None:
+    if policy.lora is None:
         return params
-    base = load_start(run, abstract_params(model, mesh), mesh)
-    _, frozen = partition(adapters.attach_adapters(base, abstract_adapters(model, lora, mesh), lora))
+    base = load_start(run, abstract_params(policy.model, policy.mesh), policy.mesh)
+    wanted = abstract_adapters(policy.model, policy.lora, policy.mesh)
+    _, frozen = partition(adapters.attach_adapters(base, wanted, policy.lora))
     return combine(params, frozen)
 
 
@@ -307,20 +317,13 @@ def load_adapters(config: ModelConfig, lora: Lora, wanted: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
 
 
-def first_state(
-    run: RunDir,
-    model: ModelConfig,
-    lora: Lora | None,
-    optimizer: optax.GradientTransformation,
-    key: Array,
-    mesh: jax.sharding.Mesh,
-) -> TrainState:
+def first_state(run: RunDir, policy: TrainedPolicy, key: Array) -> TrainState:
     """Make the state before any update, of the warm start if there is one. Writes the base of adapters to `start/`."""
-    if lora is None:
-        return init_state(model, optimizer, key, mesh)
-    state = init_state(model, optax.identity(), key, mesh)  # there are moments of the adapters alone
-    save_start(run, state.params, mesh)
-    return add_adapters(state, model, lora, optimizer, mesh)
+    if policy.lora is None:
+        return init_state(policy.model, policy.optimizer, key, policy.mesh)
+    state = init_state(policy.model, UNTRAINED, key, policy.mesh)  # there are moments of the adapters alone
+    save_start(run, state.params, policy.mesh)
+    return add_adapters(state, policy, policy.lora)
 
 
 def save_start(run: RunDir, params: Params, mesh: jax.sharding.Mesh, step: int = MODEL) -> None:
@@ -335,19 +338,16 @@ def load_start(run: RunDir, wanted: Params, mesh: jax.sharding.Mesh, step: int =
         return checkpoints.restore(wanted, step)[0]
 
 
-def save_first(run: RunDir, state: TrainState, lora: Lora | None, mesh: jax.sharding.Mesh) -> None:
+def save_first(run: RunDir, state: TrainState, policy: TrainedPolicy) -> None:
     """Write the parameters of the first policy, before the first update of reinforcement learning."""
-    save_start(run, drop_frozen(state).params, mesh, MODEL if lora is None else ADAPTERS)
+    save_start(run, drop_frozen(state).params, policy.mesh, policy.first_step)
 
 
-def load_first(
-    run: RunDir, state: TrainState, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh
-) -> Params:
+def load_first(run: RunDir, state: TrainState, policy: TrainedPolicy) -> Params:
     """Load the trained parameters from before the first update; they share no buffers with the state."""
     if count_updates(state) == 0:
         return jax.tree.map(jnp.copy, drop_frozen(state).params)  # the state is donated to the first update
-    wanted = partition(abstract_policy(model, lora, mesh))[0]
-    return load_start(run, wanted, mesh, MODEL if lora is None else ADAPTERS)
+    return load_start(run, partition(abstract_policy(policy))[0], policy.mesh, policy.first_step)
 
 
 def drop_frozen(state: TrainState) -> TrainState:
@@ -355,17 +355,7 @@ def drop_frozen(state: TrainState) -> TrainState:
     return replace(state, params=partition(state.params)[0])
 
 
-def restore_state(
-    run: RunDir,
-    checkpoints: Checkpoints,
-    model: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    *,
-    lora: Lora | None = None,
-    terms: Sequence[Term] = (),
-    step: int | None = None,
-) -> TrainState:
-    """Restore the whole state of a checkpoint (default: the newest). UserError if none can be read."""
-    state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora, terms)), step)
-    return replace(state, params=_with_frozen(run, state.params, model, lora, mesh))
+def restore_state(run: RunDir, checkpoints: Checkpoints, policy: TrainedPolicy, step: int) -> TrainState:
+    """Restore the whole state of a checkpoint. UserError if it cannot be read."""
+    state, _ = checkpoints.restore(drop_frozen(abstract_state(policy)), step)
+    return replace(state, params=_with_frozen(run, state.params, policy))

@@ -26,7 +26,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gspax import losses, unstable
-from gspax.config import AdaptiveEntropy, Guard, expert_id_dtype, has_experts
+from gspax.config import Guard, Regularizers, expert_id_dtype, has_experts
 from gspax.config.term import Compare, Comparison
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
@@ -51,6 +51,7 @@ Score = Callable[..., Scores]  # see `make_score`
 Gradient = Callable[..., tuple[Params, losses.Terms, Scores]]
 
 NO_LIMITS = Guard()
+NO_REGULARIZERS = Regularizers()
 
 
 def make_train_step(settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation) -> TrainStep:
@@ -69,7 +70,7 @@ def make_update(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     guard: Guard = NO_LIMITS,
-    adaptive_entropy: AdaptiveEntropy | None = None,
+    regularizers: Regularizers = NO_REGULARIZERS,
 ) -> Update:
     """Make a pure, jitted `(state, batch, on_policy, other_heads) -> (state, metrics, scores)`; the state is donated.
 
@@ -90,10 +91,10 @@ def make_update(
     Args:
       objective: the function to minimize, such as `make_objective(losses.gspo)`.
       guard: limits of the gradient norm and of the policy ratio.
-      adaptive_entropy: adapts the coefficient of the objective's entropy bonus, in `state.adapted`, by the entropy
-        of the whole minibatch; it is the metric `entropy_coefficient`.
+      regularizers: `adaptive_entropy` adapts the coefficient of the objective's entropy bonus, in `state.adapted`, by
+        the entropy of the whole minibatch; it is the metric `entropy_coefficient`.
     """
-    update = _update(settings, objective, optimizer, guard, adaptive_entropy)
+    update = _update(settings, objective, optimizer, guard, regularizers)
     return jax.jit(update, donate_argnums=0, compiler_options=unstable.light_compilation(settings.mesh))
 
 
@@ -112,7 +113,7 @@ def _update(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     guard: Guard,
-    adaptive_entropy: AdaptiveEntropy | None = None,
+    regularizers: Regularizers = NO_REGULARIZERS,
 ) -> Callable[..., tuple[TrainState, Scalars, Scores]]:
     """Make the function that `make_update` compiles."""
     gradient = make_gradient(settings, objective)
@@ -131,7 +132,7 @@ def _update(
             grads = balancing_steps(grads, scores.count_LE, settings.config, settings.bias_update_speed)
         with jax.named_scope("update"):
             updated, opt_state = update_if(healthy & ~empty, optimizer, grads, state.opt_state, trained)
-        if adaptive_entropy is not None:
+        if (adaptive_entropy := regularizers.adaptive_entropy) is not None:
             before = metrics["entropy_coefficient"] = state.adapted.entropy
             adapted = next_coefficient(before, metrics["entropy_bonus"], **vars(adaptive_entropy))
             adapted = constrain(jnp.where(healthy & ~empty, adapted, before), settings.mesh)

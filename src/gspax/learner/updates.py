@@ -20,7 +20,7 @@ import optax
 
 from gspax.config import Calibration, Experiment, Regularizers, has_experts, row_shape, updates_per_step
 from gspax.config.functions import keywords
-from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
+from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route, measure_nothing
 from gspax.learner.minibatches import Select, make_select
 from gspax.learner.objective import RoutingSettings, Scores, make_objective
 from gspax.learner.state import applied_updates
@@ -54,7 +54,7 @@ class Steps(NamedTuple):
     route: Route | None  # None for a dense model
     gradient: Gradient  # of the update, not compiled
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
-    measure: Measure | None = None  # with `Experiment.diagnostics`
+    measure: Measure = measure_nothing  # with `Experiment.diagnostics`
     select: Select | None = None  # with `Term.selections`
     settings: StepSettings | None = None  # that they share
 
@@ -67,8 +67,7 @@ def bind_heads(steps: Steps, heads: tuple[Params, ...]) -> Steps:
     def update(state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
         return steps.update(state, batch, on_policy, heads)
 
-    measure = None if steps.measure is None else partial(steps.measure, other_heads=heads)
-    return steps._replace(update=update, measure=measure)
+    return steps._replace(update=update, measure=partial(steps.measure, other_heads=heads))
 
 
 def make_steps(
@@ -99,9 +98,11 @@ def make_steps(
         calibration=experiment.calibration,
         routing=RoutingSettings(model.router, experiment.router_shift),
     )
-    diagnostics = experiment.diagnostics
+    measure = measure_nothing
+    if (diagnostics := experiment.diagnostics) is not None:
+        measure = make_measure(settings, objective, experiment.loss, diagnostics)
     return Steps(
-        make_update(settings, objective, optimizer, experiment.guard, experiment.regularizers.adaptive_entropy),
+        make_update(settings, objective, optimizer, experiment.guard, experiment.regularizers),
         make_score(
             settings,
             keep_experts=passes.keeps_experts,
@@ -111,7 +112,7 @@ def make_steps(
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(settings, objective),
         passes.scored,
-        None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
+        measure,
         make_select(passes, mesh) if passes.selections else None,
         settings,
     )
@@ -124,7 +125,7 @@ class Updated(NamedTuple):
     metrics: list[Mapping[str, float]]  # of each update, on the host
     scored: list[tuple[Batch, Scores]]  # minibatches with known log-probs under the old policy, and these scores
     routing: tuple[Array, Array, Array] | None  # arguments of `metrics.routing_metrics`; None for a dense model
-    readings: Readings | None = None  # of the diagnostics, on the host
+    readings: Readings  # of the diagnostics, on the host
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
 
@@ -132,34 +133,32 @@ def run_updates(
     steps: Steps,
     state: TrainState,
     batches: Sequence[Batch],
-    scores: Sequence[Scores | None],
+    scores: Mapping[int, Scores],
     *,
     epochs: int,
     rate: optax.Schedule,
     calibration: Calibration | None = None,
-    measure: Measure | None = None,
+    measure: Measure = measure_nothing,
 ) -> Updated:
     """Run one optimizer update per minibatch and epoch, and adapt a calibrated clip range after each update.
 
     Args:
       batches, scores: from `score_minibatches`. The first update computes the scores that the first minibatch lacks.
       rate: the learning rate as a function of the updates applied.
-      measure: diagnostics around the last update; None: not in this step.
+      measure: diagnostics around the last update.
     """
-    batches, scores, was_scored = list(batches), list(scores), scores[0] is not None
+    batches, scores, was_scored = list(batches), dict(scores), 0 in scores
     first, count = applied_updates(state), epochs * len(batches)
     arrays = batches[0].tokens_BT, batches[0].segment_BT, batches[0].prefix_BT
     before = None if steps.route is None else steps.route(state.params, *arrays)
     updates: list[PyTree] = []  # their metrics
-    readings = None
     for number in range(count):
         batch, on_policy = fill_old_logp(batches[number % len(batches)])
-        if measure is not None and number == count - 1:
-            state, metrics, computed, readings = measure(steps.update, state, batch, on_policy)
-        else:
-            state, metrics, computed = steps.update(state, batch, on_policy)
+        around = measure if number == count - 1 else measure_nothing
+        state, metrics, computed, readings = around(steps.update, state, batch, on_policy)
         if number == 0:
-            scores[0], count_LE = scores[0] or computed, computed.count_LE
+            scores.setdefault(0, computed)
+            count_LE = computed.count_LE
             batches[0] = replace(batch, old_logp_BT=computed.logp_BT) if on_policy else batch
         updates.append(metrics)
         if calibration is not None:
@@ -167,7 +166,7 @@ def run_updates(
             rates = [float(rate(n)) for start in (first, done) for n in range(start, start + count)]
             state = _calibrate(calibration, state, updates, rates)
     updates, readings = multihost.to_host((updates, readings))
-    if updates[-1]["empty"] and readings is not None:
+    if updates[-1]["empty"]:
         readings = readings._replace(gradient={}, ratio={})  # of nothing
     earliest: Mapping[str, float] = next((metrics for metrics in updates if not metrics["empty"]), {})
     if was_scored and "ratio_deviation" in earliest:
@@ -177,7 +176,7 @@ def run_updates(
         routing = count_LE, before, steps.route(state.params, *arrays)
     skipped = [index for index, metrics in enumerate(updates) if metrics["skipped"]]
     last_skipped = batches[skipped[-1] % len(batches)] if skipped else None
-    scored = [(batch, known) for batch, known in zip(batches, scores, strict=True) if known is not None]
+    scored = [(batches[number], scores[number]) for number in sorted(scores)]
     return Updated(state, updates, scored, routing, readings, last_skipped)
 
 

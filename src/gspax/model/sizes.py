@@ -34,7 +34,7 @@ from gspax.config import (
     Placement,
     SamplerDtype,
     Sampling,
-    Teacher,
+    Trained,
     adapted_weights,
     expert_id_dtype,
     layers_of,
@@ -44,7 +44,6 @@ from gspax.config import (
     sparse_layers,
     teacher_models,
     token_id_dtype,
-    trained_dtype,
     with_vocabulary,
 )
 from gspax.config.functions import unwrap
@@ -61,8 +60,13 @@ AxisSizes = dict[str, int]
 # --- parameters and FLOPs --------------------------------------------------------------------------------------------
 
 
-def parameter_count(config: ModelConfig, experts: int | None = None) -> int:
-    """Count the numbers in the model's parameters, embedding and head included. `experts` replaces their number."""
+def parameter_count(config: ModelConfig) -> int:
+    """Count the numbers in the model's parameters, embedding and head included."""
+    return count_with_experts(config, config.num_experts)
+
+
+def count_with_experts(config: ModelConfig, experts: int) -> int:
+    """Count the numbers in the model's parameters if each layer had as many experts."""
     D = config.hidden_size
     head = 0 if config.tie_word_embeddings else config.vocab_size * D
     return config.vocab_size * D + head + D + sum(layer.parameters(D, experts) for layer in layers_of(config))
@@ -70,7 +74,7 @@ def parameter_count(config: ModelConfig, experts: int | None = None) -> int:
 
 def active_parameter_count(config: ModelConfig) -> int:
     """Count the parameters used by one token: only its experts; embedding and head in full, as in "A3B"."""
-    return parameter_count(config, config.num_experts_per_tok)
+    return count_with_experts(config, config.num_experts_per_tok)
 
 
 def lookup_count(config: ModelConfig) -> int:
@@ -84,10 +88,14 @@ def forward_flops(config: ModelConfig, length: float) -> float:
     return 2 * (active_parameter_count(config) - lookup_count(config)) + mixing
 
 
-def trained_count(config: ModelConfig, lora: Lora | None) -> int:
+def trained_count(trained: Trained) -> int:
     """Count the numbers that have a gradient: the adapters, if there are any, else all parameters."""
-    if lora is None:
-        return parameter_count(config)
+    config, lora = trained
+    return parameter_count(config) if lora is None else adapter_count(config, lora)
+
+
+def adapter_count(config: ModelConfig, lora: Lora) -> int:
+    """Count the numbers in the adapters of a model."""
     chosen = adapted_weights(lora)
     return lora.rank * sum(
         sides
@@ -104,14 +112,14 @@ def trained_count(config: ModelConfig, lora: Lora | None) -> int:
 def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
     """Return a device's bytes of the arrays of an update by name, without activations."""
     config, lora, sampling = experiment.model, experiment.lora, experiment.sampling
-    trained = _sharded(trained_count(config, lora), mesh)
+    trained = _sharded(trained_count(experiment.trained), mesh)
     shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
     parts = {
         **resident_bytes(Passes(experiment), mesh),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
-        "gradients": size_of(trained_dtype(config, lora)) * trained,
+        "gradients": size_of(experiment.trained.dtype) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if shape.microbatch < shape.rows else 0,
-        **_teacher_bytes(experiment.teacher, config, sampling, mesh),
+        **_teacher_bytes(Passes(experiment), mesh),
         **_rollout_bytes(config, sampling, Passes(experiment), mesh),
     }
     return {part: size for part, size in parts.items() if size}
@@ -153,31 +161,33 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
 def resident_bytes(passes: Passes, mesh: AxisSizes) -> dict[str, int]:
     """Return a device's bytes of the arrays that the learner's devices hold throughout a run, by name."""
     experiment = passes.experiment
-    config, lora, optimizer = experiment.model, experiment.lora, experiment.optimizer
+    config, optimizer = experiment.model, experiment.optimizer
     parts = {f"parameters, {config.param_dtype}": size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)}
     if not optimizer.offload:
-        parts["optimizer state"] = optimizer_bytes(optimizer, config, lora, mesh)
-    dtype = trained_dtype(config, lora)
+        parts["optimizer state"] = optimizer_bytes(optimizer, experiment.trained, mesh)
+    dtype = experiment.trained.dtype
     if passes.first_policy:  # with adapters a copy of these alone: both policies share the rest
-        parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
+        parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(experiment.trained), mesh)
     for name, group in groupby(passes.held(dtype), lambda each: each.name):
         held = list(group)
         dtypes = " and ".join(sorted({each.dtype for each in held}))
-        sizes = (size_of(each.dtype) * _sharded(_count(each, config, lora), mesh) for each in held)
+        sizes = (size_of(each.dtype) * _sharded(_count(each, experiment.trained), mesh) for each in held)
         parts[f"{name}, {dtypes}"] = sum(sizes)
     return parts
 
 
-def _count(held: Held, config: ModelConfig, lora: Lora | None) -> int:
+def _count(held: Held, trained: Trained) -> int:
     """Count the parameters that a term holds."""
-    return trained_count(config, lora) if held.model is None else parameter_count(with_vocabulary(held.model, config))
+    if held.model is None:
+        return trained_count(trained)
+    return parameter_count(with_vocabulary(held.model, trained.model))
 
 
 def checkpointed_bytes(passes: Passes) -> int:
     """Count the bytes of the parameters that terms hold in the training state, besides the policy's."""
-    config, lora = passes.experiment.model, passes.experiment.lora
-    held = passes.held(trained_dtype(config, lora))
-    return sum(size_of(each.dtype) * _count(each, config, lora) for each in held if each.in_state)
+    trained = passes.experiment.trained
+    held = passes.held(trained.dtype)
+    return sum(size_of(each.dtype) * _count(each, trained) for each in held if each.in_state)
 
 
 def recorded_bytes(passes: Passes) -> int:
@@ -195,8 +205,10 @@ def recorded_bytes(passes: Passes) -> int:
     return positions * position
 
 
-def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> dict[str, int]:
+def _teacher_bytes(passes: Passes, mesh: AxisSizes) -> dict[str, int]:
     """Return the bytes of the teacher's arrays that updates read: log-probs, or last hidden states and the head."""
+    experiment = passes.experiment
+    config, sampling, teacher = experiment.model, experiment.sampling, experiment.teacher
     if teacher is None:
         return {}
     rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
@@ -211,28 +223,27 @@ def _teacher_bytes(teacher: Teacher | None, config: ModelConfig, sampling: Sampl
     }
 
 
-def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: AxisSizes) -> int:
+def optimizer_bytes(optimizer: Optimizer, trained: Trained, mesh: AxisSizes) -> int:
     """Compute a device's share of the optimizer state and of a float32 master copy, in bytes.
 
     AdamW has two moments; the state of any other transform is traced for the whole model.
     """
-    trained = _sharded(trained_count(config, lora), mesh)
-    master = 0 if trained_dtype(config, lora) == "float32" else FLOAT32 * trained
+    count = _sharded(trained_count(trained), mesh)
+    master = 0 if trained.dtype == "float32" else FLOAT32 * count
     if unwrap(optimizer.transform) is optimizers.adamw:
-        return 2 * FLOAT32 * trained + master
+        return 2 * FLOAT32 * count + master
     from gspax.model import transformer  # here, because a dry run with AdamW needs neither flax nor optax
 
-    params = transformer.abstract_params(replace(config, param_dtype="float32"))
+    params = transformer.abstract_params(replace(trained.model, param_dtype="float32"))
     leaves = jax.tree.leaves(jax.eval_shape(optimizer.transform(0.0).init, params))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    return math.ceil(total * trained / parameter_count(config)) + master
+    return math.ceil(total * count / parameter_count(trained.model)) + master
 
 
 def inference_weights_bytes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> int:
     """Compute a device's share of the inference weights, in bytes: only experts are sharded over the axis expert."""
-    experts = parameter_count(config) - parameter_count(config, experts=0)
-    table = lookup_count(config)  # never in 8 bits
-    others = parameter_count(config, experts=0) - table
+    shared, table = count_with_experts(config, 0), lookup_count(config)  # the table is never in 8 bits
+    experts, others = parameter_count(config) - shared, shared - table
     count = size_of(_dtype(sampling.weights_dtype, config)) * (experts / mesh["expert"] + others)
     return math.ceil((count + size_of(config.dtype) * table) / (mesh["tensor"] * mesh["fsdp"]))
 

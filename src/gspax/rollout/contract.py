@@ -6,7 +6,7 @@ chooses with one field, `Experiment.engine`; nothing above this package knows wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -35,7 +35,7 @@ class Request:
     """A request for `sampling.group` completions of each problem, or for conversations about it.
 
     Attributes:
-      ready: the problems of P places; a process needs those of its own rows, None elsewhere.
+      ready: the problems by place, of which there are P; a process needs those of its own rows.
       prompt_ids: the P problems' indices; sample g of a problem has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
       options: of which `mesh` is the sampler's and `sampling.prompts` is not read.
@@ -43,7 +43,7 @@ class Request:
       ended: without one, called with completions that have ended while others are sampled; each row once.
     """
 
-    ready: Sequence[Ready | None]
+    ready: Mapping[int, Ready]
     prompt_ids: Sequence[int]
     key: Array
     options: SampleOptions
@@ -54,8 +54,8 @@ class Request:
 class Held(Protocol):
     """Holds the samples of `rollout.group_pool`: newer weights continue what older ones began. Collective."""
 
-    def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
-        """Put new groups into the places `fresh_R`, bool; elsewhere any ids count, and no problem is ready."""
+    def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+        """Put new groups into the places `fresh_R`, bool; elsewhere any ids count, and no problem is `ready`."""
 
     def advance(self, weights: Weights) -> None:
         """Sample `sampling.chunk` more tokens of each unfinished sample. Does not wait."""

@@ -10,7 +10,7 @@ Axes: B conversations, as in `continuous_batching`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
@@ -69,7 +69,8 @@ class Episode:
 class RowsOnHost:
     """The host's side of the rows that are being sampled: of its own rows each process has problems and rewards."""
 
-    ready: list[Ready | None]  # problems, each with as many rows as the others
+    ready: Mapping[int, Ready]  # problems by place
+    group: int  # rows of each
     ended_B: np.ndarray  # bool, in every process: the sample has ended, and its reward was started
     started: Started = field(default_factory=Started)  # these rewards, by row
     open: dict[int, Episode] = field(default_factory=dict)  # conversations of which a turn has ended, by row
@@ -77,8 +78,7 @@ class RowsOnHost:
     def find(self, row: int) -> Episode:
         """Find the unfinished conversation of a row."""
         if row not in self.open:
-            ready = self.ready[row * len(self.ready) // len(self.ended_B)]
-            assert ready is not None
+            ready = self.ready[row // self.group]
             self.open[row] = Episode(ready.problem, copy.deepcopy(ready.state), opening=ready.opening)
         return self.open[row]
 
@@ -155,25 +155,27 @@ def encode_demonstration(
 def sample_conversations(
     interaction: Interaction,
     params: Params,
-    ready: Sequence[Ready | None],
+    ready: Mapping[int, Ready],
     prompt_ids: Sequence[int],
     key: Array,
     options: SampleOptions,
 ) -> tuple[Rollout, Started]:
     """Sample `sampling.group` conversations about each problem; also return this process's rows of them. Collective.
 
-    The arguments are those of `sampler.sample`, with problems in place of prompts (`ready`): a process needs those of
-    its own rows. `sampling.max_tokens` limits all that follows the prompt, replies included. The rollout's lengths and
-    `finished_B` are on the host.
+    The arguments are those of `sampler.sample`, with problems by place instead of prompts (`ready`): a process needs
+    those of its own rows. `sampling.max_tokens` limits all that follows the prompt, replies included. The rollout's
+    lengths and `finished_B` are on the host.
 
     Raises:
       UserError: a prompt does not fit.
     """
-    options = replace(sampler.split_rows(options, len(ready)), turns=True)
-    earlier = [one.earlier if one else () for one in ready]
-    prompts = sampler.place_prompts([one and one.prompt for one in ready], prompt_ids, options, earlier)
+    places, group = range(len(prompt_ids)), options.sampling.group
+    options = replace(sampler.split_rows(options, len(places)), turns=True)
+    earlier = [ready[place].earlier if place in ready else () for place in places]
+    given = [ready[place].prompt if place in ready else None for place in places]
+    prompts = sampler.place_prompts(given, prompt_ids, options, earlier)
     state, progress = sampler.start(params, prompts, key, options=options)
-    rows = RowsOnHost(list(ready), np.zeros(progress.length_B.shape, bool))
+    rows = RowsOnHost(ready, group, np.zeros(progress.length_B.shape, bool))
     while not rows.ended_B.all():
         interrupt.stop_point()
         state, progress = sampler.advance_chunk(params, state, key, VERSION, options=options)

@@ -55,7 +55,7 @@ Started = dict[int, StartedReward]  # by row
 
 
 def start_rewards(
-    problems: Sequence[Problem | None],
+    problems: Mapping[int, Problem],
     started: Started,
     finished: Mapping[int, np.ndarray],
     *,
@@ -67,11 +67,11 @@ def start_rewards(
     """Start the rewards of finished rows, while others are being sampled, and add them to `started`.
 
     Args:
-      problems: each with `group` rows; None where this process does not have it: then its rows are left out.
+      problems: those that this process has, by number, each with `group` rows; rows of others are left out.
       finished: the tokens of each row's completion.
       openings: by problem, what its prompt has of the completion's thinking already (`chat_template.opening_of`).
     """
-    own = {row: tokens for row, tokens in finished.items() if problems[row // group] is not None}
+    own = {row: tokens for row, tokens in finished.items() if row // group in problems}
     texts = {row: openings.get(row // group, "") + tokenizer.decode(tokens) for row, tokens in own.items()}
     futures = calls.submit([problems[row // group] for row in texts], list(texts.values()))
     for (row, text), future in zip(texts.items(), futures, strict=True):
@@ -110,7 +110,8 @@ def reward_completions(
                 finished[row] = tokens[start : start + rollout.length_B[row]]
                 if row // group not in openings:
                     openings[row // group] = opening_of(tokenizer, tokens[:start].tolist())
-        start_rewards(problems, own, finished, tokenizer=tokenizer, calls=calls, group=group, openings=openings)
+        mine = {number: problem for number, problem in enumerate(problems) if problem is not None}
+        start_rewards(mine, own, finished, tokenizer=tokenizer, calls=calls, group=group, openings=openings)
 
     multihost.all_or_raise(start_others)
     interrupt.wait([reward.future for reward in own.values()])
@@ -291,24 +292,31 @@ def shape_rewards(
     return added_B, metrics
 
 
-def compute_advantages(
-    advantage: Advantage,
-    completions: Sequence[Completion],
-    added_B: np.ndarray | None = None,
-    *,
-    group: int,
-    finished_B: np.ndarray | Array | None = None,
-) -> tuple[np.ndarray, dict[str, float]]:
+class Compared(NamedTuple):
+    """The completions that advantages compare within their groups.
+
+    Attributes:
+      completions: B of them, all with R rewards.
+      group: G, the adjacent completions of one prompt.
+      added_B: from `shape_rewards`: added to a single reward, or one more of several, and to the last turn's.
+      finished_B: if given, the other completions have no advantage.
+    """
+
+    completions: Sequence[Completion]
+    group: int
+    added_B: np.ndarray | None = None
+    finished_B: np.ndarray | Array | None = None
+
+
+def compute_advantages(advantage: Advantage, compared: Compared) -> tuple[np.ndarray, dict[str, float]]:
     """Compute advantages float32 [B], or [B, ...], and the metric `reward/with_added` if something is added to rewards.
 
     Args:
-      advantage: a function of rewards float32 [P, G], or [P, G, R] if there are R > 1 of them; with a free keyword
-        `length_PG` it gets the tokens that the policy sampled, int32 [P, G].
-      completions: B of them, all with R rewards.
-      added_B: from `shape_rewards`: added to a single reward, or one more of several.
-      group: G, the adjacent completions of one prompt.
-      finished_B: a mask that `advantage` takes too, as [P, G].
+      advantage: a function of rewards float32 [P, G], or [P, G, R] if there are R > 1 of them, and of a mask [P, G] if
+        there is `finished_B`; with a free keyword `length_PG` it gets the tokens that the policy sampled, int32 [P, G].
+      compared: the completions.
     """
+    completions, group, added_B, finished_B = compared
     reward_BR, metrics = np.array([completion.rewards for completion in completions], np.float32), {}
     single = reward_BR.shape[1] == 1
     if not single and jax.process_index() == 0:
@@ -338,14 +346,7 @@ def _refusal(advantage: Callable[..., Array]) -> Iterator[None]:
 
 
 def compute_token_advantages(
-    advantage: Callable[..., Array],
-    completions: Sequence[Completion],
-    rollout: Rollout,
-    score_norm_BT: np.ndarray,
-    added_B: np.ndarray | None = None,
-    *,
-    group: int,
-    finished_B: np.ndarray | Array | None = None,
+    advantage: Callable[..., Array], compared: Compared, rollout: Rollout, score_norm_BT: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
     """Compute advantages of tokens with an `advantage` that takes `score_norm_PGN`. Collective.
 
@@ -356,22 +357,15 @@ def compute_token_advantages(
     mask_BT = multihost.to_host(rollout.mask_BT)
     order_BT = np.argsort(~mask_BT, axis=1, kind="stable")  # the columns of a row's sampled tokens, and of the others
     norm_BT = np.take_along_axis(score_norm_BT, order_BT, axis=1)
-    of_tokens = partial(advantage, score_norm_PGN=jnp.asarray(norm_BT.reshape(-1, group, norm_BT.shape[1])))
-    value_BT, metrics = compute_advantages(of_tokens, completions, added_B, group=group, finished_B=finished_B)
+    of_tokens = partial(advantage, score_norm_PGN=jnp.asarray(norm_BT.reshape(-1, compared.group, norm_BT.shape[1])))
+    value_BT, metrics = compute_advantages(of_tokens, compared)
     advantage_BT = np.zeros_like(value_BT)
     np.put_along_axis(advantage_BT, order_BT, value_BT, axis=1)
     return advantage_BT, advantage_BT.sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1), metrics
 
 
 def credit_turns(
-    advantage: Callable[..., Array],
-    completions: Sequence[Completion],
-    rollout: Rollout,
-    added_B: np.ndarray | None = None,
-    *,
-    group: int,
-    discount: float = 1.0,
-    finished_B: np.ndarray | Array | None = None,
+    advantage: Callable[..., Array], compared: Compared, rollout: Rollout, *, discount: float = 1.0
 ) -> tuple[np.ndarray, list[list[float]]]:
     """Compute the advantage of each token, float32 [B, T], and of each turn, a list per completion, for GSPO-token.
 
@@ -379,13 +373,11 @@ def credit_turns(
 
     Args:
       advantage: a function of rewards and a mask, [P, G].
-      completions: B of them, from `reward_completions`, with turns.
+      compared: the completions, from `reward_completions`, with turns.
       rollout: its lengths are on the host.
-      added_B: from `shape_rewards`; added to the reward of the last turn.
-      group: G.
       discount: for the rewards of later turns.
-      finished_B: if given, the other completions have no advantage.
     """
+    completions, group, added_B, finished_B = compared
     turns = [completion.turns for completion in completions if completion.turns is not None]
     count_B = np.array([len(graded.rewards) for graded in turns])
     reward_BK = np.zeros((len(completions), count_B.max()), np.float32)

@@ -13,7 +13,7 @@ Axes: R slots for groups, P of them in a rollout, B rows of all slots; else as i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,7 +47,7 @@ def new_pool(places: int, group: int, first: int, held: Held) -> Pool:
         problem_R=np.full(places, FREE, np.int64),
         policy_R=np.zeros(places, np.int64),
         next_problem=first,
-        rows=RowsOnHost([None] * places, np.ones(places * group, bool)),
+        rows=RowsOnHost({}, group, np.ones(places * group, bool)),
         held=held,
     )
 
@@ -58,25 +58,25 @@ def next_problems(pool: Pool, groups: int) -> dict[int, int]:
     return {int(place): pool.next_problem + number for number, place in enumerate(places)}
 
 
-def admit(pool: Pool, ids: Mapping[int, int], ready: Sequence[Ready | None], weights: Weights) -> Pool:
+def admit(pool: Pool, ids: Mapping[int, int], ready: Mapping[int, Ready], weights: Weights) -> Pool:
     """Add new groups to the pool.
 
     Args:
       ids: from `next_problems`, or later ones where some of these cannot be used.
-      ready: the problems of all R slots with rows on this process; None where `ids` has none.
+      ready: the problems of the slots of `ids` that have rows on this process.
     """
     rows, problem_R, fresh_R = pool.rows, pool.problem_R.copy(), np.zeros(len(pool.problem_R), bool)
     problem_R[list(ids)] = list(ids.values())
     fresh_R[list(ids)] = True
-    fresh_B = np.repeat(fresh_R, len(rows.ended_B) // len(fresh_R))
+    fresh_B = np.repeat(fresh_R, rows.group)
     pool.held.admit(ready, np.maximum(problem_R, 0).tolist(), fresh_R, weights)
-    all_ready = [new if fresh else old for fresh, new, old in zip(fresh_R, ready, rows.ready, strict=True)]
+    others = {place: old for place, old in rows.ready.items() if not fresh_R[place]}
     return replace(
         pool,
         problem_R=problem_R,
         policy_R=np.where(fresh_R, weights.version, pool.policy_R),
         next_problem=max(ids.values()) + 1,
-        rows=replace(rows, ready=all_ready, ended_B=rows.ended_B & ~fresh_B),
+        rows=replace(rows, ready={**others, **ready}, ended_B=rows.ended_B & ~fresh_B),
     )
 
 
@@ -102,7 +102,7 @@ def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> 
 
 def take(pool: Pool, places: np.ndarray) -> tuple[Pool, Rollout, Started]:
     """Remove groups from the pool; return the pool, their rows in the order of `places`, and rewards by these rows."""
-    rows, group = pool.rows, len(pool.rows.ended_B) // len(pool.problem_R)
+    rows, group = pool.rows, pool.rows.group
     row_B = (places[:, None] * group + np.arange(group)).reshape(-1)
     started = {new: rows.started.pop(old) for new, old in enumerate(row_B.tolist()) if old in rows.started}
     rollout, problem_R = pool.held.take(row_B), pool.problem_R.copy()

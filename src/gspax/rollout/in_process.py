@@ -5,7 +5,7 @@ Axes: R places of groups, S positions of a prompt, B rows, P prompts of devices 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,8 +61,8 @@ class InProcess:
         if request.interaction is not None:
             sampled.set_result(sample_conversations(request.interaction, weights.params, ready, ids, key, options))
         else:
-            prompts = [one and one.prompt for one in ready]
-            earlier = [one.earlier if one else () for one in ready]
+            prompts = [ready[place].prompt if place in ready else None for place in range(len(ids))]
+            earlier = [ready[place].earlier if place in ready else () for place in range(len(ids))]
             rollout = sample(weights.params, prompts, ids, key, options, earlier=earlier, ended=request.ended)
             sampled.set_result((rollout, Started()))
         return sampled
@@ -86,11 +86,14 @@ class OnDevices:
     state: continuous_batching.State | None = None
     current: Progress | None = None
 
-    def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+    def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
         """Prefill new prompts, and sample the first token of each of their samples."""
-        prompts = [new and new.prompt if fresh else [0] for new, fresh in zip(ready, fresh_R, strict=True)]  # any
-        earlier = [new.earlier if new else () for new in ready]
-        most = [new.most if new else 1 for new in ready] if any(new and new.most for new in ready) else []
+        places = range(len(fresh_R))
+        others = [None if fresh else [0] for fresh in fresh_R]  # any prompt in places that are not fresh
+        prompts = [ready[place].prompt if place in ready else others[place] for place in places]
+        earlier = [ready[place].earlier if place in ready else () for place in places]
+        limited = any(new.most for new in ready.values())
+        most = [ready[place].most if place in ready else 1 for place in places] if limited else []
         placed = place_prompts(prompts, ids, self.options, earlier, widest=True, most=most)
         fresh_P = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
         self.tokens_RS, self.state, self.current = _admit(

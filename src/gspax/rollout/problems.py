@@ -7,7 +7,7 @@ a resumed run loads the same ones. Each process loads those of its own rows; all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -33,6 +33,11 @@ T = TypeVar("T")
 FIRST = 1000  # problems; the allowed share of skipped ones is a share of these, or of all if more were loaded
 _SHOWN = 3  # problems that a sentence names
 _LONGEST = 300  # characters of a reason
+
+
+def list_problems(ready: Mapping[int, Ready], places: Iterable[int]) -> list[Problem | None]:
+    """Return the problems of these places; None where this process has none."""
+    return [ready[place].problem if place in ready else None for place in places]
 
 
 def prepare(

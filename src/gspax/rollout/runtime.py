@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import jax
 import optax
 
-from gspax.config import Experiment, trained_dtype, updates_per_step
+from gspax.config import Experiment, updates_per_step
 from gspax.experiment.validation.devices import check_on
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import count_updates, require_memory
+from gspax.learner.state import TrainedPolicy, count_updates, require_memory
 from gspax.learner.updates import Steps, make_steps
 from gspax.model.passes import Passes
 from gspax.model.sizes import resident_bytes
@@ -31,12 +31,21 @@ class Runtime:
     """The parts of a run that stay the same; everything is compiled once."""
 
     experiment: Experiment
-    mesh: jax.sharding.Mesh
-    optimizer: optax.GradientTransformation
+    policy: TrainedPolicy
     steps: Steps
     sampler: RolloutSampler  # the devices of this process, or servers (`Experiment.engine`)
     rewards: Calls[Result]
     interaction: Interaction | AgentInteraction | None = None  # with an environment
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The learner's mesh."""
+        return self.policy.mesh
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer of the updates."""
+        return self.policy.optimizer
 
 
 def make_runtime(experiment: Experiment) -> Runtime:
@@ -44,7 +53,8 @@ def make_runtime(experiment: Experiment) -> Runtime:
     check_on(jax.devices(), experiment)
     mesh, sampler_mesh = make_meshes(experiment)
     require_memory("model", resident_bytes(Passes(experiment), dict(mesh.shape)))
-    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
+    optimizer = make_optimizer(experiment.optimizer, experiment.trained.dtype)
+    policy = TrainedPolicy(experiment.model, mesh, optimizer, experiment.lora, Passes(experiment).terms)
     steps = make_steps(experiment, optimizer, mesh)
     model, weights_dtype = experiment.model, experiment.sampling.weights_dtype
     sampler: RolloutSampler = InProcess(make_sampler(model, sampler_mesh, mesh, weights_dtype))
@@ -60,7 +70,7 @@ def make_runtime(experiment: Experiment) -> Runtime:
             interaction = employ(*parts)
         else:
             interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
-    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
+    return Runtime(experiment, policy, steps, sampler, rewards, interaction)
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:

@@ -56,7 +56,7 @@ class Checkpoints:
     def __init__(
         self,
         directory: Path | str,
-        keep: int | None = None,
+        keep: int = 0,
         *,
         mesh: jax.sharding.Mesh | None = None,
         concurrent_gb: int = 96,
@@ -64,7 +64,7 @@ class Checkpoints:
     ) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory, self.note = _absolute(to_path(directory)), note
-        self._is_read_only = keep is None
+        self._is_read_only = not keep
         self._files = _Files(self.directory, keep, note, mesh, concurrent_gb)
         self._verified: set[int] = set()
         self._newest: int | None = None  # the step that this object saved last
@@ -174,8 +174,7 @@ class Checkpoints:
         Raises:
           UserError: there is no such checkpoint, it is of another model or optimizer, or it is damaged.
         """
-        if (step := self.latest() if step is None else step) is None:
-            raise UserError(f"there is no checkpoint in {self.directory}")
+        step = newest_step(self) if step is None else step
         wanted = _table(abstract_state)
         target = {name: _abstract_storable(leaf) for name, leaf in wanted.items()}
         arrays = self._load(step, target, is_partial=False)
@@ -192,6 +191,13 @@ class Checkpoints:
     def _load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Array]:
         self.require_intact(step)
         return multihost.all_or_raise(lambda: self._files.load(step, wanted, is_partial=is_partial))
+
+
+def newest_step(checkpoints: Checkpoints) -> int:
+    """Return the newest intact step on disk. UserError if there is none."""
+    if (step := checkpoints.latest()) is None:
+        raise UserError(f"there is no checkpoint in {checkpoints.directory}")
+    return step
 
 
 def save(
@@ -291,7 +297,7 @@ class _Files:
     """
 
     def __init__(
-        self, directory: Path, keep: int | None, note: Path | None, mesh: jax.sharding.Mesh | None, concurrent_gb: int
+        self, directory: Path, keep: int, note: Path | None, mesh: jax.sharding.Mesh | None, concurrent_gb: int
     ) -> None:
         self.directory, self.keep, self.note, self.concurrent_gb = directory, keep or 1, note, concurrent_gb
         everyone = set(range(jax.process_count()))
@@ -306,7 +312,7 @@ class _Files:
         self.failed, self.attempts = threading.Event(), 0
         self.traffic: dict[str, float] = {}  # of the last save that succeeded
         self.last = -1  # no later step than this one is stored
-        if keep is not None and self.takes_part:
+        if keep and self.takes_part:
             directory.mkdir(parents=True, exist_ok=True)
             if self.is_primary:
                 manifest.remove_leftovers(directory)

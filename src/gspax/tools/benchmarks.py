@@ -19,7 +19,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from gspax.config import trained_dtype
 from gspax.learner.state import abstract_kept, abstract_policy, add_adapters, init_state, start_kept
 from gspax.model.low_rank import partition
 from gspax.model.passes import Passes
@@ -138,11 +137,10 @@ def measure_steps(runtime: Runtime, trace: Path | None, number: int) -> Measured
     with count_compilations() as compiled, runtime.rewards:
         state = init_state(experiment.model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
         if experiment.lora is not None:
-            state = add_adapters(state, experiment.model, experiment.lora, runtime.optimizer, runtime.mesh)
+            state = add_adapters(state, runtime.policy, experiment.lora)
         first = jax.tree.map(jnp.copy, partition(state.params)[0]) if Passes(experiment).first_policy else None
-        opened, terms = open_terms(runtime), Passes(experiment).terms
-        policy = abstract_policy(experiment.model, experiment.lora, runtime.mesh)
-        if (kept := abstract_kept(policy, trained_dtype(experiment.model, experiment.lora), terms)) is not None:
+        opened = open_terms(runtime)
+        if (kept := abstract_kept(runtime.policy, abstract_policy(runtime.policy))) is not None:
             state = start_kept(state, kept)
         in_flight = InFlight(Skipped(experiment.sampling.max_failed))
         state = run_step(runtime, state, first, in_flight, opened).state

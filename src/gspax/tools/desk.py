@@ -25,7 +25,7 @@ from gspax.rollout.agents.history import encode_chat, encode_text, read_answer
 from gspax.rollout.agents.openai import Answered, Asked, Refusal
 from gspax.run import interrupt
 from gspax.sampler.sampler import make_options, round_to_power, sample
-from gspax.tools.policy import Policy
+from gspax.tools.policy import LoadedPolicy
 
 TOGETHER = 0.02  # seconds in which requests that arrive are sampled together
 SMALLEST = 16  # lengths are rounded up to 16, 32, 64, …, so that few programs are compiled
@@ -46,7 +46,7 @@ class Order:
 class Desk:
     """Takes requests, in any thread."""
 
-    policy: Policy
+    policy: LoadedPolicy
     orders: queue.SimpleQueue[Order]
 
     def ask(self, asked: Asked, *, again: bool = False) -> Future[Answered]:
@@ -100,7 +100,7 @@ def serve(desk: Desk, key: jax.Array, rows: int) -> None:
             number += len(alike)
 
 
-def sample_orders(policy: Policy, orders: Sequence[Order], key: jax.Array, first: int) -> None:
+def sample_orders(policy: LoadedPolicy, orders: Sequence[Order], key: jax.Array, first: int) -> None:
     """Sample orders with the same settings side by side; those that end early are answered at once.
 
     Lengths and the number of rows are rounded up, so that few programs are compiled. What was sampled beyond an order's
@@ -136,7 +136,7 @@ def sample_orders(policy: Policy, orders: Sequence[Order], key: jax.Array, first
 
 
 def _finish(
-    policy: Policy, stop_ids: Sequence[int], order: Order, tokens: Sequence[int], logps: Sequence[float] = ()
+    policy: LoadedPolicy, stop_ids: Sequence[int], order: Order, tokens: Sequence[int], logps: Sequence[float] = ()
 ) -> None:
     """Answer an order, unless that was done before."""
     if order.answer.done():

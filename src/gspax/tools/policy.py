@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 
-class Policy(NamedTuple):
+class LoadedPolicy(NamedTuple):
     """A policy with its tokenizer and its recommended temperature and filters."""
 
     weights: Params  # for the sampler
@@ -37,7 +37,7 @@ class Policy(NamedTuple):
 
 def load_source(
     name: str, own: Tokenizer | None, *, context: int = 0, most: int = 0, temperature: str = "own"
-) -> Policy:
+) -> LoadedPolicy:
     """Load the policy of a run or a checkpoint.
 
     Args:
@@ -57,8 +57,9 @@ def load_source(
     from gspax.experiment.validation.chats import missing_stops
     from gspax.experiment.validation.fields import range_problems, type_problems
     from gspax.hf import hf
-    from gspax.learner.state import abstract_params, load_model, load_policy
+    from gspax.learner.state import TrainedPolicy, abstract_params, load_model, load_policy
     from gspax.parallel.sharding import make_mesh
+    from gspax.run.checkpoints import Checkpoints, newest_step
     from gspax.run.recorded import read_recorded, read_tokenizer
     from gspax.sampler.placement import make_sampler
 
@@ -86,11 +87,13 @@ def load_source(
     check_published(Published(model=model, tokenizer=tokenizer, sampling=alone, evaluation=Evaluation()))
     mesh = make_mesh(Mesh(), model=model)
     if located is not None:
-        params = load_policy(run, checkpoints, model, lora, mesh, step)
+        with Checkpoints(checkpoints, mesh=mesh) as opened:
+            chosen = newest_step(opened) if step is None else step
+            params = load_policy(run, opened, TrainedPolicy(model, mesh, lora=lora), chosen)
     else:
         params = load_model(model, abstract_params(model, mesh, model.dtype))
     weights = make_sampler(model, mesh, mesh).push(params)
-    return Policy(weights, model, tokenizer, sampling, mesh, recorded)
+    return LoadedPolicy(weights, model, tokenizer, sampling, mesh, recorded)
 
 
 def with_temperature(sampling: Sampling, text: str) -> Sampling:

@@ -39,11 +39,10 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.experiment.description import describe, difference, resumable
     from gspax.learner.state import restore_state
     from gspax.learner.train_step import is_healthy, largest_ratio
-    from gspax.model.passes import Passes
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
     from gspax.rollout.runtime import make_runtime
-    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.checkpoints import Checkpoints, newest_step
     from gspax.run.directory import RunDir
     from gspax.training import run_guard
     from gspax.training.open_terms import heads_of, open_terms
@@ -56,8 +55,7 @@ def execute(options: argparse.Namespace) -> int:
     runtime = make_runtime(experiment)
     mesh, run = runtime.mesh, RunDir(options.dump.parent.parent)
     with Checkpoints(options.dump / run_guard.STATE, mesh=mesh) as checkpoints:
-        lora, terms = experiment.lora, Passes(experiment).terms
-        state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=lora, terms=terms)
+        state = restore_state(run, checkpoints, runtime.policy, newest_step(checkpoints))
     opened, rows = open_terms(runtime), batch
     for term in opened:
         rows = term.as_read(rows)

@@ -10,7 +10,7 @@ uninterrupted one did.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.episodes import Ready, answer, set_finished
 from gspax.rollout.grading import Started, start_rewards
 from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new_pool, next_problems, take
-from gspax.rollout.problems import Skipped, prepare, read_usable
+from gspax.rollout.problems import Skipped, list_problems, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.sampler.continuous_batching import SampleOptions
@@ -123,7 +123,7 @@ def start_rollout(
     batch = SampledBatch(
         policy=weights.version,
         taken=taken,
-        problems=[one and one.problem for one in ready],
+        problems=list_problems(ready, places),
         sampled=None,
         started=started,
         pending=runtime.sampler.sample(weights, request),
@@ -162,11 +162,11 @@ def sample_options(runtime: Runtime) -> SampleOptions:
 
 def read_prompts(
     runtime: Runtime, indices: Mapping[int, int], places: int, in_flight: InFlight
-) -> tuple[dict[int, int], list[Ready | None]]:
+) -> tuple[dict[int, int], dict[int, Ready]]:
     """Read the training problems of these places, with the next ones in place of those that cannot be used. Collective.
 
     Returns:
-      The index of each place's problem, and the problems that this process has rows of, None elsewhere.
+      The index of each place's problem, and by place the problems that this process has rows of.
     """
     experiment = runtime.experiment
     read = partial(
@@ -180,21 +180,20 @@ def read_prompts(
     )
     sharding, group = named_sharding(runtime.sampler.mesh, "batch"), experiment.sampling.group
     ids, ready = read_usable(read, indices, places, sharding, in_flight.skipped, group=group)
-    ready = {place: one._replace(earlier=in_flight.earlier.find(one.prompt)) for place, one in ready.items()}
-    return ids, [ready.get(place) for place in range(places)]
+    return ids, {place: one._replace(earlier=in_flight.earlier.find(one.prompt)) for place, one in ready.items()}
 
 
-def rewarder(runtime: Runtime, ready: Sequence[Ready | None], started: Started) -> Finished:
+def rewarder(runtime: Runtime, ready: Mapping[int, Ready], started: Started) -> Finished:
     """Make a function that starts the rewards of finished samples and adds them to `started`."""
     experiment = runtime.experiment
     return partial(
         start_rewards,
-        [one and one.problem for one in ready],
+        {place: one.problem for place, one in ready.items()},
         started,
         tokenizer=experiment.tokenizer,
         calls=runtime.rewards,
         group=experiment.sampling.group,
-        openings={place: one.opening for place, one in enumerate(ready) if one},
+        openings={place: one.opening for place, one in ready.items()},
     )
 
 
@@ -268,12 +267,12 @@ def take_batch(
 
     Problems count as taken once they are in a rollout, together with those that were skipped until then.
     """
-    ready = [pool.rows.ready[place] for place in places]
+    problems = list_problems(pool.rows.ready, places.tolist())
     pool, sampled, started = take(pool, places)
     batch = SampledBatch(
         policy=int(pool.policy_R[places].min()),
         taken=pool.next_problem - pool.count() - int(multihost.to_host(state.position)),
-        problems=[one and one.problem for one in ready],
+        problems=problems,
         sampled=sampled if runtime.interaction is None else set_finished(sampled, started),
         started=started,
         metrics=weights.metrics | {"rollout/carried": float(pool.count())},

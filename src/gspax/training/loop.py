@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from gspax.config import Experiment, trained_dtype
+from gspax.config import Experiment
 from gspax.errors import DivergedError
 from gspax.experiment.description import describe
 from gspax.experiment.origin import find_origin
@@ -107,8 +107,7 @@ def train_from_newest(training: Training) -> None:
         due = training.recorded is None and (done == 0 or is_due(schedule.eval_every))
         if due and not log.recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             log.write_evaluation(done, state)
-        others = experiment.model, experiment.lora, runtime.mesh
-        first = load_first(run, state, *others) if Passes(experiment).first_policy else None
+        first = load_first(run, state, runtime.policy) if Passes(experiment).first_policy else None
         while done < schedule.steps:
             with log.keep_failures(done + 1):
                 result = run_step(runtime, state, first, in_flight, terms)
@@ -130,20 +129,18 @@ def train_from_newest(training: Training) -> None:
 
 def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, skipped: Skipped) -> TrainState:
     """Restore the newest checkpoint, or start a new state, after the warm start if the experiment has one."""
-    experiment, mesh, optimizer = runtime.experiment, runtime.mesh, runtime.optimizer
-    model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
+    experiment, policy, last = runtime.experiment, runtime.policy, runtime.experiment.schedule.steps
     if (newest := checkpoints.latest()) is not None:
         progress.say(f"{'already at' if newest >= last else 'continuing from'} step {newest} of {last}")
-        return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora, terms=Passes(experiment).terms)
-    progress.say(f"starting from {model.checkpoint or 'random parameters'}")
+        return restore_state(run, checkpoints, policy, newest)
+    progress.say(f"starting from {policy.model.checkpoint or 'random parameters'}")
     if experiment.warm_start is None:
-        state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
+        state = first_state(run, policy, jax.random.key(experiment.seed))
     else:
-        state = with_new_moments(warm_start(experiment, run, mesh, skipped), model, lora, optimizer, mesh)
+        state = with_new_moments(warm_start(experiment, run, runtime.mesh, skipped), policy)
     if Passes(experiment).first_policy:
-        save_first(run, state, lora, mesh)
-    kept = abstract_kept(abstract_policy(model, lora, mesh), trained_dtype(model, lora), Passes(experiment).terms)
-    if kept is not None:
+        save_first(run, state, policy)
+    if (kept := abstract_kept(policy, abstract_policy(policy))) is not None:
         state = start_kept(state, kept)
     adapted = first_adapted(experiment.calibration, experiment.regularizers)
-    return replace(state, adapted=multihost.to_devices(adapted, named_sharding(mesh)))
+    return replace(state, adapted=multihost.to_devices(adapted, named_sharding(runtime.mesh)))

@@ -3,48 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from gspax.config import Term
 from gspax.config.functions import import_class
 from gspax.errors import UserError
-from gspax.learner.minibatches import Layout
 from gspax.model.passes import Passes
-from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
+from gspax.training.opened import Opened
 from gspax.training.sampling_policy import SamplingPolicy
-from gspax.types import Batch, JsonObject, Params, TrainState
-
-
-class Opened(Protocol):
-    """A term while its run lasts; its class is called with the term and the runtime."""
-
-    @property
-    def heads(self) -> tuple[Params, ...]:
-        """The heads of other models whose logits updates compare (`Term.comparison`)."""
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """The entries of checkpoints that a resumed run must find again."""
-
-    def describe_change(self, recorded: object) -> str:
-        """Say in one sentence that an entry differs from the recorded one."""
-
-    def fill(
-        self,
-        runtime: Runtime,
-        state: TrainState,
-        graded: GradedBatch,
-        batches: list[Batch],
-        layouts: Sequence[Layout],
-    ) -> list[Batch]:
-        """Fill the term's columns of the minibatches, before their updates. Collective."""
-
-    def as_read(self, batch: Batch) -> Batch:
-        """Return a minibatch that was read from a dump, with the dtypes of the term's columns."""
-
-    def after_step(self, state: TrainState, done: int) -> TrainState:
-        """Return the state after `done` steps, with what the term keeps in it."""
+from gspax.types import JsonObject, Params, TrainState
 
 
 def open_terms(runtime: Runtime) -> tuple[Opened, ...]:

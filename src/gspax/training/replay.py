@@ -15,8 +15,6 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.experiment.origin import Origin
 from gspax.learner.state import (
-    ADAPTERS,
-    MODEL,
     abstract_params,
     drop_frozen,
     load_first,
@@ -68,15 +66,15 @@ def replay(
 def start_from(source: RunDir, step: int, training: Training) -> None:
     """Save the state of another run after a step as a run's first checkpoint. UserError if there is none."""
     runtime, run, experiment = training.runtime, training.run, training.runtime.experiment
-    model, lora, mesh, terms = experiment.model, experiment.lora, runtime.mesh, Passes(experiment).terms
+    policy, mesh = runtime.policy, runtime.mesh
     if step not in (saved := finished_steps(source.checkpoints)):
         has = f"after steps {', '.join(map(str, saved))}" if saved else "nowhere"
         raise UserError(f"{source.path}: wanted a checkpoint before the first replayed step, after {step}, got {has}")
     with Checkpoints(source.checkpoints, mesh=mesh) as checkpoints:
-        state = restore_state(source, checkpoints, model, runtime.optimizer, mesh, lora=lora, terms=terms, step=step)
+        state = restore_state(source, checkpoints, policy, step)
         extra = read_extra(checkpoints, step)
-    if lora is not None:
-        save_start(run, load_start(source, abstract_params(model, mesh), mesh), mesh)
+    if policy.lora is not None:
+        save_start(run, load_start(source, abstract_params(policy.model, mesh), mesh), mesh)
     if Passes(experiment).first_policy:
-        save_start(run, load_first(source, state, model, lora, mesh), mesh, MODEL if lora is None else ADAPTERS)
+        save_start(run, load_first(source, state, policy), mesh, policy.first_step)
     save(training.checkpoints, step, drop_frozen(state), {**extra, "experiment": describe(experiment)}, is_last=True)

@@ -18,10 +18,11 @@ from gspax.model.transformer import head_params
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt
+from gspax.training.opened import Opened
 from gspax.types import Batch, Params, TrainState
 
 
-class SamplingPolicy:
+class SamplingPolicy(Opened):
     """The policies that sampled the rollouts of a run, from the oldest one that a rollout may be of (`open_terms`)."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -31,13 +32,13 @@ class SamplingPolicy:
         self.read = make_hidden(experiment.model, shared, scope="sampling_policy")
         self.staleness = 0 if experiment.apart is None else experiment.apart.staleness
         self.trained: dict[int, Params] = {}  # parameters by the number of rollouts that they were trained on
-        self.heads: tuple[Params, ...] = ()
-        self.identity: dict[str, str] = {}
+        self.head: tuple[Params, ...] = ()  # of the policy that sampled the newest rollout
         self.dtype = experiment.model.dtype
 
-    def describe_change(self, recorded: object) -> str:
-        """Return nothing: no entry of a checkpoint is of a sampling policy."""
-        return ""
+    @property
+    def heads(self) -> tuple[Params, ...]:
+        """The head of the policy that sampled."""
+        return self.head
 
     def fill(
         self,
@@ -50,7 +51,7 @@ class SamplingPolicy:
         """Fill the minibatches with the hidden states of the policy that sampled, and copy its head. Collective."""
         params = self._params(state, count_rollouts(runtime, state), graded.policy)
         # Updates donate the state's own arrays.
-        self.heads = (jax.tree.map(jnp.copy, head_params(params)),)
+        self.head = (jax.tree.map(jnp.copy, head_params(params)),)
         filled = []
         for batch in batches:
             hidden_BTE = self.read(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT)
@@ -72,7 +73,3 @@ class SamplingPolicy:
         if batch.sampler_hidden_BTE is None:
             return batch
         return replace(batch, sampler_hidden_BTE=batch.sampler_hidden_BTE.astype(self.dtype))
-
-    def after_step(self, state: TrainState, done: int) -> TrainState:
-        """Return the state as it is."""
-        return state

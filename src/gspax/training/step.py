@@ -16,7 +16,7 @@ import numpy as np
 
 from gspax.config import ModelConfig, layers_of, row_shape, updates_per_step
 from gspax.learner import minibatches
-from gspax.learner.diagnostics import diagnostic_metrics
+from gspax.learner.diagnostics import diagnostic_metrics, measure_nothing
 from gspax.learner.metrics import (
     Clock,
     ages,
@@ -39,6 +39,7 @@ from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Samples
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.grading import (
+    Compared,
     check_batch,
     compute_advantages,
     compute_token_advantages,
@@ -102,7 +103,7 @@ def run_step(
         epochs=experiment.schedule.epochs,
         rate=rate,
         calibration=experiment.calibration,
-        measure=steps.measure if is_measured(runtime, trained) else None,
+        measure=steps.measure if is_measured(runtime, trained) else measure_nothing,
     )
     state = after_step(opened, updated.state, trained + 1)
     state = replace(state, position=state.position + graded.prompts)
@@ -189,7 +190,7 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
 
 def prepare_minibatches(
     runtime: Runtime, state: TrainState, first: Params | None, opened: Sequence[Opened], graded: GradedBatch
-) -> tuple[list[Batch], list[Scores | None], list[Layout]]:
+) -> tuple[list[Batch], dict[int, Scores], list[Layout]]:
     """Split a rollout into minibatches, and compute what the old policy, the first one, and opened terms say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
@@ -223,7 +224,7 @@ def assign_advantages(
     runtime: Runtime,
     graded: GradedBatch,
     batches: Sequence[Batch],
-    scores: Sequence[Scores | None],
+    scores: Mapping[int, Scores],
     layouts: Sequence[Layout],
 ) -> tuple[list[Batch], Samples, dict[str, float]]:
     """Compute the advantages from the rewards, after the KL penalty and the length reward are added to them.
@@ -232,36 +233,26 @@ def assign_advantages(
       The minibatches with the advantages of their responses, or of tokens, with credit for each turn or an advantage
       function that gives them; the completions with theirs; and the metrics of the terms that were added.
     """
-    experiment, rollout, completions = runtime.experiment, graded.rollout, graded.completions
-    group, turns = experiment.sampling.group, None
+    experiment, rollout, turns = runtime.experiment, graded.rollout, None
     penalties = minibatches.sum_penalties(Passes(experiment).terms, batches, layouts)
     added_B, metrics = shape_rewards(rollout, penalties, length_reward=experiment.length_reward)
     finished_B = rollout.finished_B if experiment.filter_overlong else None
+    compared = Compared(graded.completions, experiment.sampling.group, added_B, finished_B)
     norm_BT = minibatches.gather_measured(scores, layouts, rollout.tokens_BT.shape)
     advantage = experiment.advantage
     if norm_BT is None:
-        value_B, more = compute_advantages(advantage, completions, added_B, group=group, finished_B=finished_B)
+        value_B, more = compute_advantages(advantage, compared)
         trained = value_B
     else:
-        trained, value_B, more = compute_token_advantages(
-            advantage, completions, rollout, norm_BT, added_B, group=group, finished_B=finished_B
-        )
+        trained, value_B, more = compute_token_advantages(advantage, compared, rollout, norm_BT)
     if experiment.turns.credit == "turn":
-        trained, turns = credit_turns(
-            experiment.advantage,
-            completions,
-            rollout,
-            added_B,
-            group=group,
-            discount=experiment.turns.discount,
-            finished_B=finished_B,
-        )
+        trained, turns = credit_turns(advantage, compared, rollout, discount=experiment.turns.discount)
     batches = minibatches.set_advantages(batches, layouts, trained, runtime.mesh)
-    return batches, Samples(completions, value_B, turns), metrics | more
+    return batches, Samples(graded.completions, value_B, turns), metrics | more
 
 
 def select_tokens(
-    runtime: Runtime, state: TrainState, batches: list[Batch], scores: Sequence[Scores | None]
+    runtime: Runtime, state: TrainState, batches: list[Batch], scores: Mapping[int, Scores]
 ) -> list[Batch]:
     """Give the minibatches the weights of selections, if there are any."""
     if runtime.steps.select is None:
@@ -302,7 +293,7 @@ def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelCon
         **update_metrics(updated.metrics),
         **score_metrics(updated.scored),
         **(routing_metrics(*updated.routing) if updated.routing else {}),
-        **(diagnostic_metrics(updated.readings, model) if updated.readings else {}),
+        **diagnostic_metrics(updated.readings, model),
     }
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import jax
 import numpy as np
 
-from gspax.config import Teacher, earlier_policy, teacher_models, teacher_row_shape
+from gspax.config import Teacher, is_earlier_policy, teacher_models, teacher_row_shape
 from gspax.config.protocols import Problem, TeacherPrompt, TeacherScore, Tokenizer
 from gspax.data.tokenizer import check_ids
 from gspax.errors import FailureError, UserError, describe_error
@@ -31,10 +31,11 @@ from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Completion
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
+from gspax.training.opened import Opened
 from gspax.types import Batch, Params, TrainState
 
 
-class Teaching:
+class Teaching(Opened):
     """The teachers of a run: their parameters, passes, and the columns that these fill (`training.open_terms`)."""
 
     def __init__(self, term: TeacherTerm, runtime: Runtime) -> None:
@@ -99,10 +100,8 @@ class Teaching:
 
     def after_step(self, state: TrainState, done: int) -> TrainState:
         """Return the state after `done` steps, with its teacher moved to the policy if that is due."""
-        own = earlier_policy(self.settings)
-        if own is None or not own.refresh_every or done % own.refresh_every:
-            return state
-        return refresh_kept(state, own.refresh_share)
+        every = self.settings.refresh_every if is_earlier_policy(self.settings) else 0
+        return refresh_kept(state, self.settings.refresh_share) if every and done % every == 0 else state
 
 
 def ask_teacher(

@@ -16,7 +16,7 @@ from typing import cast
 import jax
 import numpy as np
 
-from gspax.config import Experiment, Sampling, Schedule, WarmStart, row_shape, trained_dtype
+from gspax.config import Experiment, Sampling, Schedule, WarmStart, row_shape
 from gspax.config.protocols import ConversationTokenizer, DataSource, Environment
 from gspax.data.chat_template import opening_of
 from gspax.data.problem import encode_prompt, read_problem
@@ -28,7 +28,7 @@ from gspax.experiment.validation.devices import check_on
 from gspax.learner import objective
 from gspax.learner.forward import StepSettings
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import first_state, restore_state
+from gspax.learner.state import TrainedPolicy, first_state, restore_state
 from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
 from gspax.parallel import multihost
@@ -44,15 +44,15 @@ from gspax.training.run_guard import NOT_FINITE, count_skipped, save_state, too_
 from gspax.types import Array, Batch, TrainState
 
 
-def nll(logp_BT: Array, old_logp_BT: Array | None, advantage_B: Array | None, mask_BT: Array) -> Terms:
-    """Compute the negative log-likelihood; all demonstrated tokens weigh the same. Only log-probs and mask are used."""
+def nll(logp_BT: Array, mask_BT: Array) -> Terms:
+    """Compute the negative log-likelihood; all demonstrated tokens weigh the same."""
     value_B = -logp_BT.sum(axis=-1, where=mask_BT)
     return Terms(value=value_B, weight=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
 
 
 def imitation(outputs: objective.Outputs, batch: Batch, constants: objective.UpdateConstants) -> Terms:
     """Compute `nll` as the objective of an update. There is no old policy, so there is no metric of a ratio."""
-    return nll(outputs.logp_BT, None, None, batch.mask_BT)
+    return nll(outputs.logp_BT, batch.mask_BT)
 
 
 def run(experiment: Experiment, workdir: Path, file: str | None = None) -> None:
@@ -81,13 +81,13 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
       DivergedError: several updates in a row are skipped, or a parameter is not finite.
       Interrupted: the state was saved.
     """
-    stage, model, lora, sampling = experiment.warm_start, experiment.model, experiment.lora, experiment.sampling
+    stage, model, sampling = experiment.warm_start, experiment.model, experiment.sampling
     assert stage is not None
-    optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
+    policy = TrainedPolicy(model, mesh, make_optimizer(stage.optimizer, experiment.trained.dtype), experiment.lora)
     rows = microbatch_rows(stage.rows, sampling, experiment.schedule, mesh)
     speed = stage.optimizer.bias_update_speed
     settings = StepSettings(config=model, mesh=mesh, microbatch_rows=rows, bias_update_speed=speed)
-    train_step = make_train_step(settings, imitation, optimizer)
+    train_step = make_train_step(settings, imitation, policy.optimizer)
     demonstrations = Demonstrations(
         stage=stage,
         data=experiment.data,
@@ -99,10 +99,10 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
     )
     steps, in_a_row, limits = stage.steps, 0, (experiment.schedule.max_skipped, stage.steps)
     with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints, final_errors():
-        if checkpoints.latest() is None:
-            state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
+        if (newest := checkpoints.latest()) is None:
+            state = first_state(run, policy, jax.random.key(experiment.seed))
         else:
-            state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
+            state = restore_state(run, checkpoints, policy, newest)
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
 
         def save() -> None:

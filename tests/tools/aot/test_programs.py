@@ -80,26 +80,30 @@ WIDE = replace(SMALL.model, hidden_size=64, num_experts=0, intermediate_size=16)
 HALF = replace(SMALL.model, param_dtype="bfloat16")
 
 
+class Copying(config.Term):
+    """Keeps a copy of the policy."""
+
+    def held(self, trained_dtype):
+        yield config.Held("a copy", trained_dtype)
+
+
 @pytest.mark.parametrize("model", [SMALL.model, HALF], ids=["float32", "bfloat16 with a master copy"])
 def test_resident_bytes(model):
-    """With a reference: it and the other minibatches are not passed to the train step; only inference weights go to
-    the sampler."""
-    experiment = replace(EXPERIMENTS["with a reference"], model=model)
+    """With a reference and a copy that a term keeps: these and the other minibatches are not passed to the train step;
+    only inference weights go to the sampler."""
+    experiment = replace(EXPERIMENTS["with a reference"], model=model, terms=(Copying(),))
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
-    state = programs.abstract_state(
-        experiment.model,
-        make_optimizer(experiment.optimizer, config.trained_dtype(experiment.model, experiment.lora)),
-        mesh,
-    )
+    optimizer = make_optimizer(experiment.optimizer, experiment.trained.dtype)
+    state = programs.abstract_state(programs.TrainedPolicy(experiment.model, mesh, optimizer))
     params, whole = programs.device_bytes(state.params), programs.device_bytes(state)
     batch = programs.device_bytes(programs.abstract_batch(experiment, mesh))
     found = {program.name: program.resident for program in programs.make_programs(experiment, mesh, mesh)}
     others = (experiment.schedule.minibatches - 1) * batch
     assert found == {
-        programs.TRAIN: params + others,
-        programs.SCORE: whole + others,
-        programs.COPY: whole,  # the reference, and all of the state but the parameters
-        programs.ROLLOUT: params + whole,
+        programs.TRAIN: 2 * params + others,
+        programs.SCORE: params + whole + others,
+        programs.COPY: params + whole,  # the reference, the copy, and all of the state but the parameters
+        programs.ROLLOUT: 2 * params + whole,
     }
 
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from gspax.advantages import compares_groups, takes_negative
 from gspax.config import Sampling, Turns
 from gspax.config.functions import Function, takes_lengths, title_of
-from gspax.config.protocols import Advantage, LengthReward, Loss
+from gspax.config.protocols import Advantage, Loss
 from gspax.experiment.validation.contracts import takes_rewards
 from gspax.experiment.validation.fields import positional_count, takes_segments
 from gspax.losses.traits import traits_of
 from gspax.model.passes import Passes
 
 
-def advantage_problems(
-    passes: Passes, advantage: Advantage, sampling: Sampling, length_reward: LengthReward | None
-) -> Iterator[str]:
+def advantage_problems(passes: Passes) -> Iterator[str]:
     """Check that the groups and the rewards are those that the advantage needs."""
+    e = passes.experiment
+    advantage, sampling, length_reward = e.advantage, e.sampling, e.length_reward
     yield from _group_problems(sampling, [term.signal for term in passes.terms if term.signal], advantage)
     added: dict[str, Function] = {} if length_reward is None else {"length_reward": length_reward}
     added |= {penalty.field: penalty.function for term in passes.terms for penalty in term.reward_penalties()}

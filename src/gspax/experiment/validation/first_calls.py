@@ -41,24 +41,35 @@ _ADVICE = (
 )
 
 
-def first_problems(data: DataSource, environment: Environment | None, evaluation: Evaluation) -> Iterator[str]:
+def first_problems(data: DataSource, begin: Callable[[Problem], object], evaluation: Evaluation) -> Iterator[str]:
     """Yield a sentence for each split without a problem that loads and that the environment accepts. No tokenizing."""
     for split, load, count in (("training", data.train, TRIED), ("held-out", data.heldout, evaluation.problems)):
         tried = min(TRIED, count)
         try:
-            _find_first(load, environment, tried)
+            _find_first(load, tried, begin)
         except UserError as error:
             advice = _ADVICE if "too few prompts" in str(error) else ""
             yield f"data: wanted {split} problems, got none of the first {tried} that can be used: {error}{advice}"
 
 
-def _find_first(load: Callable[[int], Problem], environment: Environment | None, count: int) -> tuple[Problem, object]:
-    """Find the first usable problem, and the environment's state. UserError with the first reason if there is none."""
+def begin_with(environment: Environment | None) -> Callable[[Problem], object]:
+    """Return what begins a problem: the environment's reset, which returns its state, or nothing without one."""
+    return _begin if environment is None else lambda problem: _check_reset(environment.reset(problem))
+
+
+def _begin(problem: Problem) -> object:
+    """Begin a problem without an environment, which takes nothing."""
+
+
+def _find_first(
+    load: Callable[[int], Problem], count: int, begin: Callable[[Problem], object] = _begin
+) -> tuple[Problem, object]:
+    """Find the first usable problem, and what `begin` returns for it. UserError with the first reason if none is."""
     reasons = []
     for index in range(count):
         try:
             problem = read_problem(load, index)
-            return problem, None if environment is None else _check_reset(environment.reset(problem))
+            return problem, begin(problem)
         except Exception as error:  # by a user's source or environment
             reasons.append(str(error) if isinstance(error, UserError) else describe_error(error))
     raise UserError(shorten(reasons[0]))
@@ -108,7 +119,7 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
       UserError: one sentence for each function that breaks its contract, or lacks what it needs.
     """
     environment, stage = experiment.environment, experiment.warm_start
-    problem, state = _find_first(experiment.data.train, environment, TRIED)
+    problem, state = _find_first(experiment.data.train, TRIED, begin_with(environment))
     tried = _texts(experiment.data.train, problem)
     calls = []
     if stage is not None:
@@ -256,7 +267,7 @@ def _reward_calls(rewards: Sequence[_Reward], check_count: Callable[[int], str])
         if not own:
             continue
         with contextlib.suppress(UserError):  # a task may have no such problem
-            problem, _ = _find_first(load, None, TRIED)
+            problem, _ = _find_first(load, TRIED)
             texts = _texts(load, problem)
             for inner, member in own:
                 is_whole = key == "reward" and inner is whole
@@ -281,7 +292,7 @@ def _missing_answers(rewards: Sequence[_Reward]) -> Iterator[str]:
     for key, reward, load in rewards:
         compares = any(getattr(inner_function(member), "compares_answers", False) for member in find_rewards(reward))
         with contextlib.suppress(UserError):  # a task may have no such problem
-            if compares and not (problem := _find_first(load, None, TRIED)[0]).answer:
+            if compares and not (problem := _find_first(load, TRIED)[0]).answer:
                 where = f"{key}: {title_of(inner_function(reward))}"
                 yield f"{where}: wanted problems with an answer, got none for {shorten(repr(problem.prompt))}"
                 continue

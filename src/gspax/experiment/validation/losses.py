@@ -9,12 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from gspax.config import (
-    Calibration,
-    Engine,
-    ModelConfig,
-    Placement,
-    RouterShift,
-    RoutingReplay,
     Schedule,
     has_experts,
     updates_per_step,
@@ -41,10 +35,8 @@ def clip_range_problems(loss: Loss) -> Iterator[str]:
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
-def calibration_problems(loss: Loss, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
+def calibration_problems(loss: Loss, schedule: Schedule) -> Iterator[str]:
     """Check that a run can adapt the clip range."""
-    if calibration is None:
-        return
     traits = traits_of(loss)
     if not (traits.ratio == "sequence" and traits.clip_range):
         yield (
@@ -65,18 +57,18 @@ def penalty_problems(passes: Passes) -> Iterator[str]:
         yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {title_of(loss)} has none"
 
 
-def router_problems(
-    model: ModelConfig, routing_replay: RoutingReplay, router_shift: RouterShift | None
-) -> Iterator[str]:
+def router_problems(passes: Passes) -> Iterator[str]:
     """Check that the model has experts if a setting is about routers."""
-    on = ["routing_replay"] if routing_replay != "off" else []
-    on += ["router_shift"] if router_shift is not None else []
+    experiment, model = passes.experiment, passes.experiment.model
+    on = ["routing_replay"] if experiment.routing_replay != "off" else []
+    on += ["router_shift"] if experiment.router_shift is not None else []
     if on and not has_experts(model):
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
 
 
-def old_policy_problems(passes: Passes, sampler: Placement | Engine | None) -> Iterator[str]:
+def old_policy_problems(passes: Passes) -> Iterator[str]:
     """Check that interpolated log-probs have stale tokens, and that a loss without an old policy makes one pass."""
+    sampler = passes.experiment.apart
     loss, old_logp, schedule = passes.experiment.loss, passes.experiment.old_logp, passes.experiment.schedule
     if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
         yield (
@@ -137,8 +129,9 @@ def unscored_problems(passes: Passes) -> Iterator[str]:
         yield from scored_problems(field, passes)
 
 
-def loss_warnings(loss: Loss, calibration: Calibration | None) -> Iterator[str]:
+def loss_warnings(passes: Passes) -> Iterator[str]:
     """Yield settings of a loss that run but are probably not intended."""
+    loss, calibration = passes.experiment.loss, passes.experiment.calibration
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
     wide = [f"loss.{name}={show(value)}" for name, value in clip.items() if value >= INERT]
     if traits_of(loss).ratio == "sequence" and wide and calibration is None:

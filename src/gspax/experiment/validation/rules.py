@@ -26,6 +26,7 @@ from gspax.config import (
     Sampling,
     Schedule,
     Term,
+    Trained,
     WarmStart,
     adapted_weights,
     filters_in_use,
@@ -60,7 +61,7 @@ from gspax.experiment.validation.fields import (
     type_problems,
     without,
 )
-from gspax.experiment.validation.first_calls import first_problems, rewards_of
+from gspax.experiment.validation.first_calls import begin_with, first_problems, rewards_of
 from gspax.experiment.validation.held import held_problems, held_widths
 from gspax.experiment.validation.layers import Asked, layer_problems, part_problems
 from gspax.experiment.validation.losses import (
@@ -91,7 +92,7 @@ Functions = Mapping[str, Function]  # the functions of log-probs besides the los
 
 def validate(
     experiment: Experiment,
-    devices: int | None = None,
+    devices: int = 0,
     slices: tuple[int, int] = (1, 1),
     broken: Iterable[str] = (),
 ) -> list[str]:
@@ -102,7 +103,7 @@ def validate(
 
     Args:
       experiment: as loaded and overridden.
-      devices: the number of devices; None leaves out the checks that depend on it.
+      devices: the number of devices; 0: not known, which leaves out the checks that depend on it.
       slices: TPU slices of the learner's devices, and of a disaggregated sampler's.
       broken: fields with an error already, such as an override that cannot be parsed.
     """
@@ -128,18 +129,18 @@ def validate(
         lambda: () if e.engine is None else engine_problems(e.engine, e.sampling),
         lambda: chain(_updates(e.schedule), _collapse(e.guard)),
         lambda: () if e.lora is None else _adapters(e.lora),
-        lambda: part_problems(_asked(e.model, e.lora, e.optimizer, e.warm_start)),
+        lambda: part_problems(_asked(e.trained, e.optimizer, e.warm_start)),
         lambda: clip_range_problems(e.loss),
-        lambda: calibration_problems(e.loss, e.calibration, e.schedule),
+        lambda: () if e.calibration is None else calibration_problems(e.loss, e.schedule),
         lambda: penalty_problems(passes),
         *(partial(_own_problems, make, passes) for make in MAKERS),
         lambda: chain.from_iterable(_told_by(term, passes) for term in e.terms),
         lambda: chain(term_problems(passes), held_problems(passes)),
         lambda: _packing(e.schedule, e.loss, _functions(passes)),
-        lambda: router_problems(e.model, e.routing_replay, e.router_shift),
-        lambda: old_policy_problems(passes, e.apart),
+        lambda: router_problems(passes),
+        lambda: old_policy_problems(passes),
         lambda: unscored_problems(passes),
-        lambda: advantage_problems(passes, e.advantage, e.sampling, e.length_reward),
+        lambda: advantage_problems(passes),
         lambda: overlong_problems(e.advantage, on=e.filter_overlong),
         lambda: _conversation(e.environment, e.tokenizer, e.sampling),
         lambda: credit_problems(e.turns, e.loss, e.advantage, _functions(passes)),
@@ -147,8 +148,8 @@ def validate(
     )
     e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
     calls = partial(contract_problems, e), lambda: own_term_problems(Passes(e))
-    problems += _run(*calls, lambda: first_problems(e.data, e.environment, e.evaluation))
-    return [*problems, *_run(lambda: _frozen(e.optimizer.frozen, e.model, e.lora))]
+    problems += _run(*calls, lambda: first_problems(e.data, begin_with(e.environment), e.evaluation))
+    return [*problems, *_run(lambda: _frozen(e.optimizer.frozen, e.trained))]
 
 
 def _own_problems(make: Callable[[Experiment], Term | None], passes: Passes) -> Iterable[str]:
@@ -193,7 +194,7 @@ def _key(sentence: str) -> str:
     return sentence.partition(":")[0]
 
 
-def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> None:
+def check(experiment: Experiment, devices: int = 0, slices: tuple[int, int] = (1, 1)) -> None:
     """Raise UserError with the sentences of `validate`, if there are any."""
     problems = validate(experiment, devices, slices)
     if problems:
@@ -240,7 +241,7 @@ def warnings(experiment: Experiment) -> list[str]:
         )
     return [
         *notes,
-        *loss_warnings(experiment.loss, experiment.calibration),
+        *loss_warnings(passes),
         *unused_turns(experiment.environment, experiment.turns),
         *chain.from_iterable(term.warnings(passes) for term in passes.terms),
         *(() if experiment.engine is None else engine_warnings(experiment.engine, sampling, experiment.model)),
@@ -263,8 +264,9 @@ def _collapse(guard: Guard) -> Iterator[str]:
         yield 'guard.collapse.grad_norm: wanted more than 0, because no other alarm than "gradient" counts, got 0'
 
 
-def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> Iterator[str]:
-    """Some trained parameter has each of these names in its path (`learner.optimizer.freeze`)."""
+def _frozen(frozen: tuple[str, ...], trained: Trained) -> Iterator[str]:
+    """Some trained parameter has each of the frozen names in its path (`learner.optimizer.freeze`)."""
+    model, lora = trained
     if not frozen:
         return
     from gspax.model import transformer  # here, because other dry runs need no flax
@@ -280,8 +282,9 @@ def _frozen(frozen: tuple[str, ...], model: ModelConfig, lora: Lora | None) -> I
             yield f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {name!r}{hint and f'; {hint}'}"
 
 
-def _asked(model: ModelConfig, lora: Lora | None, own: Optimizer, stage: WarmStart | None) -> Iterator[Asked]:
+def _asked(trained: Trained, own: Optimizer, stage: WarmStart | None) -> Iterator[Asked]:
     """The settings of parts that not every model has."""
+    model, lora = trained
     has_biases = has_experts(model) and model.router.correction_bias
     speeds = {"optimizer": own.bias_update_speed, "warm_start.optimizer": stage and stage.optimizer.bias_update_speed}
     for key, speed in speeds.items():
@@ -409,11 +412,11 @@ def _functions(passes: Passes) -> Functions:
     return {field: function for term in passes.terms for field, function in term.functions.items()}
 
 
-def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:
+def _mesh(experiment: Experiment, devices: int, slices: tuple[int, int]) -> Iterator[str]:
     """The axes fit the devices, and everything that is sharded over them divides evenly."""
     mesh, placement, sampling = experiment.mesh, experiment.placement, experiment.sampling
     model, schedule = experiment.model, experiment.schedule
-    if devices is None:
+    if not devices:
         axes = {axis: getattr(mesh, axis) for axis in sharding.AXES}
         free = [f"{axis}=-1" for axis, size in axes.items() if size == -1]
         if len(free) > 1:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax import losses
-from gspax.config import Teacher, earlier_policy, filters_in_use
+from gspax.config import Teacher, filters_in_use, is_earlier_policy
 from gspax.config.protocols import Divergence
 from gspax.config.term import Comparison, Formula, Held, Pair, Term
 from gspax.losses import distill
@@ -96,8 +96,8 @@ class TeacherTerm(Term):
     def held(self, trained_dtype: str) -> Iterator[Held]:
         """Yield the teachers' models, or the parameters of an earlier policy: an average is in float32."""
         teacher = self.settings
-        if (own := earlier_policy(teacher)) is not None:
-            dtype = trained_dtype if own.refresh_share == 1 else "float32"
+        if is_earlier_policy(teacher):
+            dtype = trained_dtype if teacher.refresh_share == 1 else "float32"
             yield Held("teacher, an earlier policy", dtype, in_state=True)
         if teacher.model is not None:
             yield Held("teacher", teacher.model.param_dtype, teacher.model, "teacher.model")

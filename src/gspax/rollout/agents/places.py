@@ -138,7 +138,7 @@ class Places:
     def _hold(self, ready: dict[int, Ready]) -> None:
         fresh_R = np.zeros(len(self.ids), bool)
         fresh_R[list(ready)] = True
-        self._held.admit([ready.get(place) for place in range(len(self.ids))], self.ids, fresh_R, self._weights)
+        self._held.admit(ready, self.ids, fresh_R, self._weights)
 
     def _reply(self, turns: dict[int, Turn], ended: Sequence[int]) -> None:
         """Give the waiting conversations their next turns; end these, and those that were left; the others wait on."""

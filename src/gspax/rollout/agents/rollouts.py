@@ -93,10 +93,9 @@ def _prepare(
     group, sampled = sampling.group, sampling.group - options.greedy
     limits = Limits(sampling, options.stop_ids, options.model.vocab_size)
     talks = []
-    for row in range(len(request.ready) * group):
-        ready = request.ready[row // group]
-        assert ready is not None, "one process has all rows"
-        talks.append(Conversation(row, ready.problem, interaction, limits, inbox.put))
+    for row in range(len(request.prompt_ids) * group):  # one process has all rows
+        problem = request.ready[row // group].problem
+        talks.append(Conversation(row, problem, interaction, limits, inbox.put))
     pools, place_of = list[Places](), dict[int, tuple[int, int]]()
     for numbers, temperature in ((range(sampled), sampling.temperature), (range(sampled, group), 0.0)):
         rows = [row for row in range(len(talks)) if row % group in numbers]

@@ -51,12 +51,12 @@ def begin(request: Request) -> dict[int, Row]:
     options, group = request.options, request.options.sampling.group
 
     def read() -> dict[int, list[int]]:
-        prompts = {place: ready.prompt for place, ready in enumerate(request.ready) if ready is not None}
+        prompts = {place: ready.prompt for place, ready in request.ready.items()}
         for place, prompt in prompts.items():
             check_length(prompt, options.sampling.max_prompt_tokens, f"problem {request.prompt_ids[place]}: ")
         return {place: [int(token) for token in prompt] for place, prompt in prompts.items()}
 
-    most = {place: ready.most for place, ready in enumerate(request.ready) if ready is not None}
+    most = {place: ready.most for place, ready in request.ready.items()}
     prompts, rows = dict[int, list[int]](), dict[int, Row]()
     for part in multihost.gather(multihost.all_or_raise(read)):
         prompts |= part

@@ -131,13 +131,13 @@ class ServerSampler:
 
     def _sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
         request = replace(request, options=replace(request.options, mesh=self.mesh, turns=bool(request.interaction)))
-        options, count = request.options, len(request.ready) * request.options.sampling.group
+        options, count = request.options, len(request.prompt_ids) * request.options.sampling.group
         assert not isinstance(request.interaction, AgentInteraction), "see `sample`"
         sampled = self.place(request)
         if request.interaction is None:
             self.complete(sampled, weights, request)
             return rows.assemble(sampled, count, options), Started()
-        on_host = RowsOnHost(list(request.ready), np.zeros(count, bool))
+        on_host = RowsOnHost(request.ready, options.sampling.group, np.zeros(count, bool))
         while not on_host.ended_B.all():
             self.complete(sampled, weights, request)
             progress = rows.describe_progress(sampled, count, options)
@@ -322,12 +322,12 @@ class OnServers:
 
     def __init__(self, sampler: ServerSampler, key: Array, options: SampleOptions) -> None:
         self._sampler, self._options = sampler, options
-        self._request = Request(ready=(), prompt_ids=(), key=key, options=options)
+        self._request = Request(ready={}, prompt_ids=(), key=key, options=options)
         self._count = options.sampling.prompts * options.sampling.group
         self._rows = dict[int, Row]()
         self._chunks: list[Future[None]] = []  # that have begun
 
-    def admit(self, ready: Sequence[Ready | None], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+    def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
         """Begin new rows. Nothing is sampled before the next chunk."""
         self._rows |= self._sampler.place(replace(self._request, ready=ready, prompt_ids=ids))
 

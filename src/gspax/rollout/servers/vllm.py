@@ -127,7 +127,7 @@ class VLLM(Endpoint):
 
     def pause(self) -> None:
         """POST /pause: requests keep their tokens and compute their keys and values again when they go on."""
-        self._client.post("/pause", query={"mode": "keep", "clear_cache": "true"})
+        self._client.post("/pause", query=[("mode", "keep"), ("clear_cache", "true")])
 
     def resume(self) -> None:
         """POST /resume."""
@@ -155,7 +155,7 @@ class VLLM(Endpoint):
                 )
             return Loaded(self.address, version, digest, limits, take(first, "dtype", str), instance)
 
-    def _workers(self, method: str, *args: str, timeout: float | None = None) -> list[dict[str, Any]]:
+    def _workers(self, method: str, *args: str, timeout: float = 0) -> list[dict[str, Any]]:
         """Call a method of the worker extension, and return one result per worker."""
         try:
             answer = self._client.post("/collective_rpc", {"method": method, "args": list(args)}, timeout=timeout)

@@ -97,9 +97,9 @@ class Writer:
         dtypes = {name: self._own.get(name, self._dtype) for name in shapes}
         collected = {name: np.empty(math.prod(shape), dtypes[name]) for name, shape in shapes.items()}
 
-        def copy(name: str, numbers: np.ndarray, part: Part | None) -> None:
+        def copy(name: str, numbers: np.ndarray, part: Part) -> None:
             tensor = collected[name]
-            outer, start, length, total = part or Part(1, 0, tensor.size, tensor.size)
+            outer, start, length, total = part
             place = tensor.reshape(outer, total, -1)[:, start : start + length]
             place[...] = numbers.reshape(place.shape)
 

@@ -35,6 +35,7 @@ from gspax.tools.aot import hlo
 from gspax.tools.aot.chips import Chip, Rate, Target, Targets, Topology, make_targets
 from gspax.tools.aot.hlo import Collective
 from gspax.tools.aot.programs import (
+    BEHAVIOR,
     COPY,
     GB,
     PROMPTS,
@@ -355,7 +356,7 @@ def time_table(estimates: Estimates, chip: Chip) -> str:
 
 
 def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool) -> str:
-    """Describe the whole step: rollout, old log-probs, teachers' passes and updates, if all of them compiled.
+    """Describe the whole step: rollout, old log-probs, other models' passes and updates, if all of them compiled.
 
     With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step.
     """
@@ -364,11 +365,11 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
         return "No estimate of a whole step: not all of it compiled."
     copied = seconds.get(PUSH, 0.0) + seconds.get(COPY, 0.0)
     rollout = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
-    others = sum(time for name, time in seconds.items() if name.startswith(TEACHER))
-    learner = seconds[SCORE] + others + seconds[TRAIN]
+    others = {of: sum(time for name, time in seconds.items() if name.startswith(of)) for of in (TEACHER, BEHAVIOR)}
+    learner = seconds[SCORE] + sum(others.values()) + seconds[TRAIN]
     step = max(copied + rollout, learner) if ahead else copied + rollout + learner
     push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
-    taught = f"teacher {others:.2f}, " if others else ""
+    taught = "".join(f"{of} {time:.2f}, " for of, time in others.items() if time)
     devices = topology.slices * topology.slice_devices
     tokens = sampling.prompts * sampling.group * sampling.max_tokens
     flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)

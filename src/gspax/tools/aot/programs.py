@@ -30,7 +30,6 @@ from gspax.config import (
     Experiment,
     ModelConfig,
     Sampling,
-    Teacher,
     expert_id_dtype,
     held_teachers,
     layers_of,
@@ -40,12 +39,12 @@ from gspax.config import (
     teacher_models,
     teacher_row_shape,
     token_id_dtype,
-    trained_dtype,
     updates_per_step,
+    with_vocabulary,
 )
 from gspax.learner.hidden import make_hidden
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params, abstract_state
+from gspax.learner.state import TrainedPolicy, abstract_params, abstract_state
 from gspax.learner.teacher import Teach, make_passes
 from gspax.learner.updates import Steps, make_steps
 from gspax.model.decoding import LayerCache, heads_axis
@@ -100,28 +99,23 @@ def make_programs(
       mesh: the learner's mesh.
       sampler_mesh: the sampler's mesh.
     """
-    model, teacher, weights_dtype = experiment.model, experiment.teacher, experiment.sampling.weights_dtype
-    optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
-    state = abstract_state(model, optimizer, mesh, experiment.lora, Passes(experiment).terms)
+    passes, model, weights_dtype = Passes(experiment), experiment.model, experiment.sampling.weights_dtype
+    optimizer = make_optimizer(experiment.optimizer, experiment.trained.dtype)
+    state = abstract_state(TrainedPolicy(model, mesh, optimizer, experiment.lora, passes.terms))
     batch = abstract_batch(experiment, mesh)
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
-    teachers, heads, held = _abstract_teachers(teacher, model, mesh)
-    trained = device_bytes(partition(state.params)[0])
-    held += trained if Passes(experiment).first_policy else 0
-    if Passes(experiment).sampling_policy:
-        heads, apart = (head_params(state.params),), experiment.apart
-        held += device_bytes(heads) + (0 if apart is None or not apart.staleness else (1 + apart.staleness) * trained)
+    heads, held = _abstract_heads(passes, state, mesh), _held_bytes(passes, state, mesh)
     learner_bytes = device_bytes(state) + held  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
     scoring = learner_bytes - params + other_batches
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Log-probs do not wait for the parameters that are on their way to the sampler.
         scoring += device_bytes(abstract_inference_weights(model, mesh, weights_dtype))
-    replayed = batch.expert_BLTA if Passes(experiment).samples_experts else None
+    replayed = batch.expert_BLTA if passes.samples_experts else None
     scored = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
     score = _lower(steps.score, state.params, *scored, kept_BTK=batch.kept_BTK)
-    scores = len(steps.scored) + Passes(experiment).first_policy * experiment.schedule.minibatches
+    scores = len(steps.scored) + passes.first_policy * experiment.schedule.minibatches
     copy = Program(
         name=COPY,
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
@@ -135,39 +129,51 @@ def make_programs(
             runs=updates_per_step(experiment.schedule),
         ),
         Program(name=SCORE, lower=score, resident=scoring, runs=scores),
-        *_make_teaching(Passes(experiment), steps, (state, batch, teachers), learner_bytes + other_batches, mesh),
+        *_make_readers(passes, steps, (state, batch), learner_bytes + other_batches, mesh),
         *([] if experiment.placement is not None else [copy]),
         *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
     ]
 
 
-def _abstract_teachers(
-    teacher: Teacher | None, policy: ModelConfig, mesh: jax.sharding.Mesh
-) -> tuple[tuple[Params, ...], tuple[Params, ...], int]:
-    """Return the teachers' parameters, the heads that updates read, and the bytes of all parameters on a device."""
-    models = held_teachers(teacher, policy)
-    params = tuple(abstract_params(model, mesh) for model in models)
-    if teacher is None or TeacherTerm(settings=teacher).comparison is None:
-        heads: tuple[Params, ...] = ()
-    else:
-        heads = tuple(head_params(abstract_params(model, mesh)) for model in models)
-    return params, heads, device_bytes(params)
+def _abstract_heads(passes: Passes, state: TrainState, mesh: jax.sharding.Mesh) -> tuple[Params, ...]:
+    """Return the heads of other models that updates read."""
+    if passes.sampling_policy:
+        return (head_params(state.params),)
+    if (teacher := passes.experiment.teacher) is None or TeacherTerm(settings=teacher).comparison is None:
+        return ()
+    models = held_teachers(teacher, passes.experiment.model)
+    return tuple(head_params(abstract_params(model, mesh)) for model in models)
 
 
-def _make_teaching(
-    passes: Passes,
-    steps: Steps,
-    arrays: tuple[TrainState, Batch, tuple[Params, ...]],
-    held: int,
-    mesh: jax.sharding.Mesh,
+def _held_bytes(passes: Passes, state: TrainState, mesh: jax.sharding.Mesh) -> int:
+    """Return a device's bytes of what a run holds besides the state: parameters of terms, and of the first policy.
+
+    The head of the policy that sampled is a copy of its own.
+    """
+    policy, (trained, _) = passes.experiment, partition(state.params)
+    held = device_bytes(trained) if passes.first_policy else 0
+    held += device_bytes(head_params(state.params)) if passes.sampling_policy else 0
+    for each in passes.held(policy.trained.dtype):
+        if not each.in_state:
+            other = each.model and abstract_params(with_vocabulary(each.model, policy.model), mesh, each.dtype)
+            held += device_bytes(other or _in_dtype(trained, each.dtype))
+    return held
+
+
+def _in_dtype(params: Params, dtype: str) -> Params:
+    return jax.tree.map(lambda leaf: leaf.update(dtype=jnp.dtype(dtype)), params)
+
+
+def _make_readers(
+    passes: Passes, steps: Steps, arrays: tuple[TrainState, Batch], held: int, mesh: jax.sharding.Mesh
 ) -> Iterator[Program]:
     """Yield the passes of other models over a minibatch: each teacher's, and that of the policy that sampled.
 
     Args:
-      arrays: the state, a minibatch, and the teachers' parameters.
+      arrays: the state, and a minibatch.
       held: bytes that the learner's devices hold, the teachers' parameters and the minibatches included.
     """
-    (state, batch, teachers), experiment = arrays, passes.experiment
+    (state, batch), experiment = arrays, passes.experiment
     model, teacher = experiment.model, experiment.teacher
     assert steps.settings is not None
     read: list[Array | None] = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
@@ -176,7 +182,9 @@ def _make_teaching(
         found = [(BEHAVIOR, model, make_hidden(model, steps.settings, scope="sampling_policy"), state.params)]
     elif teacher is not None and teacher.score is None:
         shape = teacher_row_shape(teacher, experiment.sampling, experiment.schedule, batch_shards(mesh))
-        models, params = held_teachers(teacher, model) or (model,), teachers or (earlier_parameters(state),)
+        models = held_teachers(teacher, model)
+        params = tuple(abstract_params(each, mesh) for each in models) or (earlier_parameters(state),)
+        models = models or (model,)
         names = [TEACHER] if len(models) == 1 else [f"{TEACHER} {number + 1}" for number in range(len(models))]
         found = list(zip(names, models, make_passes(teacher, model, steps.settings, shape), params, strict=True))
         if shape is not None:
@@ -296,7 +304,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         ref_logp_BT=rows((B, T), jnp.float32) if passes.first_policy else None,
         version_BT=rows((B, T), jnp.int32) if passes.old_logp == "update" else None,
         **dict.fromkeys(passes.selections, rows((B, T), jnp.float32)),
-        **_teacher_arrays(experiment.teacher, config, mesh, B, T),
+        **_teacher_arrays(passes, mesh, B, T),
         sampler_hidden_BTE=_hidden(mesh, (B, T), config) if passes.sampling_policy else None,
         expert_BLTA=rows(experts, expert_id_dtype(config)) if passes.reads_experts else None,
         router_logp_BLTA=rows(experts, jnp.float32) if passes.keeps_router_logp else None,
@@ -304,15 +312,14 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     )
 
 
-def _teacher_arrays(
-    teacher: Teacher | None, config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, length: int
-) -> dict[str, Array | None]:
+def _teacher_arrays(passes: Passes, mesh: jax.sharding.Mesh, rows: int, length: int) -> dict[str, Array | None]:
     """Return `ShapeDtypeStruct`s of a minibatch's arrays of a teacher."""
-    if teacher is None:
+    experiment = passes.experiment
+    if (teacher := experiment.teacher) is None:
         return {}
     if TeacherTerm(settings=teacher).comparison is None:
         return {"teacher_logp_BT": abstract_rows(mesh, (rows, length), jnp.float32)}
-    models = teacher_models(teacher) or (config,)
+    models = teacher_models(teacher) or (experiment.model,)
     number_BT = abstract_rows(mesh, (rows, length), jnp.float32) if len(models) > 1 else None
     return {"teacher_hidden_BTE": _hidden(mesh, (rows, length), *models), "teacher_BT": number_BT}
 

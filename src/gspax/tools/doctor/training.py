@@ -20,7 +20,7 @@ from gspax.config import Experiment, ModelConfig, Optimizer, Sampling, Schedule
 from gspax.config.optimizers import adamw
 from gspax.data.tasks import sort
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state, device_memory, init_state
+from gspax.learner.state import TrainedPolicy, abstract_state, device_memory, init_state
 from gspax.learner.train_step import fill_old_logp
 from gspax.learner.updates import Steps, make_steps
 from gspax.model.sizes import forward_flops, inference_weights_bytes, parameter_count
@@ -121,7 +121,7 @@ def make_trainer(
         mesh=config.Mesh(**axes),
     )
     mesh, sampler_mesh = make_meshes(experiment, devices)
-    optimizer = make_optimizer(experiment.optimizer, config.trained_dtype(wide, None))
+    optimizer = make_optimizer(experiment.optimizer, wide.param_dtype)
     steps = make_steps(experiment, optimizer, mesh)
     return Trainer(experiment, mesh, optimizer, steps, make_sampler(wide, sampler_mesh, mesh))
 
@@ -202,7 +202,8 @@ def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
             checkpoints.save(1, state, {})
             checkpoints.wait()
         with Checkpoints(folder, mesh=mesh) as checkpoints:
-            restored, _ = checkpoints.restore(abstract_state(trainer.experiment.model, trainer.optimizer, mesh), 1)
+            policy = TrainedPolicy(trainer.experiment.model, mesh, trainer.optimizer)
+            restored, _ = checkpoints.restore(abstract_state(policy), 1)
         got, want = multihost.to_host([(each.params, each.opt_state) for each in (restored, state)])
         yield compare("checkpoint", got, want, 0.0)
     finally:
