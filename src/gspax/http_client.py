@@ -14,12 +14,14 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from gspax.data.files import DEEPEST, parse_json
 from gspax.errors import shorten
 
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 SMALL = 2**22  # bytes of an answer that holds no tokens
 PIECE = 2**16
 BUSY = (408, 425, 429)  # statuses below 500 after which another attempt may succeed
@@ -61,11 +63,11 @@ class Client:
     """
 
     def __init__(
-        self, address: str, timeout: float, *, headers: Mapping[str, str] | None = None, proxy: str = ""
+        self, address: str, timeout: float, *, headers: Mapping[str, str] = NO_HEADERS, proxy: str = ""
     ) -> None:
         self.address, self.timeout = address.rstrip("/"), timeout
         self._parts, self._proxy = urlsplit(self.address), urlsplit(proxy)
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json", **headers}
         self._own = threading.local()
         self._all: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()

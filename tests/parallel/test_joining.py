@@ -266,7 +266,7 @@ def test_a_failure_here_is_sent_to_the_others_first(monkeypatch):
 
 def test_gather_rows_fills_in_the_rows_of_other_processes(monkeypatch):
     stub_other_process(monkeypatch, {1: "b", 2: "theirs"})
-    assert multihost.gather_rows(["a", None, "mine"]) == ["a", "b", "mine"]
+    assert multihost.gather_rows({0: "a", 2: "mine"}, 3) == ["a", "b", "mine"]
 
 
 def test_each_row_of_a_replicated_or_sharded_array_has_one_owner():

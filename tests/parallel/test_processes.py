@@ -207,7 +207,7 @@ from test_processes import DENSE, evaluate
 address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 joining.join(joining.ProcessInfo(address, 2, index), {}, lambda a, b: [], 100, b"secret")
 assert multihost.gather("long" * (1 + 999 * index)) == ["long", "long" * 1000]
-assert multihost.gather_rows([None, "b"] if index else ["a", None]) == ["a", "b"]
+assert multihost.gather_rows({1: "b"} if index else {0: "a"}, 2) == ["a", "b"]
 for number in range(20):
     assert multihost.gather((index, number)) == [(0, number), (1, number)]
 assert not jax._src.distributed.global_state.client.key_value_dir_get_bytes("gspax/"), "nothing passes through jax"

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -36,6 +37,7 @@ Box = tuple[tuple[int, int], ...]  # start and stop of each axis
 
 Rows = tuple[int, int, int]  # first and last index on a tensor's first axis (or the start of it), and its size
 Table = Mapping[str, Sequence[Chunk]]  # the chunks of each parameter by its path
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 Read = Callable[[str, Rows, Part], np.ndarray]  # reads these rows of the named tensor, or of a part of it
 
 
@@ -187,8 +189,8 @@ def write_checkpoint(
     *,
     dtype: str = "bfloat16",
     shard_size: int = SHARD_SIZE,
-    more: Mapping[str, object] | None = None,
-    origin: Mapping[str, Stored] | None = None,
+    more: Mapping[str, object] = NOTHING,
+    origin: Mapping[str, Stored] = NOTHING,
 ) -> None:
     """Write config.json and safetensors in the Hub's order and layout; tied models have no `lm_head.weight`.
 
@@ -204,7 +206,7 @@ def write_checkpoint(
         tensors among tensors of another dtype stay float32, and unread tensors (`names.is_carried`) are copied.
     """
     write_config(folder, config, dtype, more)
-    origin = packed.join(origin or {})
+    origin = packed.join(origin)
     carried = {name: each for name, each in origin.items() if names.is_carried(name, config)}
     tensors.require_scales(carried)
     numbers = [name for name, each in origin.items() if name not in carried and each.packed is None]
@@ -218,9 +220,9 @@ def write_checkpoint(
     publish(table, parameter, dtypes, lambda name, numbers, part: tensors.write(stored[name], numbers, part))
 
 
-def write_config(folder: Path, config: ModelConfig, dtype: str, more: Mapping[str, object] | None = None) -> None:
+def write_config(folder: Path, config: ModelConfig, dtype: str, more: Mapping[str, object] = NOTHING) -> None:
     """Write config.json, for tensors of this dtype."""
-    content = {**config_json.to_json(config), "torch_dtype": dtype, **(more or {})}
+    content = {**config_json.to_json(config), "torch_dtype": dtype, **more}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

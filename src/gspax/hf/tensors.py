@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
@@ -32,6 +33,7 @@ STRIP = 2**18  # numbers checked at a time
 SHORT = 512  # bytes: if a part has shorter contiguous ranges, the whole tensor is read
 PARTS_OF_PACKED = {"U8": BYTES, "F8_E4M3": FP8}  # of tensors in fewer than 16 bits (`packed`)
 NO_BUFFER = np.empty(0, np.uint8)
+NO_OTHERS: Mapping[str, np.dtype] = MappingProxyType({})  # dtypes besides that of most tensors
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
@@ -284,13 +286,12 @@ def lay_out(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
     shard_size: int,
-    own: Mapping[str, np.dtype] | None = None,
+    own: Mapping[str, np.dtype] = NO_OTHERS,
 ) -> dict[str, Stored]:
     """Create the files of a checkpoint with headers, index and space for every tensor, in the order of `shapes`.
 
     The files are those of `divide`. `own` overrides `dtype` for the tensors that it names.
     """
-    own = own or {}
     files = divide(shapes, dtype, shard_size, own)
     write_index(folder, files, dtype, own)
     tensors: dict[str, Stored] = {}
@@ -336,13 +337,13 @@ def write_index(
 
 
 def create(
-    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, own: Mapping[str, np.dtype] | None = None
+    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, own: Mapping[str, np.dtype] = NO_OTHERS
 ) -> dict[str, Stored]:
     """Create a file with its header and space for every tensor, in the order of `shapes`; dtypes as in `lay_out`."""
     kinds = {supported: kind for kind, supported in DTYPES.items()}
     tensors, end = {}, 0
     for name, shape in shapes.items():
-        tensors[name] = Stored(name, file, (own or {}).get(name, dtype), shape, end)
+        tensors[name] = Stored(name, file, own.get(name, dtype), shape, end)
         end += tensors[name].nbytes
     entries = {
         name: {

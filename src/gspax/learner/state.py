@@ -168,7 +168,7 @@ def with_new_moments(state: TrainState, policy: TrainedPolicy) -> TrainState:
     return replace(state, step=step, opt_state=opt_state)
 
 
-def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str = "") -> Params:
     """Return `ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in `dtype` (default: the model's)."""
     return _sharded(transformer.abstract_params(config, dtype), transformer.logical_axes(config), mesh)
 

@@ -286,12 +286,12 @@ def _sharded(count: int, mesh: AxisSizes) -> int:
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 
-def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: int | None = None) -> AxisSizes:
+def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: float = math.inf) -> AxisSizes:
     """Choose the sampler's axes on devices with these axes: the experiment's, or the fastest that fit.
 
     Args:
       sizes: the axis sizes of the learner's mesh, or of a disaggregated sampler's.
-      memory: bytes of a device; None: unknown, and not compared.
+      memory: bytes of a device, as far as they are known.
 
     Raises:
       UserError: the experiment's axes do not fit the devices.
@@ -305,7 +305,7 @@ def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: int 
     held = with_carried(sampling, placement).prompts
     rows = math.gcd(sampling.prompts * sampling.group, held * sampling.group, sampling.slots)
     for layout in sharding.sampler_layouts(sizes, model, rows):
-        if memory is None or sum(sampler_bytes(experiment, sizes, layout).values()) <= USABLE * memory:
+        if memory == math.inf or sum(sampler_bytes(experiment, sizes, layout).values()) <= USABLE * memory:
             return layout
     return sizes
 

@@ -289,8 +289,8 @@ def init(config: ModelConfig, key: Array) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.astype(_dtype(path, config.param_dtype)), params)
 
 
-def abstract_params(config: ModelConfig, dtype: str | None = None) -> Params:
-    """Return the `ShapeDtypeStruct`s of the result of `init`, with `dtype` in place of `config.param_dtype`."""
+def abstract_params(config: ModelConfig, dtype: str = "") -> Params:
+    """Return the `ShapeDtypeStruct`s of the result of `init`, with `dtype` (default: `config.param_dtype`)."""
     params = nnx.to_pure_dict(_abstract(config)[1])
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(path, dtype or config.param_dtype)), params

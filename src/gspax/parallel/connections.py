@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import queue
 import secrets
 import socket
@@ -66,7 +67,7 @@ class Channel:
             self._sent += 1
             self.connection.sendall(head + mac + content)
 
-    def receive(self, limit: int, deadline: float | None = None) -> tuple[int, bytes]:
+    def receive(self, limit: int, deadline: float = math.inf) -> tuple[int, bytes]:
         """Receive the next message.
 
         Raises:
@@ -126,11 +127,11 @@ def connect(connection: socket.socket, secret: bytes) -> Channel:
     return Channel(connection, _hmac(secret, b"messages", ours, theirs), is_server=False)
 
 
-def receive_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+def receive_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     """Receive the next `size` bytes. OSError if the connection ends first, or `deadline` passes."""
     data = bytearray()
     while len(data) < size:
-        if deadline is not None:
+        if deadline < math.inf:
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError("it was too slow")
             connection.settimeout(left)

@@ -10,7 +10,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 import jax
@@ -63,15 +63,15 @@ def all_or_raise(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def gather_rows(entries: Sequence[T | None]) -> list[T]:
-    """Gather a complete list from processes that each have some entries and None for the others.
+def gather_rows(own: Mapping[int, T], count: int) -> list[T]:
+    """Gather a list of `count` rows from processes that each have some of them, by number. Collective.
 
     If several processes have an entry, the first process's counts.
     """
     rows: dict[int, T] = {}
-    for part in gather({row: entry for row, entry in enumerate(entries) if entry is not None}):
+    for part in gather(dict(own)):
         rows = part | rows
-    return [rows[row] for row in range(len(entries))]
+    return [rows[row] for row in range(count)]
 
 
 def warn_from_primary(sentence: str) -> None:

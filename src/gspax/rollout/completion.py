@@ -88,5 +88,6 @@ def to_json(completion: Completion) -> dict[str, object]:
 
 def gather_texts(completions: Sequence[Completion]) -> list[Completion]:
     """Gather the texts of all completions from all processes. Collective."""
-    texts = multihost.gather_rows([completion.texts and tuple(completion.texts) for completion in completions])
+    own = {row: tuple(one.texts) for row, one in enumerate(completions) if one.texts is not None}
+    texts = multihost.gather_rows(own, len(completions))
     return [replace(completion, texts=Texts(*own)) for completion, own in zip(completions, texts, strict=True)]

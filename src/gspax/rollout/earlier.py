@@ -43,7 +43,7 @@ class EarlierTexts:
             return
         owned = multihost.owned_rows(rollout.tokens_BT)
         ends = np.asarray(rollout.prompt_length_B) + np.asarray(rollout.length_B)
-        rows = multihost.gather_rows([owned[row][:end] if row in owned else None for row, end in enumerate(ends)])
+        rows = multihost.gather_rows({row: tokens[: ends[row]] for row, tokens in owned.items()}, len(ends))
         prompts = [row[:length] for row, length in zip(rows, np.asarray(rollout.prompt_length_B), strict=True)]
         texts = [row[len(prompt) :].astype(np.int32) for row, prompt in zip(rows, prompts, strict=True)]
         for first in range(0, len(rows), group):

@@ -187,8 +187,8 @@ def sample_conversations(
 
 def set_finished(rollout: Rollout, started: Started) -> Rollout:
     """Set the lengths of a rollout of conversations, and `finished_B` as they have ended, on the host. Collective."""
-    finished = [started[row].finished if row in started else None for row in range(len(rollout.length_B))]
-    finished_B = np.array(multihost.gather_rows(finished))
+    finished = {row: reward.finished for row, reward in started.items()}
+    finished_B = np.array(multihost.gather_rows(finished, len(rollout.length_B)))
     return replace(sampler.lengths_to_host(rollout), finished_B=finished_B)  # type: ignore[arg-type]  # on the host
 
 
@@ -233,7 +233,7 @@ def answer(
     steps = multihost.all_or_raise(submit)
     interrupt.wait(steps.values())
     own = multihost.all_or_raise(lambda: take(steps))
-    replies = multihost.gather_rows([own.get(row, []) if row in tokens_BC else None for row in range(len(length_B))])
+    replies = multihost.gather_rows({row: own.get(row, []) for row in tokens_BC}, len(length_B))
     np.logical_or(rows.ended_B, turn_B & [not reply for reply in replies], out=rows.ended_B)
     if not waiting_B.any():
         return None

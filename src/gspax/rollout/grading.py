@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ class StartedReward(NamedTuple):
 
 
 Started = dict[int, StartedReward]  # by row
+NOTHING_STARTED: Mapping[int, StartedReward] = MappingProxyType({})
 
 
 def start_rewards(
@@ -84,7 +86,7 @@ def reward_completions(
     *,
     tokenizer: Tokenizer,
     calls: Calls[Result],
-    started: Started | None = None,
+    started: Mapping[int, StartedReward] = NOTHING_STARTED,
 ) -> list[Completion]:
     """Build the completions of a rollout with their rewards. Collective.
 
@@ -98,7 +100,7 @@ def reward_completions(
       started: rewards that were started before, by row; no row is in two processes.
     """
     group, length_B = len(rollout.length_B) // len(problems), count_sampled(rollout)
-    own = dict(started or {})
+    own = dict(started)
     known = {row for rows in multihost.gather(sorted(own)) for row in rows}
 
     def start_others() -> None:
@@ -141,7 +143,7 @@ def _gather_results(own: Started, rows: int) -> list[tuple[Result, GradedTurns |
     mine = multihost.all_or_raise(
         lambda: {row: (tuple(one.future.result()), one.turns and tuple(one.turns)) for row, one in own.items()}
     )
-    everywhere = multihost.gather_rows([mine.get(row) for row in range(rows)])
+    everywhere = multihost.gather_rows(mine, rows)
     return [(Result._make(result), GradedTurns._make(turns) if turns else None) for result, turns in everywhere]
 
 

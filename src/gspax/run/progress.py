@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TextIO, cast
 
 import jax
@@ -59,6 +60,7 @@ class _Phases:
 
 
 _phases = _Phases()
+NOTHING_TOOK: Mapping[str, float] = MappingProxyType({})
 
 
 def is_due(done: int, every: int, last: int) -> bool:
@@ -92,7 +94,7 @@ def track(
     *,
     every: int = 10,
     console: Console | None = None,
-    took: Mapping[str, float] | None = None,
+    took: Mapping[str, float] = NOTHING_TOOK,
     compiled: Compilations | None = None,
 ) -> Iterator[Bar]:
     """Show progress from `start` to `total` steps; during the first one also how many programs were compiled.
@@ -105,7 +107,7 @@ def track(
     """
     console = console or _console()
     phase("running")  # until another is named
-    _phases.took = dict(took or {})
+    _phases.took = dict(took)
     with contextlib.nullcontext(compiled) if compiled else count_compilations() as compiled:
         clock = _Clock(total, start, compiled)
         if console.is_terminal:

@@ -21,7 +21,7 @@ from gspax.parallel import multihost
 from gspax.run.directory import RunDir, step_of
 from gspax.run.folders import unused_name, write_atomically
 from gspax.run.growing import merge_parts, open_growing, read_growing
-from gspax.run.trackers import Trackers
+from gspax.run.trackers import ONLY_TENSORBOARD, Trackers
 from gspax.storage.files import open_storage
 from gspax.types import JsonObject
 
@@ -38,7 +38,7 @@ class Recorder:
     In a bucket a thread writes the metrics, so that no step and no save waits for an answer.
     """
 
-    def __init__(self, run: RunDir, resume_step: int, trackers: Trackers | None = None) -> None:
+    def __init__(self, run: RunDir, resume_step: int, trackers: Trackers = ONLY_TENSORBOARD) -> None:
         """Open the logs and drop what was recorded after `resume_step`, the restored step; 0 drops everything.
 
         `trackers` get the metrics too; TensorBoard's event files are written unless they leave it out.
@@ -58,7 +58,7 @@ class Recorder:
         first = resume_step + 1 if resume_step else 0
         self._kept = _drop_from(run, first)
         self._file = open_growing(run.metrics)
-        if trackers is None or "tensorboard" in trackers.names:
+        if "tensorboard" in trackers.names:
             self._events = _open_events(run.tensorboard, first)
 
     def __enter__(self) -> Self:
@@ -98,8 +98,7 @@ class Recorder:
                     self._events.log(numbers, step)
 
         self._in_order(write)
-        if self._trackers is not None:
-            self._trackers.log(numbers, step)
+        self._trackers.log(numbers, step)
 
     def measure_traffic(self) -> dict[str, float]:
         """Return this process's bucket requests since the last call, as metrics; {} for a local run."""

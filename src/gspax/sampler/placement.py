@@ -13,6 +13,7 @@ difference (`losses.correction`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -48,9 +49,7 @@ class Meshes(NamedTuple):
     sampler: jax.sharding.Mesh  # the learner's devices, unless `experiment.placement` disaggregates it
 
 
-def make_meshes(
-    experiment: Experiment, devices: Sequence[jax.Device] | None = None, memory: int | None = None
-) -> Meshes:
+def make_meshes(experiment: Experiment, devices: Sequence[jax.Device] = (), memory: int = 0) -> Meshes:
     """Make the meshes of a run on `devices` (default: all), which jax sorts by process.
 
     The first are the learner's, then come those of a disaggregated sampler.
@@ -62,19 +61,19 @@ def make_meshes(
       UserError: the axes do not fit the devices. The rest is checked before (`validation.devices.check_on`).
     """
     placement, config = experiment.placement, experiment.model
-    learners, samplers = split_devices(jax.devices() if devices is None else devices, placement)
+    learners, samplers = split_devices(devices or jax.devices(), placement)
     mesh = make_mesh(experiment.mesh, learners, config)
     sampler = mesh if placement is None else make_mesh(placement.mesh, samplers, config)
     layout = choose_sampler_layout(experiment, dict(sampler.shape), memory or stated_memory(sampler))
     return Meshes(mesh, reshape_mesh(sampler, layout))
 
 
-def stated_memory(mesh: jax.sharding.Mesh) -> int | None:
-    """Return the bytes that a program may use on a device; None if the device states none. Equal on all processes."""
+def stated_memory(mesh: jax.sharding.Mesh) -> float:
+    """Return the bytes that a program may use on a device, infinity if it states none. Equal on all processes."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     stats = local[0].memory_stats() if local and local[0].platform != "cpu" else None
     limits = [limit for limit in multihost.gather((stats or {}).get("bytes_limit")) if limit]
-    return min(limits) if limits else None
+    return min(limits, default=math.inf)
 
 
 def make_sampler(

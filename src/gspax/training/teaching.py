@@ -145,8 +145,10 @@ def score_all(score: TeacherScore, sequences: Sequence[Sequence[int]]) -> list[n
 def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group: int) -> np.ndarray:
     """Return the index of each response's teacher, int32 [N]. Collective."""
     numbers = {name: number for number, name in enumerate(teacher.models)}
-    own = [(problem and numbers[problem.teacher]) if numbers else 0 for problem in problems]
-    return np.repeat(np.array(multihost.gather_rows(own), np.int32), group)
+    own = dict.fromkeys(range(len(problems)), 0)
+    if numbers:
+        own = {place: numbers[one.teacher] for place, one in enumerate(problems) if one is not None}
+    return np.repeat(np.array(multihost.gather_rows(own, len(problems)), np.int32), group)
 
 
 def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> Lessons:
@@ -168,8 +170,9 @@ def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> 
             raise UserError(f"teacher.prompt: wanted 1 to {longest} tokens (teacher.max_prompt_tokens), got {len(ids)}")
         return ids
 
-    prompts = multihost.all_or_raise(lambda: list(map(encode, range(len(graded.completions)))))
-    return with_prompts(graded.rollout, multihost.gather_rows(prompts), longest, runtime.mesh)
+    rows = range(len(graded.completions))
+    prompts = multihost.all_or_raise(lambda: {row: ids for row in rows if (ids := encode(row)) is not None})
+    return with_prompts(graded.rollout, multihost.gather_rows(prompts, len(rows)), longest, runtime.mesh)
 
 
 def write_prompt(prompt: TeacherPrompt, problem: Problem, completion: Completion) -> str:

@@ -95,6 +95,9 @@ class Trackers:
             worker.put(method, arguments)
 
 
+ONLY_TENSORBOARD = Trackers(("tensorboard",))
+
+
 class _Worker:
     """The thread of one tracker, and its queue of calls."""
 

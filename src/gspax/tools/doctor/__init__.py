@@ -74,7 +74,7 @@ def execute(options: argparse.Namespace) -> int:
             if file is not None:
                 print(line, file=file, flush=True)  # a check may hang, until the watchdog ends the process
 
-        report = run(options.workdir, show, announce=status.update if status else None)
+        report = run(options.workdir, show, announce=status.update if status else announce_nothing)
     if is_primary and options.json is not None:
         with naming(options.json):
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -89,8 +89,12 @@ def color(line: str) -> Text:
     return Text.assemble((status, COLORS.get(status, "")), line[len(status) :])
 
 
+def announce_nothing(name: str) -> None:
+    """Announce no check, where there is no terminal."""
+
+
 def run(
-    directory: Path | None, show: Callable[[str], None], announce: Callable[[str], None] | None = None
+    directory: Path | None, show: Callable[[str], None], announce: Callable[[str], None] = announce_nothing
 ) -> JsonObject:
     """Run all checks, show their results, announce each before it runs, and return what `--json` writes."""
     from gspax.parallel import watchdog
@@ -105,8 +109,7 @@ def run(
     finished = []
     for name, check in make_checks(directory).items():
         watchdog.progress(name)
-        if announce is not None:
-            announce(name)
+        announce(name)
         for result in results.run(name, check):
             finished.append(result)
             show(str(result))
