@@ -58,6 +58,8 @@ class Faults:
     stops_early: bool = False  # after one token
     state: dict = field(default_factory=dict)  # of the worker's state, in place of the right values
     dies_after: int = 0  # completions, after which it drops every connection; 0: never
+    replaces_tokens: int = 0  # one of so many sampled tokens is another one than its log-prob is of; 0: none
+    nulls: bool = False  # in place of log-probs
     restart_after: int = 0  # completions, after which it forgets its weights and drops its connections, once
 
 
@@ -150,6 +152,11 @@ class Fake:
         if body.get("logprobs") is not None:
             entries = [top_logprobs(*pair, body["logprobs"]) for pair in zip(laws, tokens, strict=True)]
             chosen = [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+            if self.faults.nulls:
+                chosen = [None] * len(tokens)
+            if self.faults.replaces_tokens and body["seed"] % self.faults.replaces_tokens == 0:
+                tokens[0] = (tokens[0] + 1) % 8  # no stop token
+                tokens = choice["token_ids"] = tokens[: len(chosen)]
             choice["logprobs"] = {"token_logprobs": chosen, "top_logprobs": entries}
         if experts is not None:
             file = io.BytesIO()

@@ -52,6 +52,7 @@ class Rollout:
     expert_BLTA: Array | None = None
     reply_B: Array | None = None  # int32    with an environment, the tokens of its replies
     version_BT: Array | None = None  # int32    on request, version of the weights that sampled the token; 0 elsewhere
+    source_BT: Array | None = None  # uint16    of servers, the number of the one that sampled it, from 1; 0 elsewhere
     passes_B: Array | None = None  # int32    with drafts, the passes of the model that sampled the tokens
     # int32    where samples are several sequences, as an agent's are, the number of the token's own: 1, 2, ... in this
     # order; 0 on padding. The first token of a sequence is never masked in. None: each sample is one sequence.

@@ -30,6 +30,7 @@ from gspax.run.directory import RunDir
 from gspax.run.manifest import finished_steps
 from gspax.training import loop
 from gspax.training.in_flight import InFlight, receive, start_rollout
+from gspax.training.step import run_step
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -48,6 +49,47 @@ def served(*fakes, timeout=30.0, **changes):
     addresses = tuple(fake.address for fake in fakes)
     settings = Engine(server=fakes[0].program, folder="weights", addresses=addresses, timeout=timeout, probes=2)
     return replace(experiment, warm_start=None, engine=settings, **changes)
+
+
+def in_8_bits(params):
+    return jax.tree.map(lambda leaf: leaf.astype("float8_e4m3fn").astype(leaf.dtype), params)
+
+
+def stale(params):
+    """The parameters before an update, which moved each weight by some 2 %."""
+    return jax.tree.map(lambda leaf: leaf + 0.02 * jax.random.normal(jax.random.key(3), leaf.shape), params)
+
+
+AFTER_THE_PUSH = {
+    "wrong tokens": lambda fake: setattr(fake.faults, "replaces_tokens", 2),
+    "no log-probs": lambda fake: setattr(fake.faults, "nulls", True),
+    "stale weights": lambda fake: setattr(fake, "params", stale(fake.params)),
+    "exchanged experts": lambda fake: setattr(fake, "params", fake_vllm.exchange_experts(fake.params)),
+    "8-bit weights": lambda fake: setattr(fake, "params", in_8_bits(fake.params)),
+}
+
+
+def test_a_wrong_server_of_16_is_set_aside_and_nothing_that_it_sampled_is_trained_on(here, capsys):
+    """Its faults begin when all checks of the weights have passed. The step is that of 16 servers without a fault."""
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(fake_vllm.serve(experiment.model)) for _ in range(16)]
+        runtime = make_runtime(served(*fakes, sampling=replace(experiment.sampling, prompts=16)))
+        results = {}
+        for name, break_one in {"none": lambda fake: None, **AFTER_THE_PUSH}.items():
+            state, faults = fresh(runtime), fakes[7].faults
+            faults.replaces_tokens, faults.nulls = 0, False
+            runtime.sampler.aside.reasons.clear()
+            runtime.sampler.push(state.params, 0)
+            for fake in fakes:
+                fake.faults.delay = 0.1  # so that each has a group before the first is done
+            break_one(fakes[7])
+            capsys.readouterr()
+            result = run_step(runtime, state, None, InFlight())
+            results[name] = jax.device_get(result.state.params)
+            jax.tree.map(np.testing.assert_array_equal, results[name], results["none"])
+            lines = [line for line in capsys.readouterr().err.splitlines() if "is set aside" in line]
+            assert result.metrics["engine/set_aside"] == len(lines) == (name != "none"), (name, lines)
+            assert all(f"{fakes[7].address} is set aside" in line for line in lines), (name, lines)
 
 
 def sample(runtime, state, weights):

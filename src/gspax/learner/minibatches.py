@@ -260,15 +260,25 @@ def gather_measured(
     scores: Mapping[int, Scores], layouts: Sequence[Layout], shape: tuple[int, ...]
 ) -> np.ndarray | None:
     """Gather what the pass measured of tokens into the rows of the rollout, float32 [N, T]; None if it did not."""
-    measured = [of_old.measured_BT for of_old in scores.values()]
-    if not measured or measured[0] is None:
+    measured = [x.measured_BT for x in scores.values() if x.measured_BT is not None]
+    if not measured:
         return None
-    gathered_NT = np.zeros(shape, np.float32)
-    for value_BT, layout in zip(multihost.to_host(measured), layouts, strict=True):
+    return _to_rows(measured, layouts, np.zeros(shape, np.float32))
+
+
+def gather_old_logp(batches: Sequence[Batch], layouts: Sequence[Layout], shape: tuple[int, ...]) -> np.ndarray:
+    """Gather the old log-probs into the rows of the rollout, float32 [N, T]; NaN where there are none. Collective."""
+    known = [(x.old_logp_BT, own) for x, own in zip(batches, layouts, strict=True) if x.old_logp_BT is not None]
+    return _to_rows([x for x, _ in known], [own for _, own in known], np.full(shape, np.nan, np.float32))
+
+
+def _to_rows(values: Sequence[Array], layouts: Sequence[Layout], rows_NT: np.ndarray) -> np.ndarray:
+    """Write the values of minibatches [B, T] into the rows of the rollout that they are of."""
+    for value_BT, layout in zip(multihost.to_host(list(values)), layouts, strict=True):
         row_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
         there_BT = row_BT >= 0
-        gathered_NT[row_BT[there_BT], column_BT[there_BT]] = value_BT[there_BT]
-    return gathered_NT
+        rows_NT[row_BT[there_BT], column_BT[there_BT]] = value_BT[there_BT]
+    return rows_NT
 
 
 def set_advantages(

@@ -116,6 +116,18 @@ PANELS = (
         {f"from token {first}": f"mismatch/abs_diff_from_{first}" for first in (1, 17, 65, 257, 1025, 4097)},
         log=True,
     ),
+    Panel(
+        "Mismatch by turn",
+        "mean |Δ log-prob|, nats",
+        {f"turn {turn}": f"mismatch/abs_diff_turn_{turn}" for turn in range(1, 9)},
+        log=True,
+    ),
+    Panel(
+        "Mismatch by server",
+        "mean |Δ log-prob|, nats",
+        {f"server {number}": f"mismatch/abs_diff_server_{number}" for number in range(1, 17)},
+        log=True,
+    ),
     Panel("Time per step", "seconds", _phases("time"), log=True),
     Panel("CPU time per step", "CPU-seconds of host 0", _phases("cpu"), log=True),
     Panel("Throughput", "response tokens per second", {"tokens": "perf/tokens_per_second"}),

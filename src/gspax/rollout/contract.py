@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from gspax.rollout.agents.interaction import AgentInteraction
+from gspax.rollout.aside import Aside
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import Started
 from gspax.sampler.continuous_batching import Replies, SampleOptions
@@ -76,6 +77,10 @@ class RolloutSampler(Protocol):
     @property
     def mesh(self) -> jax.sharding.Mesh:
         """Return the mesh that rows are divided over: a process has the problems of its own rows."""
+
+    @property
+    def aside(self) -> Aside:
+        """Return the servers that are asked for nothing more."""
 
     def push(self, params: Params, version: int) -> Weights:
         """Give the sampler the learner's parameters; later samples are of these weights.

@@ -18,6 +18,7 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents
+from gspax.rollout.aside import Aside
 from gspax.rollout.contract import Held, Request, Weights
 from gspax.rollout.episodes import Ready, sample_conversations
 from gspax.rollout.grading import Started
@@ -47,6 +48,11 @@ class InProcess:
     def mesh(self) -> jax.sharding.Mesh:
         """Return the sampler's mesh."""
         return self.sampler.mesh
+
+    @property
+    def aside(self) -> Aside:
+        """Return none: there are no servers."""
+        return Aside()
 
     def push(self, params: Params, version: int) -> Weights:
         """Make inference weights on the sampler's mesh."""

@@ -89,6 +89,15 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     return batch
 
 
+def sample_again(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
+    """Sample the problems of the next rollout again, with the newest weights; partial rollouts take other groups."""
+    other, done = other_devices(runtime), count_rollouts(runtime, state)
+    if other is not None and other.partial is not None:
+        return next_partial(runtime, state, in_flight)
+    weights, first = runtime.sampler.push(state.params, done), int(multihost.to_host(state.position))
+    return receive(runtime, start_rollout(runtime, weights, state, first, in_flight))
+
+
 def other_devices(runtime: Runtime) -> Placement | Engine | None:
     """Return what samples during updates: other devices of the run, or servers; None: the learner's devices."""
     return runtime.experiment.apart

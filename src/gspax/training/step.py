@@ -52,7 +52,8 @@ from gspax.rollout.grading import (
 from gspax.rollout.lost_samples import lost_metrics
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
+from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, sample_again, start_rollout
+from gspax.training.judging import judge
 from gspax.training.open_terms import Opened, after_step, heads_of
 from gspax.types import Batch, Params, Rollout, Stream, TrainState
 
@@ -78,16 +79,20 @@ def run_step(
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
     rate = learning_rate(experiment.optimizer)
-    if in_flight.recorded is None:
-        graded = sample_and_grade(runtime, state, in_flight, clock)
-    else:
-        graded = in_flight.recorded(trained + 1)
+    read = in_flight.recorded
+    graded = sample_and_grade(runtime, state, in_flight, clock) if read is None else read(trained + 1)
+
+    progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
+    while True:
+        batches, scores, layouts = prepare_minibatches(runtime, state, first, opened, graded)
+        by_source, wrong = judge(runtime, graded.rollout, batches, layouts)
+        if not wrong or read is not None:
+            break
+        runtime.sampler.aside.add(wrong)
+        graded = grade_and_refill(runtime, state, in_flight, sample_again(runtime, state, in_flight), clock)
     if in_flight.record is not None:
         in_flight.record(trained + 1, graded)
         clock.lap("record")
-
-    progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-    batches, scores, layouts = prepare_minibatches(runtime, state, first, opened, graded)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
@@ -115,6 +120,7 @@ def run_step(
         **rollout_metrics(graded, experiment.sampling.group, experiment.model.vocab_size),
         **age_metrics(runtime, graded, trained),
         **shaping_metrics,
+        **by_source,
         **learner_metrics(updated, layouts, experiment.model),
         "optim/learning_rate": float(rate(max(applied_updates(state) - 1, 0))),
         **clock.metrics(int(count_sampled(graded.rollout).sum())),
@@ -128,7 +134,13 @@ def sample_and_grade(runtime: Runtime, state: TrainState, in_flight: InFlight, c
     progress.phase("sampling")  # a group of completions for each prompt, now or ahead of this step
     rollout = next_rollout(runtime, state, in_flight)
     clock.lap("rollout")
+    return grade_and_refill(runtime, state, in_flight, rollout, clock)
 
+
+def grade_and_refill(
+    runtime: Runtime, state: TrainState, in_flight: InFlight, rollout: SampledBatch, clock: Clock
+) -> GradedBatch:
+    """Compute the rewards of a rollout, and replace its groups of equal rewards if the experiment says so."""
     progress.phase("grading")  # rewards on the host, many of which started while other samples were unfinished
     graded = grade(runtime, rollout)
     clock.lap("reward")
@@ -211,6 +223,8 @@ def prepare_minibatches(
         first = combine(first, partition(state.params)[1])
     if Passes(experiment).old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
+    elif graded.rollout.source_BT is not None and len(np.unique(graded.rollout.source_BT)) > 1:
+        which = range(len(batches))  # before the first update, too: what a wrong source sampled is not trained on
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
     batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, first, batches, which)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
-from gspax.rollout.servers.server import Answer, Ask, Server
+from gspax.rollout.aside import Aside
+from gspax.rollout.servers.server import Answer, Ask, Server, WrongLogpError
 from gspax.rollout.servers.weights import Written
 
 LOOK = 10.0  # seconds that a server may take to say which weights it has
@@ -23,11 +24,16 @@ ATTEMPTS = 10  # times that a request is sent; more servers than that do not die
 
 
 class Given(NamedTuple):
-    """An answer, with the server's address and its load of the weights at the time of the request."""
+    """An answer, with the server's address, number, and its load of the weights at the time of the request."""
 
     answer: Answer
     address: str
     instance: str
+    number: int  # of the server, from 1
+
+    def is_of(self, instances: Mapping[str, str]) -> bool:
+        """Return whether the server has this load of its weights still, by the instances of all servers."""
+        return instances.get(self.address) == self.instance
 
 
 class Servers:
@@ -46,6 +52,7 @@ class Servers:
         self._group = dict[int, str]()  # the address of each group
         self._instance = dict[str, str]()  # of the weights, by address
         self._gone = dict[str, str]()  # why, of those that do not answer, by address
+        self.aside = Aside([*self._by_address])
         self._problem = ""  # of a server that is back, but is not to be used
         self.answered = 0  # requests
         self.pushes = 0  # that have begun: servers that are gone then need the weights of the newest
@@ -54,7 +61,11 @@ class Servers:
     def present(self) -> list[Server]:
         """Return the servers that are not gone."""
         with self._changed:
-            return [server for address, server in self._by_address.items() if address not in self._gone]
+            return [self._by_address[address] for address in self._there()]
+
+    def _there(self) -> list[str]:
+        numbered = enumerate(self._by_address, start=1)
+        return [one for number, one in numbered if one not in self._gone and number not in self.aside.reasons]
 
     def confirm(self, address: str, instance: str) -> None:
         """Note which load of the weights a server has."""
@@ -81,11 +92,15 @@ class Servers:
                 answer = server.sample(ask)
                 with self._changed:
                     self.answered += 1
-                return Given(answer, server.address, instance)
+                return Given(answer, server.address, instance, self.aside.addresses.index(server.address) + 1)
             except UnreachableError as problem:
                 reason = str(problem)
                 if not stop.is_set():
                     self.lose(server, reason)
+            except WrongLogpError as problem:
+                if len(self._by_address) == 1:
+                    raise FailureError(f"engine: {problem}") from None
+                self.aside.add({self.aside.addresses.index(server.address) + 1: str(problem)})
             except RefusedError as problem:
                 raise FailureError(f"engine: {problem}") from None
             finally:
@@ -106,8 +121,9 @@ class Servers:
                     raise FailureError("engine: the request was ended")
                 if self._problem:
                     raise FailureError(self._problem)
-                there = [address for address in self._by_address if address not in self._gone]
-                if there:
+                if len(self.aside.reasons) == len(self._by_address):
+                    raise FailureError(f"engine: all servers were set aside: {'; '.join(self.aside.reasons.values())}")
+                if there := self._there():
                     return there
                 if time.monotonic() > end:
                     raise FailureError(_describe_gone(self._timeout, self._gone))

@@ -35,6 +35,7 @@ class Row:
     logps: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # not a reply's
     versions: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # the numbers of the servers that sampled, from 1
     kept: list[list[int]] = field(default_factory=list)  # with sampling masks, the set that each was chosen from
     cut: list[bool] = field(default_factory=list)
     expert_TLA: np.ndarray | None = None  # of prompt and tokens, but the last
@@ -96,13 +97,14 @@ def _turn_length(row: Row) -> int:
     return sum(1 for _ in takewhile(bool, reversed(row.sampled)))
 
 
-def add(row: Row, answer: Answer, version: int, options: SampleOptions) -> None:
-    """Append an answer to its row."""
+def add(row: Row, answer: Answer, version: int, options: SampleOptions, source: int = 1) -> None:
+    """Append the answer of a server, by its number, to its row."""
     count = len(answer.tokens)
     row.tokens += answer.tokens
     row.logps += answer.logps
     row.sampled += [True] * count
     row.versions += [version] * count
+    row.sources += [source] * count
     row.kept += answer.kept
     row.cut += answer.cut
     if answer.expert_TLA is not None:  # experts of earlier tokens stay: the weights that sampled these chose them
@@ -149,6 +151,7 @@ def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
         row.logps += [0.0] * count
         row.sampled += [False] * count
         row.versions += [0] * count
+        row.sources += [0] * count
         row.kept += [[]] * count
         row.cut += [False] * count
 
@@ -161,6 +164,7 @@ def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout
         "tokens_BT": np.zeros((B, T), np.int32),
         "mask_BT": np.zeros((B, T), bool),
         "logp_BT": np.zeros((B, T), np.float32),
+        "source_BT": np.zeros((B, T), np.uint16),
         "prompt_length_B": np.zeros(B, np.int32),
         "length_B": np.zeros(B, np.int32),
         "finished_B": np.zeros(B, bool),
@@ -180,6 +184,7 @@ def assemble(rows: Mapping[int, Row], B: int, options: SampleOptions) -> Rollout
             "mask_BT": [False] * start + row.sampled,
             "logp_BT": [0.0] * start + row.logps,
             "version_BT": [0] * start + row.versions,
+            "source_BT": [0] * start + row.sources,
             "cut_BT": [False] * start + row.cut,
         }
         for name, values in of_row.items():

@@ -87,6 +87,7 @@ class ServerSampler:
         servers: Sequence[Server],
     ) -> None:
         self.mesh, self.servers = mesh, Servers(servers, settings.timeout, self.install)
+        self.aside = self.servers.aside
         self._requests = ThreadPoolExecutor(settings.requests * len(servers), thread_name_prefix="gspax_engine")
         self._primary = ThreadPoolExecutor(1, thread_name_prefix="gspax_servers")  # work of process 0
         self._line = ThreadPoolExecutor(1, thread_name_prefix="gspax_rollout")  # one rollout after the other
@@ -160,10 +161,10 @@ class ServerSampler:
             if rows.is_active(row, options.sampling)
         }
         answers = self._on_primary(lambda stop: self._ask_all(asks, pushed, request, stop))
-        for number, values in answers.items():
-            rows.add(sampled[number], Answer(*values), weights.version, options)
+        for number, (source, *values) in answers.items():
+            rows.add(sampled[number], Answer(*values), weights.version, options, source)
         if jax.process_count() > 1:  # process 0 has told it already
-            ended = {number: Answer(*values) for number, values in answers.items() if jax.process_index() != 0}
+            ended = {number: Answer(*values) for number, (_, *values) in answers.items() if jax.process_index() != 0}
             multihost.all_or_raise(lambda: end_rows(request, ended))
 
     def _ask_all(
@@ -176,7 +177,7 @@ class ServerSampler:
             missing = {number: ask for number, ask in asks.items() if number not in given}
             answered = self._send(missing, request, stop)
             instances = find_restarted(self.servers, pushed.written)
-            new = {n: tuple(one.answer) for n, one in answered.items() if instances.get(one.address) == one.instance}
+            new = {n: (one.number, *one.answer) for n, one in answered.items() if one.is_of(instances)}
             given |= new
             without = 0 if new else without + 1
             if without == ATTEMPTS:

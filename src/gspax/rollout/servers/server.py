@@ -28,6 +28,10 @@ LARGEST_LOGP = 1e-3  # 0, and what rounding adds
 T = TypeVar("T")
 
 
+class WrongLogpError(RefusedError):
+    """An answer has a log-prob that is null, not finite, or above 0."""
+
+
 class Ask(NamedTuple):
     """A completion to sample, or to continue."""
 
@@ -155,6 +159,8 @@ def reading(where: str, wanted: str) -> Iterator[None]:
     """Turn every exception of code that reads an answer into a RefusedError: an answer may hold anything."""
     try:
         yield
+    except WrongLogpError as problem:
+        raise WrongLogpError(f"{where}: {problem}") from None
     except (RefusedError, UnreachableError):
         raise
     except Exception as problem:
@@ -179,10 +185,11 @@ def read_ids(values: Sequence[object], vocab_size: int) -> list[int]:
 
 
 def read_logps(values: Sequence[object]) -> list[float]:
-    """Check log-probs and return them. ValueError if one is no number, not finite, or above 0 by more than rounding."""
+    """Check log-probs and return them. WrongLogpError if one is null, not finite, or above 0 by more than rounding."""
     for value in values:
         if type(value) not in (int, float) or not -1e30 < value <= LARGEST_LOGP:  # type: ignore[operator]
-            raise ValueError(f"{value!r:.100} as a log-prob, not a finite number of at most 0")
+            got = f"{value!r:.100} as a log-prob, not a finite number of at most 0"
+            raise WrongLogpError(f"wanted log-probs, got {got}")
     return [float(value) for value in values]  # type: ignore[arg-type]  # their types were compared
 
 

@@ -1,0 +1,91 @@
+"""Which server sampled a token, and which servers' log-probs differ from the learner's by far more than the others'.
+
+A server may compute wrong log-probs, or send other tokens than it sampled, while its weights have the right checksum.
+The learner recomputes the log-probs of all tokens, so the mean of |log π_old - log μ| over the tokens of each server
+shows it where all tokens of a server differ, and the number of tokens that differ by more than `EXTREME` where few
+do. A server is compared with the median of the others. The figures are of
+`experiments/studies/sources/false_alarms.py`.
+
+Axes: N responses, T tokens, S servers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gspax.types import Rollout
+
+FACTOR = 8.0  # times the median of the others, with many tokens
+FEW = 800.0  # tokens: the factor grows by 1 + FEW / tokens, because the mean of few heavy-tailed numbers varies more
+EXTREME = 2.0  # nats; rare in healthy tokens, usual in wrong ones
+EXTREMES, EXTREME_FACTOR = 8, 4.0  # extreme tokens that are no sign, and times the others' median share
+FLOOR = 1e-3  # nats; a smaller mean difference is not held against a server
+FEWEST = 3  # servers; of two that differ nothing says which is wrong
+TURNS = 8  # turns that have a metric of their own
+
+
+class Differences(NamedTuple):
+    """The differences of each server's tokens."""
+
+    count_S: np.ndarray  # int64    tokens
+    mean_S: np.ndarray  # float64  nats; NaN without tokens
+    extreme_S: np.ndarray  # int64    tokens beyond `EXTREME`
+
+
+def differences_by_source(old_logp_NT: np.ndarray, rollout: Rollout) -> Differences:
+    """Compute the differences of each server's tokens.
+
+    Args:
+      old_logp_NT: the learner's log-probs, NaN where it has computed none.
+      rollout: on the host, with `source_BT`.
+    """
+    diff_NT, source_NT = np.abs(old_logp_NT - np.asarray(rollout.logp_BT)), np.asarray(rollout.source_BT)
+    known_NT = np.asarray(rollout.mask_BT) & np.isfinite(diff_NT) & (source_NT > 0)
+    number_K, diff_K = source_NT[known_NT].astype(np.int64) - 1, diff_NT[known_NT]
+    S = int(source_NT.max())
+    count_S = np.bincount(number_K, minlength=S)
+    sum_S = np.bincount(number_K, diff_K, minlength=S)
+    mean_S = np.divide(sum_S, count_S, out=np.full(S, np.nan), where=count_S > 0)
+    return Differences(count_S, mean_S, np.bincount(number_K[diff_K > EXTREME], minlength=S))
+
+
+def find_outliers(differences: Differences) -> dict[int, str]:
+    """Find the servers whose differences are far beyond the others'; return by their index a phrase that says how.
+
+    >>> [*find_outliers(Differences(np.array([4096] * 4), np.array([0.011, 0.2, 0.012, 0.01]), np.zeros(4, int)))]
+    [1]
+    """
+    count_S, mean_S, extreme_S = differences
+    found, (asked,) = dict[int, str](), np.nonzero(count_S)
+    for source in asked.tolist() if len(asked) >= FEWEST else []:
+        others, tokens = asked[asked != source], int(count_S[source])
+        usual, share = float(np.median(mean_S[others])), float(np.median(extreme_S[others] / count_S[others]))
+        if mean_S[source] > max(FLOOR, FACTOR * usual * (1 + FEW / tokens)):
+            found[source] = (
+                f"its log-probs differ from the learner's by {mean_S[source]:.2g} nats on average over {tokens:,} "
+                f"tokens, the others' by {usual:.2g}"
+            )
+        elif extreme_S[source] > EXTREMES + EXTREME_FACTOR * share * tokens:
+            found[source] = (
+                f"the log-probs of {extreme_S[source]:,} of its {tokens:,} tokens differ from the learner's by more "
+                f"than {EXTREME:g} nats, of the others' a share of {share:.2g}"
+            )
+    return found
+
+
+def source_metrics(mean_S: np.ndarray) -> dict[str, float]:
+    """Return `mismatch/abs_diff_server_N` of the servers that sampled; N counts from 1, in the order of addresses."""
+    means = dict(enumerate(mean_S.tolist(), start=1))
+    return {f"mismatch/abs_diff_server_{number}": mean for number, mean in means.items() if np.isfinite(mean)}
+
+
+def turn_metrics(old_logp_NT: np.ndarray, rollout: Rollout) -> dict[str, float]:
+    """Return `mismatch/abs_diff_turn_N`: the mean difference of the tokens of each response's N-th turn, to `TURNS`."""
+    mask_NT = np.asarray(rollout.mask_BT)
+    begins_NT = mask_NT & ~np.pad(mask_NT, ((0, 0), (1, 0)))[:, :-1]
+    turn_NT, diff_NT = np.cumsum(begins_NT, axis=1), np.abs(old_logp_NT - np.asarray(rollout.logp_BT))
+    known_NT = mask_NT & np.isfinite(diff_NT)
+    turns = {turn: diff_NT[known_NT & (turn_NT == turn)] for turn in range(1, TURNS + 1)}
+    return {f"mismatch/abs_diff_turn_{turn}": float(diff.mean()) for turn, diff in turns.items() if len(diff)}
