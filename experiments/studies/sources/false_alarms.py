@@ -1,6 +1,6 @@
 """How often a healthy server is set aside, and how often a faulty one is found (`gspax.learner.sources`).
 
-Run it with `python experiments/studies/sources/false_alarms.py`; it takes some minutes on one core.
+Run it with `python experiments/studies/sources/false_alarms.py`; it takes two minutes on a core.
 
 The difference of a healthy token is heavy-tailed, as rounding in bfloat16 with experts is: log-normal with a standard
 deviation of 1.5 in its logarithm, and in 1 of 200 tokens a router that chose otherwise, 30 times as much. The scale
