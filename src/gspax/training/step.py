@@ -223,7 +223,7 @@ def prepare_minibatches(
         first = combine(first, partition(state.params)[1])
     if Passes(experiment).old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
-    elif graded.rollout.source_BT is not None and len(np.unique(graded.rollout.source_BT)) > 1:
+    elif len(runtime.sampler.aside.addresses) > 1:
         which = range(len(batches))  # before the first update, too: what a wrong source sampled is not trained on
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
