@@ -45,7 +45,7 @@ from gspax.run import interrupt, manifest, progress, record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
-from gspax.training import loop, open_training, run_guard, warm_start
+from gspax.training import loop, open_training, run_guard, run_log, warm_start
 from gspax.training import replay as replaying
 from gspax.training.in_flight import InFlight
 from gspax.training.run_log import RunLog
@@ -311,8 +311,12 @@ def test_problems_are_skipped_with_slots_and_in_refills(tmp_path):
 
 
 def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, runtime, monkeypatch, tmp_path):
-    """SIGTERM before the first of the third step's two updates."""
-    updates = []
+    """SIGTERM before the first of the third step's two updates. The evaluation after this step begins on resume."""
+    updates, evaluated = [], []
+
+    def evaluate(*arguments):
+        evaluated.append(len(updates))
+        return checkpoint.evaluate(*arguments)
 
     def update(*arguments):
         updates.append(arguments)
@@ -323,8 +327,10 @@ def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, ru
     run = RunDir(tmp_path / "run")
     signalled = replace(runtime, steps=runtime.steps._replace(update=update))
     monkeypatch.setattr(loop, "make_runtime", lambda _: signalled)
+    monkeypatch.setattr(run_log, "evaluate", evaluate)
     with pytest.raises(interrupt.Interrupted, match="SIGTERM: completed steps are saved"):
         loop.train(experiment, run.path)
+    assert evaluated == [0], "before the first step alone"
     assert len(updates) == 6 and manifest.finished_steps(run.checkpoints)[-1] == 3
     monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)

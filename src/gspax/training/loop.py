@@ -118,6 +118,7 @@ def train_from_newest(training: Training) -> None:
                 raise problem
             if is_due(schedule.eval_every):
                 log.recorder.write_samples(done, result.samples.to_json())
+                interrupt.stop_point()  # else a signal during the updates would wait for completions of the evaluation
                 if training.recorded is None:
                     log.write_evaluation(done, state)
             is_last = done == schedule.steps
