@@ -106,6 +106,11 @@ SMALL = {  # keys of config.json, by model_type
     "gemma3_text": SIZES
     | {"num_hidden_layers": 7, "head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma4_text": SIZES
+    | {"num_hidden_layers": 7, "head_dim": 8, "global_head_dim": 12, "num_global_key_value_heads": 1}
+    | {"attention_k_eq_v": True, "sliding_window": 5, "final_logit_softcapping": 3.0, "enable_moe_block": True}
+    | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12}
+    | {"hidden_size_per_layer_input": 0},
     "gpt_oss": SIZES | {"head_dim": 8, "sliding_window": 5, "num_local_experts": 6, "num_experts_per_tok": 2},
     "olmoe": SIZES | {"num_experts": 6, "num_experts_per_tok": 2},
     "qwen3_next": SIZES | EXPERTS | DELTA | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
@@ -351,6 +356,23 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"sliding_window_pattern": 6, "cache_implementation": "hybrid", "attn_logit_softcapping": None},
         },
     ),
+    "gemma4_text": (
+        "google/gemma-4-26B-A4B-it",
+        {
+            **{"vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512},
+            **{"num_global_key_value_heads": 2, "attention_k_eq_v": True, "final_logit_softcapping": 30.0},
+            **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+            **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+            **{"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 262144, "sliding_window": 1024},
+            **{"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 262144},
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+    ),
     "gpt_oss": (
         "openai/gpt-oss-20b",
         {
@@ -426,7 +448,8 @@ def make_model(model_type, dtype="float32", **changes):
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not name.endswith(CONSTANT):
-                tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in name) * tensor)  # ones, or zeros for 1 + w
+                mean = any(part in name for part in ("norm", "scal")) * tensor  # ones, or zeros for 1 + w
+                tensor.copy_(0.3 * torch.randn_like(tensor) + mean)
     return model
 
 
@@ -442,7 +465,7 @@ def random_tokens(config, *shape):
 
 def our_logits(params, config, tokens_BT):
     hidden_BTD, _ = apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
-    return np.asarray(transformer.logits(params, hidden_BTD))
+    return np.asarray(transformer.logits(params, hidden_BTD, config.logit_cap))
 
 
 def their_logits(model, tokens_BT):
@@ -483,7 +506,7 @@ def differences(params, config, model, folder):
 
     def loss(params):
         hidden_BTD, _ = transformer.apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
-        logits_BTV = transformer.logits(params, hidden_BTD)
+        logits_BTV = transformer.logits(params, hidden_BTD, config.logit_cap)
         log_prob_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
         return jnp.take_along_axis(log_prob_BTV, tokens_BT[:, 1:, None], axis=-1).mean(), logits_BTV
 
@@ -561,7 +584,7 @@ def packed_difference(params, config):
         alone = tokens_BT[0, part]
         tokens_BT[row, : len(alone)], segment_BT[row, len(alone) :] = alone, 0
     hidden_BTD, _ = apply(params, config, tokens_BT, segment_BT, mesh=tiny.one_device())
-    packed, first, second = np.asarray(transformer.logits(params, hidden_BTD))
+    packed, first, second = np.asarray(transformer.logits(params, hidden_BTD, config.logit_cap))
     return relative(packed, np.concatenate([first[:6], second[:8]]))
 
 
@@ -580,10 +603,10 @@ def recurrence_difference(params, config):
         cache, first_B = carry
         slots = decoding.Slots(length_B, None, first_B, np.ones(2, np.int32))
         hidden_BD, cache, _ = decoding.decode(weights, config, token_B, cache, slots, mesh=mesh)
-        return (cache, first_B + 1), decoding.logits(weights, hidden_BD)
+        return (cache, first_B + 1), decoding.logits(weights, hidden_BD, config.logit_cap)
 
     run = jax.jit(lambda cache: jax.lax.scan(step, (cache, jnp.zeros(2, jnp.int32)), tokens_BT[:, prompt:].T)[1])
-    decoded = jnp.concatenate([decoding.logits(weights, hidden_BD)[None], run(cache)]).swapaxes(0, 1)
+    decoded = jnp.concatenate([decoding.logits(weights, hidden_BD, config.logit_cap)[None], run(cache)]).swapaxes(0, 1)
     return relative(decoded, our_logits(params, config, tokens_BT)[:, prompt - 1 :])
 
 

@@ -7,7 +7,17 @@ import jax
 import jax.extend
 import pytest
 
-from gspax.config import GatedDelta, Latent, LinearRope, ModelConfig, Router, Yarn
+from gspax.config import (
+    GatedDelta,
+    GlobalHeads,
+    Latent,
+    LinearRope,
+    ModelConfig,
+    Multipliers,
+    ProportionalRope,
+    Router,
+    Yarn,
+)
 from gspax.learner.forward import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
@@ -113,6 +123,25 @@ OTHERS = {  # parts that only some families have, and that no other checkpoint c
         query_pre_attn_scalar=5,
         sliding_rope_theta=100.0,
         rope_scaling=LinearRope(factor=2.0),
+    ),
+    "global heads and normed experts": replace(  # as in Gemma 4
+        MOE,
+        norm_place="around",
+        activation="gelu_tanh",
+        scale_embedding=True,
+        multipliers=Multipliers(attention=1.0),
+        global_heads=GlobalHeads(head_dim=12, key_heads=1, keys_as_values=True),
+        value_norm=True,
+        layer_scale=True,
+        logit_cap=3.0,
+        sliding_window=3,
+        sliding_layers=(0, 1),
+        sliding_rope_theta=100.0,
+        rope_scaling=ProportionalRope(partial_rotary_factor=0.5),
+        normed_experts=True,
+        shared_expert_intermediate_size=24,
+        shared_expert_gate=False,
+        intermediate_size=0,
     ),
 }
 

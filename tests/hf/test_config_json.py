@@ -88,14 +88,24 @@ UNBUILT = {  # families whose default sizes in transformers are no model
     "glm4_moe": {"head_dim": 128},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
+
+
+def written_by_default(name):
+    """The `config.json` that transformers writes for a model_type, if that is a model that gspax reads."""
+    transformers = pytest.importorskip("transformers", minversion=NEWEST)
+    raw = transformers.AutoConfig.for_model(name).to_dict()
+    if name not in families.WRAPPERS:
+        return raw | UNBUILT.get(name, {})
+    text, _ = families.WRAPPERS[name]
+    return raw | {"text_config": raw["text_config"] | UNBUILT.get(text, {})}
 
 
 @pytest.mark.parametrize("name", [*families.FAMILIES, *families.WRAPPERS])
 def test_what_cannot_change_the_model_passes_and_what_can_does_not(name, tmp_path):
     """On each family's configuration as transformers writes it; the same model with and without the notes."""
-    transformers = pytest.importorskip("transformers", minversion=NEWEST)
-    raw = transformers.AutoConfig.for_model(name).to_dict() | UNBUILT.get(name, {})
+    raw = written_by_default(name)
     model = read_config(write(tmp_path, raw))
     assert read_config(write(tmp_path, raw | {key: raw.get(key, value) for key, value in NOTES.items()})) == model
     for key, value in {"pruned_heads": {"0": [1]}, "is_encoder_decoder": True, "logit_scale": 2.0}.items():
@@ -103,10 +113,45 @@ def test_what_cannot_change_the_model_passes_and_what_can_does_not(name, tmp_pat
             read_config(write(tmp_path, raw | {key: value}))
 
 
+GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size_per_layer_input": 0, "head_dim": 64}
+GEMMA4 |= {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 4, "num_attention_heads": 4}
+LISTED = {"5": {"head_dim": 128, "num_key_value_heads": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads"),
+    [
+        ({"num_key_value_heads": 2}, (512, 2, False)),
+        ({"num_key_value_heads": 2, "num_global_key_value_heads": 1}, (512, 2, False)),  # only where keys are values
+        ({"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True}, (512, 1, True)),
+        ({"num_key_value_heads": 2, "per_layer_config": LISTED, "attention_k_eq_v": True}, (128, 1, True)),
+    ],
+)
+def test_the_heads_of_layers_without_a_window_have_one_of_two_keys(changes, heads, tmp_path):
+    config = read_config(write(tmp_path, GEMMA4 | changes))
+    own = config.global_heads
+    assert (own.head_dim, own.key_heads, own.keys_as_values) == heads
+    assert read_config(write(tmp_path, to_json(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"per_layer_config": {"4": {"head_dim": 128}}}, "per_layer_config: wanted one head_dim"),
+        ({"per_layer_config": {"5": {"head_dim": 128, "hidden_size": 4}}}, "per_layer_config: wanted"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input: wanted 0, got"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: wanted null or 0, got 2"),
+        ({"enable_moe_block": True}, "num_experts: wanted at least 1"),
+    ],
+)
+def test_parts_of_gemma_4_that_are_missing_or_contradict_are_refused(changes, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        read_config(write(tmp_path, GEMMA4 | {"num_key_value_heads": 2} | changes))
+
+
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_a_window_of_no_position_is_refused_wherever_there_are_windows(name, tmp_path):
-    transformers = pytest.importorskip("transformers", minversion=NEWEST)
-    raw = transformers.AutoConfig.for_model(name).to_dict() | UNBUILT.get(name, {}) | {"sliding_window": 0}
+    raw = written_by_default(name) | {"sliding_window": 0}
     switched = families.FAMILIES[name].window == "switch"
     if families.FAMILIES[name].window == "none":
         assert read_config(write(tmp_path, raw)).sliding_layers == ()
@@ -164,6 +209,8 @@ def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     if "mixer.heads" in family.copied:  # whose default number fits the default width alone
         sizes |= {"mamba_n_heads": 4, "mamba_d_head": sizes["hidden_size"] // 2}
         needed |= {"mamba_n_heads"}
+    if "hidden_size_per_layer_input" in family.permitted:  # whose default gspax refuses
+        sizes, needed = sizes | {"hidden_size_per_layer_input": 0}, needed | {"hidden_size_per_layer_input"}
     least = {key: sizes[key] for key in sizes if key in needed} | {"model_type": name}
     transformers.AutoConfig.for_model(**least).save_pretrained(tmp_path / "full")
     assert read_config(write(tmp_path, least)) == read_config(tmp_path / "full")

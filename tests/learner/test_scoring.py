@@ -81,6 +81,30 @@ def scored(mesh, head, hidden, tokens, chunk, tied=False, masked=False, sets=Fal
     return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(head, hidden)
 
 
+@pytest.mark.parametrize("chunk", [3, B * T])
+def test_capped_logits_are_those_of_the_model_and_of_the_others(chunk):
+    """The policy's cap has a gradient; each other model has its own cap."""
+    head, hidden, tokens = inputs()
+    params, others = {"head": 4 * head}, OtherRows(({"head": 5 * head},), hidden[..., ::-1])
+    scoring = Scoring(0.7, lambda own, other, token, kept: other[:, :3], chunk, True, 2.0, (3.0,))
+
+    def ours(params):
+        logp, _, compared = head_logp(params, hidden, Target(tokens, None), scoring, tiny.one_device(), others)
+        return logp.sum(), (logp, compared)
+
+    def wanted(params):
+        logits = 2 * jnp.tanh(hidden @ params["head"] / 2) / 0.7
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], 2)[..., 0]
+        return logp.sum(), logp
+
+    (_, (logp, compared)), gradient = jax.value_and_grad(ours, has_aux=True)(params)
+    (_, want), want_gradient = jax.value_and_grad(wanted, has_aux=True)(params)
+    np.testing.assert_allclose(logp[:, 1:], want, atol=1e-5)
+    np.testing.assert_allclose(gradient["head"], want_gradient["head"], atol=1e-4)
+    other = 3 * jnp.tanh(5 * hidden[..., ::-1] @ head / 3) / 0.7
+    np.testing.assert_allclose(compared[:, 1:], other[:, :-1, :3], atol=1e-5)
+
+
 MASK = np.random.default_rng(2).random((B, T)) < 0.3
 MASK[:, 0] = False
 WEIGHT = np.random.default_rng(1).standard_normal((B, T)).astype(np.float32)

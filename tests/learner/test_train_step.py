@@ -384,6 +384,14 @@ def assert_moved(model, before, after, count_LE, speed):
         close(np.asarray(new_E)[place.position] - np.asarray(old_E)[place.position], wanted_E, atol=1e-6)
 
 
+def test_the_numbers_that_scale_layers_are_not_trained():
+    """A weight decay would change them."""
+    params = {"layer_scale": jnp.full((2, 1), 0.8), "up": jnp.full((2, 3), 0.8)}
+    optimizer = make_optimizer(config.Optimizer(learning_rate=0.1, transform=partial(adamw, weight_decay=0.5)))
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    assert jnp.all(updates["layer_scale"] == 0) and jnp.all(updates["up"] < 0)
+
+
 def test_all_but_correction_biases_of_a_run_of_layers_moves_as_without_a_speed():
     """In bfloat16, beside biases in float32, which stay as they are without a speed."""
     model = replace(SIGMOIDS, param_dtype="bfloat16")

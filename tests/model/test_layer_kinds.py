@@ -35,6 +35,11 @@ KINDS = {
     "attention": PLAIN,
     "sliding windows": replace(PLAIN, qk_norm=False, sliding_window=3, sliding_layers=(0,)),
     "attention sinks": SINKS,
+    "global heads": replace(
+        tiny.OTHERS["global heads and normed experts"],
+        **{"num_hidden_layers": 1, "num_experts": 0, "shared_expert_intermediate_size": 0, "intermediate_size": 24},
+        sliding_layers=(),
+    ),
     "latent attention": replace(tiny.CONFIGS["latent attention"], num_hidden_layers=1),
     "gated delta nets": replace(DELTA, mlp_only_layers=()),
     "state space layers": replace(PLAIN, qk_norm=False, mixer=SPACE, mixer_layers=(0,), multipliers=MULTIPLIERS),

@@ -29,6 +29,7 @@ from gspax.sampler.inference_weights import abstract_inference_weights, copier, 
 from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
+GLOBAL = tiny.OTHERS["global heads and normed experts"]
 MODELS = {
     "both": replace(MOE, mlp_only_layers=(0,)),  # a dense layer and one with experts
     "dense": replace(MOE, num_experts=0, tie_word_embeddings=True),
@@ -36,6 +37,9 @@ MODELS = {
         MOE, qk_norm=False, attention_sinks=True, expert_bias=True, sliding_window=3, sliding_layers=(0,)
     ),
     "experts": replace(MOE, norm_topk_prob=False, remat="full"),
+    "global heads and normed experts": replace(
+        GLOBAL, num_experts=4, vocab_size=24, global_heads=replace(GLOBAL.global_heads, key_heads=2)
+    ),
 }
 OPTIMIZER = make_optimizer(  # a large eps hides differences of rounding
     config.Optimizer(learning_rate=1e-2, transform=partial(adamw, eps=1e-2))
@@ -100,7 +104,7 @@ MESHES = {
     "context": Mesh(context=2),
     "experts, context and tensor": Mesh(expert=2, context=2, tensor=2),
 }
-DEFAULT = [("both", "expert and tensor")]
+DEFAULT = [("both", "expert and tensor"), ("global heads and normed experts", "experts, context and tensor")]
 ALL = [(model, mesh) for model in MODELS for mesh in MESHES if MODELS[model].num_experts or MESHES[mesh].expert < 2]
 
 
@@ -189,6 +193,7 @@ def check_bytes(params, sizes):
     """Each device holds its shard: matrices are sharded over three axes, biases over one, norms are replicated."""
     across, along = sizes["fsdp"] * sizes["expert"], sizes["tensor"]
     special = {"router": across, "router_bias": 1, "out_bias": across, "down_bias": across, "sinks": along}
+    special |= {"layer_scale": 1, "expert_scale": 1}
     special |= dict.fromkeys(("query_bias", "key_bias", "value_bias"), along)
     special |= {"gate_bias": sizes["expert"] * along, "up_bias": sizes["expert"] * along}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

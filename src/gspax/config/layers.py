@@ -137,6 +137,8 @@ class SelfAttention(Mixer):
     sinks: bool = False  # each head has a score without a value in its softmax
     query_scale: float = 1.0  # of queries, before scores are divided by the square root of head_dim
     gate: bool = False  # the context is scaled by a sigmoid of a projection
+    value_norm: bool = False  # values are normalized by head, without a weight
+    keys_as_values: bool = False  # values are the keys, before these are normalized and rotated
 
     @property
     def obstacles(self) -> Mapping[Feature, str]:
@@ -148,9 +150,10 @@ class SelfAttention(Mixer):
 
     def parameters(self, D: int) -> int:
         """Count the parameters."""
-        heads, keys = self.heads * self.head_dim, 2 * self.key_heads * self.head_dim
+        heads, key = self.heads * self.head_dim, self.key_heads * self.head_dim
+        keys = key if self.keys_as_values else 2 * key
         biases = {"none": 0, "qkv": heads + keys, "all": heads + keys + D}
-        norms = {"none": 0, "head": 2 * self.head_dim, "projection": heads + keys // 2}
+        norms = {"none": 0, "head": 2 * self.head_dim, "projection": heads + key}
         projections = D * ((3 if self.gate else 2) * heads + keys)
         return projections + biases[self.bias] + norms[self.qk_norm] + self.heads * self.sinks
 
@@ -175,7 +178,8 @@ class SelfAttention(Mixer):
     def adapted(self, D: int) -> dict[str, int]:
         """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
         queries, keys = D + self.heads * self.head_dim, D + self.key_heads * self.head_dim
-        return {"query": queries, "key": keys, "value": keys, "out": queries}
+        values = {} if self.keys_as_values else {"value": keys}
+        return {"query": queries, "key": keys} | values | {"out": queries}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,12 +392,15 @@ class Experts:
     normalize: bool = True  # the gates of a token sum to one
     shared: int = 0  # width of the shared expert; 0: none
     shared_gate: bool = False  # its output is scaled by a sigmoid of the token
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gates of experts
+    normed: bool = False  # router, experts, and shared expert have norms of their own, and gates a factor
 
     def parameters(self, D: int, experts: int) -> int:
         """Count the parameters of the router, the shared expert, and as many experts."""
         router = self.count * (D + self.router.correction_bias + self.bias)
         biases = experts * (2 * self.width + D) * self.bias
-        return router + biases + 3 * experts * D * self.width + 3 * D * self.shared + D * self.shared_gate
+        norms = (5 * D + self.count) if self.normed else 0
+        return router + biases + norms + 3 * experts * D * self.width + 3 * D * self.shared + D * self.shared_gate
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
         """Count a token's bytes that the backward pass reads: `number` for each, float32 for the router's logits."""
@@ -421,6 +428,7 @@ class Layer:
     mixer: Mixer
     mlp: DenseMlp | Experts
     norms: Literal["before", "after", "around"] = "before"  # the inputs of mixer and MLP, their outputs, or both
+    scaled: bool = False  # the layer's output is multiplied by a number
 
     @property
     def sparse(self) -> bool:
@@ -430,7 +438,9 @@ class Layer:
     def parameters(self, D: int, experts: int) -> int:
         """Count the parameters with as many experts."""
         norms = (4 if self.norms == "around" else 2) * D
-        return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms
+        if isinstance(self.mlp, Experts) and self.mlp.normed:
+            norms -= D
+        return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms + self.scaled
 
     def adapted(self, D: int) -> dict[str, dict[str, int]]:
         """Count the numbers in an adapter of rank 1 of each weight that can have one, by part and name."""

@@ -103,7 +103,18 @@ class LongRope:
     attention_factor: float | None = None  # scale of queries and keys; None: sqrt(1 + ln(factor) / ln(original))
 
 
-RopeScaling = Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRope:
+    """RoPE of Gemma 4's layers without a window: only the first pairs of a head rotate.
+
+    They are as slow as if all pairs did, where `ModelConfig.rope_fraction` spreads the frequencies over fewer pairs.
+    """
+
+    partial_rotary_factor: Share = 1.0  # of the pairs that rotate
+    factor: Annotated[float, at_least(1)] = 1.0  # frequencies are divided by it
+
+
+RopeScaling = Yarn | Llama3Rope | AlphaRope | LinearRope | LongRope | ProportionalRope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +145,15 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GlobalHeads:
+    """The heads of the attention layers without a window, where those of the layers with one differ (Gemma 4)."""
+
+    head_dim: AtLeast2
+    key_heads: Size
+    keys_as_values: bool = False  # values are the keys, before these are normalized and rotated
+
+
+@dataclass(frozen=True, kw_only=True)
 class Multipliers:
     """Constant factors of a model (Granite)."""
 
@@ -160,11 +180,12 @@ class ModelConfig:
     shared_expert_intermediate_size: OptionalSize = 0  # width of an expert for every token; 0: none
     shared_expert_gate: bool = True  # its output is scaled by a sigmoid of the token
     router: Router = Router()
+    normed_experts: bool = False  # router, experts, and shared expert have norms of their own (Gemma 4)
     expert_bias: bool = False  # biases of the router and of experts, whose gated products are clamped then (gpt-oss)
     norm_topk_prob: bool = True  # renormalize the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gates of dense layers
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gates of MLPs and experts
     rms_norm_eps: Positive = 1e-6
     # Of attention and MLP: their inputs are normalized, their outputs, or both.
     norm_place: Literal["before", "after", "around"] = "before"
@@ -183,15 +204,19 @@ class ModelConfig:
     qk_norm: bool = True  # queries and keys are normalized by head
     qk_norm_projection: bool = False  # ... or rather all heads of a projection together
     qk_norm_after_rope: bool = False  # ... and rotated before that
+    value_norm: bool = False  # values are normalized by head, without a weight
     query_pre_attn_scalar: NonNegativeInt = 0  # scores are divided by its square root; 0: by that of head_dim
     latent: Latent | None = None  # of latent attention
     sliding_window: NonNegativeInt = 0  # tokens visible to a token in `sliding_layers`, itself included
     sliding_layers: tuple[int, ...] = ()  # all other layers attend to everything before a token
+    global_heads: GlobalHeads | None = None  # of the layers without a window; None: as in the others
     attention_gate: bool = False  # the context is scaled by a sigmoid of a projection
     delta: GatedDelta | None = None  # the gated delta net that mixes tokens in `delta_layers`
     delta_layers: tuple[int, ...] = ()  # all other layers have attention
     mixer: Mixer | None = None  # a kind of one's own, that mixes tokens in `mixer_layers`
     mixer_layers: tuple[int, ...] = ()
+    layer_scale: bool = False  # each layer's output is multiplied by a number, which is not trained
+    logit_cap: NonNegative = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
     tie_word_embeddings: bool = False
     initializer_range: Positive = 0.02
     max_position_embeddings: PositiveInt = 40960  # tokens
@@ -229,21 +254,23 @@ def _mixer(config: ModelConfig, number: int) -> Mixer:
         return config.delta
     sliding = number in config.sliding_layers and config.sliding_window > 0
     own_rope = sliding and config.sliding_rope_theta > 0
+    own_heads = None if sliding else config.global_heads
+    head_dim = own_heads.head_dim if own_heads is not None else config.head_dim
     rope = Rope(
-        dim=rotary_dim(config),
+        dim=int(head_dim * config.rope_fraction),
         theta=config.sliding_rope_theta if own_rope else config.rope_theta,
         scaling=None if own_rope else config.rope_scaling,
         interleaved=config.rope_interleaved,
     )
     if config.latent is not None:
         return LatentAttention(heads=config.num_attention_heads, rope=rope, **vars(config.latent))
-    scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0
+    scale = (head_dim / config.query_pre_attn_scalar) ** 0.5 if config.query_pre_attn_scalar else 1.0
     if config.multipliers.attention:
-        scale = config.head_dim**0.5 * config.multipliers.attention
+        scale = head_dim**0.5 * config.multipliers.attention
     return SelfAttention(
         heads=config.num_attention_heads,
-        key_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        key_heads=own_heads.key_heads if own_heads is not None else config.num_key_value_heads,
+        head_dim=head_dim,
         rope=None if number in config.nope_layers else rope,
         window=config.sliding_window if sliding else 0,
         bias="all" if config.attention_bias else "qkv" if config.qkv_bias else "none",
@@ -252,6 +279,8 @@ def _mixer(config: ModelConfig, number: int) -> Mixer:
         sinks=config.attention_sinks,
         query_scale=scale,
         gate=config.attention_gate,
+        value_norm=config.value_norm,
+        keys_as_values=own_heads is not None and own_heads.keys_as_values,
     )
 
 
@@ -268,8 +297,10 @@ def _layer(config: ModelConfig, number: int) -> Layer:
             normalize=config.norm_topk_prob,
             shared=config.shared_expert_intermediate_size,
             shared_gate=config.shared_expert_gate and config.shared_expert_intermediate_size > 0,
+            activation=config.activation,
+            normed=config.normed_experts,
         )
-    return Layer(mixer=_mixer(config, number), mlp=mlp, norms=config.norm_place)
+    return Layer(mixer=_mixer(config, number), mlp=mlp, norms=config.norm_place, scaled=config.layer_scale)
 
 
 def sparse_numbers(config: ModelConfig) -> tuple[int, ...]:
@@ -382,6 +413,8 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
                 yield f"model.rope_scaling.{name}: wanted {rotary_dim(m) // 2} numbers, one for each pair, got {count}"
         if m.max_position_embeddings > (most := m.rope_scaling.max_position_embeddings):
             yield f"model.max_position_embeddings: wanted at most {most}, got {m.max_position_embeddings}"
+    if m.global_heads is not None:
+        yield from _global_problems(m, m.global_heads)
     if m.head_dim % 2:
         yield f"model.head_dim: wanted an even number (RoPE rotates pairs), got {m.head_dim}"
     elif rotary_dim(m) % 2 or not rotary_dim(m):
@@ -405,6 +438,8 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
         )
     elif sparse:
         yield from _group_problems(m)
+    if sparse and m.normed_experts and not m.shared_expert_intermediate_size:
+        yield "model.shared_expert_intermediate_size: wanted at least 1 with model.normed_experts, got 0"
 
 
 def _mixer_problems(m: ModelConfig) -> Iterator[str]:
@@ -418,11 +453,23 @@ def _mixer_problems(m: ModelConfig) -> Iterator[str]:
             yield f"model.{name}_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
 
 
+def _global_problems(m: ModelConfig, heads: GlobalHeads) -> Iterator[str]:
+    """Check the heads of the layers without a window."""
+    if m.num_attention_heads % heads.key_heads:
+        yield (
+            f"model.num_attention_heads: wanted a multiple of model.global_heads.key_heads ({heads.key_heads}), "
+            f"got {m.num_attention_heads}"
+        )
+    if heads.head_dim % 2:
+        yield f"model.global_heads.head_dim: wanted an even number (RoPE rotates pairs), got {heads.head_dim}"
+
+
 def _latent_problems(m: ModelConfig) -> Iterator[str]:
     """Check the settings that latent attention does not have."""
     absent = {
         "num_key_value_heads": m.num_attention_heads,
         **{"qk_norm": False, "qkv_bias": False, "attention_bias": False, "sliding_window": 0},
+        "global_heads": None,
         **{"rope_fraction": 1.0, "norm_place": "before"},
     }
     for name, wanted in absent.items():

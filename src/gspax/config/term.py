@@ -28,6 +28,7 @@ class Comparison(NamedTuple):
     function: Compare
     hidden: Callable[[Batch], tuple[Array, Array | None]]  # its last hidden states; of several models, each token's
     kept: Callable[[TrainState], Any]  # its parameters, if the training state holds them
+    models: tuple[ModelConfig, ...] = ()  # the other models; none: the policy's own, with other parameters
 
 
 class Held(NamedTuple):

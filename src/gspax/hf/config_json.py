@@ -21,12 +21,14 @@ from typing import Any, TypeVar
 from gspax.config import (
     AlphaRope,
     GatedDelta,
+    GlobalHeads,
     Latent,
     LinearRope,
     Llama3Rope,
     LongRope,
     ModelConfig,
     Multipliers,
+    ProportionalRope,
     Router,
     StateSpace,
     Yarn,
@@ -88,17 +90,24 @@ ACTIVATIONS: dict[str, dict[str, Json]] = {
 }
 MROPE = ("mrope_section", "mrope_interleaved")  # for images; the tokens of a text have one position, as in RoPE
 OF_WRAPPER = (  # keys around a text model
-    *("text_config", "vision_config", "tie_word_embeddings", "language_model_only"),
+    *("text_config", "vision_config", "tie_word_embeddings", "language_model_only", "initializer_range"),
 )
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
-ROPE_TYPES = {Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear", LongRope: "longrope"}
+ROPE_TYPES = {
+    **{Yarn: "yarn", Llama3Rope: "llama3", AlphaRope: "dynamic", LinearRope: "linear", LongRope: "longrope"},
+    ProportionalRope: "proportional",
+}
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # unused with an alpha
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
 MAMBA = {LINEAR: "mamba", FULL: "attention"}  # the Hub's names of a Granite 4's kinds of layers
-OBJECTS = {"router": Router, "latent": Latent, "delta": GatedDelta, "mixer": StateSpace, "multipliers": Multipliers}
+OBJECTS = {
+    **{"router": Router, "latent": Latent, "delta": GatedDelta, "mixer": StateSpace, "multipliers": Multipliers},
+    "global_heads": GlobalHeads,
+}
+OF_ALL_LAYERS = ("norm_plus_one", "scale_embedding", "multipliers", "layer_scale", "logit_cap")  # not in `layers_of`
 for part, kind in OBJECTS.items():
     HINTS |= {f"{part}.{name}": hint for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
 HINTS |= {"dense_layers": HINTS["intermediate_size"], "shared_experts": HINTS["vocab_size"]}
@@ -167,9 +176,11 @@ def _fits(config: ModelConfig, name: str) -> bool:
     experts = family.experts
     if family.shared_alone and not config.num_experts:
         experts = shared = False
-    kinds = (experts, shared, family.delta, "latent.rank" in family.copied, family.state_space)
+    parts = (f"{part}.{name}" in family.copied for part, name in (("latent", "rank"), ("global_heads", "head_dim")))
+    kinds = (experts, shared, family.delta, family.state_space, *parts)
     own = config.num_experts > 0, config.shared_expert_intermediate_size > 0, config.delta is not None
-    if kinds != (*own, config.latent is not None, isinstance(config.mixer, StateSpace)):
+    own_parts = config.latent is not None, config.global_heads is not None
+    if kinds != (*own, isinstance(config.mixer, StateSpace), *own_parts):
         return False
     if family.experts and family.window in ("switch", "none"):
         config = replace(config, sliding_layers=())
@@ -179,7 +190,7 @@ def _fits(config: ModelConfig, name: str) -> bool:
         described = _model(_content(config, name), name)
     except ValueError:
         return False
-    found, wanted = ((layers_of(x), x.norm_plus_one, x.scale_embedding, x.multipliers) for x in (described, config))
+    found, wanted = ((layers_of(x), *operator.attrgetter(*OF_ALL_LAYERS)(x)) for x in (described, config))
     return found == wanted
 
 
@@ -227,6 +238,8 @@ def _content(config: ModelConfig, name: str) -> dict[str, Json]:
         content[key.name] = list(value) if isinstance(value, tuple) else value or None if key.null else value
     if family.dense_or_sparse:
         content[family.dense_or_sparse] = ["sparse" if layer.sparse else "dense" for layer in layers_of(config)]
+    if family.expert_switch:
+        content[family.expert_switch] = config.num_experts > 0
     if family.ungrouped is not None:
         content["topk_method"] = "group_limited_greedy" if config.router.groups > 1 else family.ungrouped
     content |= family.written
@@ -243,6 +256,8 @@ def _content(config: ModelConfig, name: str) -> dict[str, Json]:
         full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
         own: dict[str, Json] = full | {"rope_theta": config.sliding_rope_theta or config.rope_theta}
         content["rope_parameters"] = {FULL: full | (_scaling_json(config) or {}), SLIDING: own}
+        if "proportional" in family.ropes:  # no version of transformers reads the older keys of such a model
+            del content["rope_theta"], content["rope_scaling"]
     return content | _window_json(config, name) | _mixers_json(config, family)
 
 
@@ -370,7 +385,16 @@ def _is_read(packing: Mapping[str, Json], family: Family) -> bool:
 
 def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:
     """Return the values of keys that other keys of the file replace."""
-    values: dict[str, Json] = {}
+    values: dict[str, Json] = {name: value for name, value in family.assumed.items() if name not in raw}
+    if family.expert_switch:
+        on = expect(family.expert_switch, raw.get(family.expert_switch), (None, False, True))
+        if on and not raw.get("num_experts"):
+            raise ValueError(
+                f"num_experts: wanted at least 1 with {family.expert_switch}, got {raw.get('num_experts')}"
+            )
+        values |= {} if on else {"num_experts": 0}
+    if "global_heads.head_dim" in family.copied:
+        values |= _global_heads(raw)
     if family.ungrouped is not None and first_of(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
         values |= {"n_group": 1, "topk_group": 1}
     if family.state_space and raw.get("mamba_d_head", "auto") in (None, "auto"):
@@ -387,6 +411,36 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
         key = family.copied["dense_layers"].name
         expect(key, first_of(raw, (key,), leading), (leading,))
         values[key] = leading
+    return values
+
+
+def _global_heads(raw: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the Hub's keys of the heads of layers without a window, of which the last layer is always one.
+
+    transformers 5 lists them by layer, in `per_layer_config`.
+    """
+    layers = convert(HINTS["num_hidden_layers"], raw, "num_hidden_layers", REQUIRED)
+    kinds = raw.get("layer_types") or [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
+    values: dict[str, Json] = {}
+    if isinstance(kinds, list) and len(kinds) == layers:
+        kinds = [*kinds[:-1], FULL]
+        values["layer_types"] = kinds
+    if raw.get("per_layer_config") is not None:
+        listed = part_of(raw, "per_layer_config")
+        first, *others = listed.values() or [{}]
+        full = [number for number, kind in enumerate(kinds) if kind == FULL] if isinstance(kinds, list) else []
+        numbers = [int(key) if key.isdecimal() else -1 for key in listed]
+        if sorted(numbers) != full or any(each != first for each in others) or not isinstance(first, dict):
+            raise ValueError(
+                f"per_layer_config: wanted one head_dim and num_key_value_heads for all layers without a window, "
+                f"got {show(raw['per_layer_config'])}"
+            )
+        names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+        for name, value in first.items():
+            values[names[expect("per_layer_config", name, tuple(names))]] = value
+    heads = values.get("num_global_key_value_heads", raw.get("num_global_key_value_heads"))
+    if heads is None or not raw.get("attention_k_eq_v"):
+        values["num_global_key_value_heads"] = raw.get("num_key_value_heads")
     return values
 
 
@@ -425,13 +479,14 @@ def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
     text_type, architecture = WRAPPERS[name]
     expect("architectures", raw.get("architectures"), (None, [architecture]))
     for key in raw:
-        if key in PERMITTED:
-            expect(key, raw[key], PERMITTED[key])
+        if key in PERMITTED or (key == "audio_config" and raw[key] is None):
+            expect(key, raw[key], PERMITTED.get(key, (None,)))
         elif key not in (*OF_WRAPPER, *TRANSLATED) and not is_harmless(key):
             raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(raw[key])}")
     text = part_of(raw, "text_config")
     expect("text_config.model_type", text.get("model_type"), (text_type,))
-    tied = expect("tie_word_embeddings", raw.get("tie_word_embeddings", False), (False, True))
+    usual = FAMILIES[text_type].copied["tie_word_embeddings"].default is True
+    tied = expect("tie_word_embeddings", raw.get("tie_word_embeddings", usual), (False, True))
     return replace(_parse(text | {"tie_word_embeddings": tied}), model_type=name)
 
 
@@ -466,7 +521,7 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
     _require_agreement(raw, family)
     if family.sliding_theta:  # `rope_parameters` then has one object for each kind of layers
         each = part_of(raw, "rope_parameters")
-        full, older, own = part_of(each, FULL), part_of(raw, "rope_scaling"), part_of(each, SLIDING)
+        full, older, own = part_of(each, FULL) or family.rope, part_of(raw, "rope_scaling"), part_of(each, SLIDING)
         rope = full | older
         for name in older:
             expect(f"rope_scaling.{name[:SHOWN]}", older[name], (full.get(name, older[name]),))
@@ -488,7 +543,7 @@ def _rope(raw: Mapping[str, Json], family: Family, context: int, head_dim: int) 
             default = convert(HINTS["head_dim"], raw, "rotary_dim", REQUIRED) / head_dim
         source = raw if rope.get(FRACTION) is None else rope
         fields["rope_fraction"] = convert(HINTS["rope_fraction"], source, FRACTION, default)
-    elif FRACTION in rope:
+    elif FRACTION in rope and not isinstance(scaling, ProportionalRope):
         expect(FRACTION, rope[FRACTION], (None, 1))
     return fields
 

@@ -169,12 +169,14 @@ class Family:
     # The layers without RoPE: those with a 0 in `no_rope_layers`; all or none, by `position_embedding_type`.
     nope: Literal["list", "type", "none"] = "none"
     shared_alone: bool = False  # a model may have no experts; what is else the shared expert is then its MLP
+    expert_switch: str = ""  # a key that is true if the model has experts, whose other keys do not count otherwise
     dense_or_sparse: str = ""  # a key that lists each layer as dense or sparse
     ungrouped: Json = None  # the `topk_method` whose router ignores groups; None: there is none
     by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
     ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # supported rope_types besides "default"
     quant_method: str = ""  # the `quant_method` of files that can be read
     ahead: bool = False  # whether files may have layers that predict several tokens ahead (MTP), which are copied
+    assumed: dict[str, Json] = field(default_factory=dict)  # values of absent keys that `permitted` may reject
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
     layer: tuple[Row, ...] = rows.LAYER  # the tensors of a layer without its MLP,
     dense: tuple[Row, ...] = rows.DENSE  # of a dense MLP,
@@ -428,6 +430,40 @@ FAMILIES = {
         sliding_theta=1e4,
         layer=rows.NORMS_AROUND,
     ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        _sizes(context=131072, dense=False, tied=True)
+        | {"global_heads.head_dim": Key("global_head_dim", 512)}
+        | {"global_heads.key_heads": Key("num_global_key_value_heads")}
+        | {"global_heads.keys_as_values": Key("attention_k_eq_v", False)}
+        | {"logit_cap": Key("final_logit_softcapping", 0.0, null=True), "num_experts": Key("num_experts", 0, null=True)}
+        | {"num_experts_per_tok": Key("top_k_experts", 0, null=True)}
+        | {"moe_intermediate_size": Key("moe_intermediate_size", 0, null=True)}
+        | {"shared_expert_intermediate_size": Key("intermediate_size")}
+        | _same(attention_bias=False),
+        QK_NORM
+        | {"norm_place": "around", "activation": "gelu_tanh", "scale_embedding": True, "multipliers.attention": 1.0}
+        | {"value_norm": True, "layer_scale": True}
+        | {"normed_experts": True, "norm_topk_prob": True, "shared_expert_gate": False},
+        permitted={"hidden_activation": (None, GELU), "hidden_act": (None, GELU)}
+        | {"use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": (None, 0)}
+        | {"hidden_size_per_layer_input": (0,), "use_double_wide_mlp": (None, False)},
+        harmless=("per_layer_config", "vocab_size_per_layer_input", "enable_moe_block"),
+        shared_alone=True,
+        expert_switch="enable_moe_block",
+        head_dim=256,
+        window=6,
+        sliding_window=512,
+        theta=1e6,
+        rope={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        sliding_theta=1e4,
+        ropes=("proportional",),
+        assumed={"hidden_size_per_layer_input": 256},
+        written={"hidden_size_per_layer_input": 0},
+        layer=rows.GEMMA4_LAYER,
+        sparse=rows.GEMMA4_SPARSE,
+        wrapper=("gemma4", "Gemma4ForConditionalGeneration"),
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _sizes(eps=1e-5, context=131072, dense=False)
@@ -509,7 +545,7 @@ _MISSING: dict[str, tuple[str, ...]] = {
     ),
     "a multiplier of residuals": ("granite_swa", "granitemoe", "granitemoeshared"),
     "squared ReLU": ("arcee",),
-    "an embedding for each layer": ("gemma3n_text", "gemma4_text"),
+    "an embedding for each layer": ("gemma3n_text",),
     "a router that masks experts between its two choices": ("phimoe",),
     "an expert without weights": ("longcat_flash",),
     "hyper-connections": ("deepseek_v4",),

@@ -22,7 +22,7 @@ STRIP, GAP = 2**17, 32  # in `copy`: elements of a strip, and padding after each
 
 
 FUSED_NAME, MXFP4_NAME = "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_blocks"  # identify expert layouts
-TOWER = "model.visual."
+TOWERS = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 LAYER_NUMBER, MTP = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"mtp\.|model\.mtp_")
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
@@ -119,7 +119,7 @@ def is_carried(tensor: str, config: ModelConfig) -> bool:
     """
     layer = LAYER_NUMBER.match(tensor)
     after_last = layer is not None and int(layer[1]) >= config.num_hidden_layers
-    of_tower = config.model_type in WRAPPERS and tensor.startswith(TOWER)
+    of_tower = config.model_type in WRAPPERS and tensor.startswith(TOWERS)
     return of_tower or ((after_last or MTP.match(tensor) is not None) and carries(config))
 
 

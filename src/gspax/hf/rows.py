@@ -144,6 +144,7 @@ NORMS_AFTER = replaced(
     Row("mlp_norm/scale", "post_feedforward_layernorm.weight", "D -> D"),
 )
 NORMS_AROUND = replaced(LAYER, Row("mlp_norm/scale", "pre_feedforward_layernorm.weight", "D -> D"))
+GEMMA4_LAYER = (*NORMS_AROUND, Row("layer_scale", "layer_scalar", "O -> O"))
 HUNYUAN_LAYER = replaced(
     LAYER,
     Row("attention/query_norm/scale", "self_attn.query_layernorm.weight", "H -> H"),
@@ -232,6 +233,21 @@ GRANITE_SPARSE = (
     Row("mlp/up", "block_sparse_moe.input_linear.weight", "E F+ D -> E D F"),
     Row("mlp/down", "block_sparse_moe.output_linear.weight", "E D F -> E F D"),
     *_joined_mlp("mlp/shared", "shared_mlp"),
+)
+
+
+GEMMA4_SPARSE = (  # the dense MLP is the shared expert
+    Row("mlp/router", "router.proj.weight", "E D -> D E"),
+    Row("mlp/router_norm/scale", "router.scale", "D -> D"),
+    Row("mlp/expert_scale", "router.per_expert_scale", "E -> E"),
+    Row("mlp/gate", "experts.gate_up_proj", "E F+ D -> E D F"),
+    Row("mlp/up", "experts.gate_up_proj", "E F+ D -> E D F"),
+    Row("mlp/down", "experts.down_proj", "E D F -> E F D"),
+    Row("mlp/expert_norm/scale", "pre_feedforward_layernorm_2.weight", "D -> D"),
+    Row("mlp/expert_out_norm/scale", "post_feedforward_layernorm_2.weight", "D -> D"),
+    Row("mlp/shared_norm/scale", "pre_feedforward_layernorm.weight", "D -> D"),
+    Row("mlp/shared_out_norm/scale", "post_feedforward_layernorm_1.weight", "D -> D"),
+    *mlp("mlp/shared", "mlp"),
 )
 
 

@@ -30,6 +30,7 @@ from gspax.learner.objective import Outputs
 from gspax.losses.logprobs import logp_and_entropy, shift
 from gspax.model import transformer
 from gspax.model.sizes import logit_chunk
+from gspax.model.transformer import cap_logits
 from gspax.parallel.sharding import axis_sizes, batch_shards, mesh_axes, own_axes, spec, token_spec
 from gspax.types import Array, Params, PyTree
 
@@ -93,6 +94,8 @@ class Scoring(NamedTuple):
     compare: Compare | None
     chunk: int  # tokens at a time on each device
     all_of_them: bool  # every token is scored
+    cap: float = 0.0  # `ModelConfig.logit_cap`
+    other_caps: tuple[float, ...] = ()  # those of the other models
 
 
 class Heads(NamedTuple):
@@ -134,7 +137,10 @@ def forward(params: Params, settings: StepSettings, rows: Inputs, others: OtherR
     chunk = math.ceil(chunk / (1 + len(others.heads)))  # the logits of as many models
     target_BT = Target(tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1), kept_BTK)
     compare = None if settings.comparison is None else settings.comparison.function
-    scoring = Scoring(settings.temperature, compare, chunk, mask_BT is None)
+    caps = (config.logit_cap,) * len(others.heads)
+    if settings.comparison is not None and settings.comparison.models:
+        caps = tuple(model.logit_cap for model in settings.comparison.models)
+    scoring = Scoring(settings.temperature, compare, chunk, mask_BT is None, config.logit_cap, caps)
     scored = head_logp(params, hidden_BTD, target_BT, scoring, mesh, others)
     logp_BT, entropy_BT, compared = jax.tree.map(lambda x_BT: x_BT[:, :T], scored)
     routing = routing._replace(expert=routing.expert[:, :, :T], logits=routing.logits[:, :, :T])
@@ -234,22 +240,23 @@ def _device_logp(
 
 def _chunk_logp(scoring: Scoring, heads: Heads, hidden_C: Hidden, target_C: Target) -> Scored:
     """Compute log-probs and entropies of one chunk, [C], and `scoring.compare` of its logits, [C, ...]."""
-    logits_CV = _product(heads.policy_DV, heads.summed_DV, hidden_C.policy)
+    logits_CV = cap_logits(_product(heads.policy_DV, heads.summed_DV, hidden_C.policy), scoring.cap)
     logp_C, entropy_C = logp_and_entropy(logits_CV, target_C.token, scoring.temperature, target_C.kept)
     if scoring.compare is None:
         return logp_C, entropy_C, None
     other_CV = logits_CV
     if hidden_C.other is not None:
-        other_CV = jax.lax.stop_gradient(_other_logits(heads.others, hidden_C.other, hidden_C.number))
+        other_CV = jax.lax.stop_gradient(_other_logits(scoring, heads.others, hidden_C.other, hidden_C.number))
     both_CV = logits_CV / scoring.temperature, other_CV / scoring.temperature
     return logp_C, entropy_C, scoring.compare(*both_CV, *target_C)
 
 
-def _other_logits(heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:
+def _other_logits(scoring: Scoring, heads: tuple[Array, ...], hidden_CE: Array, number_C1: Array | None) -> Array:
     """Compute float32 logits of each token's other model, [C, V]; of several, the logits of all are computed."""
     with jax.named_scope("teacher_head"):
         logits = [
-            jnp.matmul(hidden_CE[:, : len(head_EV)], head_EV, preferred_element_type=jnp.float32) for head_EV in heads
+            cap_logits(jnp.matmul(hidden_CE[:, : len(head_EV)], head_EV, preferred_element_type=jnp.float32), cap)
+            for head_EV, cap in zip(heads, scoring.other_caps, strict=True)
         ]
     chosen_CV = logits[0]
     for number, logits_CV in enumerate(logits[1:], 1):

@@ -40,12 +40,14 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
 
 
 BALANCING = "correction_bias"  # parameters that balance the experts and have no gradient of the loss
+CONSTANT = "layer_scale"  # parameters that no update changes
 
 
 def balance(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Wrap an optimizer so that correction biases move by the steps of `balancing_steps`, and by nothing else.
 
-    A weight decay or a sign would move them too. The state is the wrapped optimizer's.
+    A weight decay or a sign would move them too, and the constants, whose gradient is 0. The state is the wrapped
+    optimizer's.
     """
 
     def update(grads: Params, state: optax.OptState, params: Params = None) -> tuple[Params, optax.OptState]:
@@ -54,10 +56,13 @@ def balance(inner: optax.GradientTransformation) -> optax.GradientTransformation
         return jax.tree_util.tree_map_with_path(_with_step, updates, grads), state
 
     def _without_step(path: tuple[object, ...], grad: Array) -> Array:
-        return jnp.zeros_like(grad) if _balances(path) else grad
+        return jnp.zeros_like(grad) if is_apart(path) else grad
 
     def _with_step(path: tuple[object, ...], update: Array, grad: Array) -> Array:
-        return grad if _balances(path) else update
+        return grad if is_apart(path) else update
+
+    def is_apart(path: tuple[object, ...]) -> bool:
+        return not {BALANCING, CONSTANT}.isdisjoint(_names(path))
 
     return optax.GradientTransformation(inner.init, update)
 

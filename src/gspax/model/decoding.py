@@ -315,11 +315,12 @@ def _run_block(
     return _run_layers(params, config, tokens_WM, shared, cache)
 
 
-def logits(params: Params, hidden_BD: Array) -> Array:
-    """Compute the float32 logits `[B, V]` of final hidden states."""
+def logits(params: Params, hidden_BD: Array, cap: float = 0.0) -> Array:
+    """Compute the float32 logits `[B, V]` of final hidden states; `cap` is `ModelConfig.logit_cap`."""
     tied = "head" not in params
     with jax.named_scope("head"):
-        return project(hidden_BD, params["embedding" if tied else "head"], transposed=tied)
+        product = project(hidden_BD, params["embedding" if tied else "head"], transposed=tied)
+        return transformer.cap_logits(product, cap)
 
 
 def _run_layers(

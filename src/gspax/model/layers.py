@@ -29,6 +29,7 @@ from gspax.config import (
     Llama3Rope,
     LongRope,
     ModelConfig,
+    ProportionalRope,
     Rope,
     SelfAttention,
     Yarn,
@@ -158,6 +159,9 @@ def rotary_frequencies(rope: Rope, longest: int = 0) -> tuple[np.ndarray, float]
     frequency = base ** -(np.arange(0, R, 2) / R)
     if isinstance(scaling, LinearRope):
         frequency /= scaling.factor
+    if isinstance(scaling, ProportionalRope):
+        frequency /= scaling.factor
+        frequency[int(scaling.partial_rotary_factor * R // 2) :] = 0
     if isinstance(scaling, LongRope):
         is_long = longest > scaling.original_max_position_embeddings
         frequency /= np.array(scaling.long_factor if is_long else scaling.short_factor)
@@ -256,17 +260,18 @@ class Attention(nnx.Module):
         scale = config.initializer_range
         self.query = init_weight(rngs, scale, embed=D, heads=N, head=H)
         self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
-        self.value = init_weight(rngs, scale, embed=D, heads=K, head=H)
+        self.value = None if kind.keys_as_values else init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.out = init_weight(rngs, scale, heads=N, head=H, embed=D)
         has_bias = kind.bias != "none"
         self.query_bias = init_bias(has_bias, heads=N, head=H)
         self.key_bias = init_bias(has_bias, heads=K, head=H)
-        self.value_bias = init_bias(has_bias, heads=K, head=H)
+        self.value_bias = init_bias(has_bias and not kind.keys_as_values, heads=K, head=H)
         self.out_bias = init_bias(kind.bias == "all", embed=D)
         normed = {"none": None, "head": (H, H), "projection": (N * H, K * H)}[kind.qk_norm]
         norm = partial(RMSNorm, eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
         self.query_norm = norm(normed[0]) if normed else None
         self.key_norm = norm(normed[1]) if normed else None
+        self.eps = config.rms_norm_eps
         self.sinks = init_bias(kind.sinks, heads=N)
         self.gate = init_weight(rngs, scale, embed=D, heads=N, head=H) if kind.gate else None
         self.kind = kind
@@ -274,7 +279,11 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
         q_BTNH = add_bias(contract("btd,dnh->btnh", x_BTD, self.query.get_value()), self.query_bias)
         k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
-        v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
+        v_BTKH = k_BTKH
+        if self.value is not None:
+            v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
+        if self.kind.value_norm:
+            v_BTKH = rms_norm(v_BTKH, jnp.ones(self.kind.head_dim), self.eps, False)
         q_BTNH, k_BTKH = (
             self._place(*each, shared.angles) for each in ((q_BTNH, self.query_norm), (k_BTKH, self.key_norm))
         )

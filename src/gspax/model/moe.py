@@ -15,7 +15,7 @@ from flax import nnx
 
 from gspax import config as kinds
 from gspax.config import ModelConfig, Router
-from gspax.model.kernels.expert_ffn import Experts, expert_ffn
+from gspax.model.kernels.expert_ffn import GELU_TANH, Experts, expert_ffn
 from gspax.model.kernels.expert_parallel import (
     by_platform,
     expert_decoding,
@@ -24,7 +24,7 @@ from gspax.model.kernels.expert_parallel import (
     ring,
 )
 from gspax.model.kernels.weights import array_axes, cast, contract, is_compound
-from gspax.model.layers import DenseMlp, LayerInputs, add_bias, expand_dims_like, init_bias, init_weight
+from gspax.model.layers import DenseMlp, LayerInputs, RMSNorm, add_bias, expand_dims_like, init_bias, init_weight
 from gspax.model.router_scores import log_scores
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array
@@ -84,7 +84,8 @@ class SparseMlp(nnx.Module):
         self.up_bias = init_bias(kind.bias, expert=E, mlp=F)
         self.down_bias = init_bias(kind.bias, expert=E, expert_embed=D)
         self.correction_bias = init_bias(kind.router.correction_bias, router=E)
-        self.shared = DenseMlp(kinds.DenseMlp(width=kind.shared), config, rngs=rngs) if kind.shared else None
+        shared = kinds.DenseMlp(width=kind.shared, activation=kind.activation)
+        self.shared = DenseMlp(shared, config, rngs=rngs) if kind.shared else None
         self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if kind.shared_gate else None
         self.kind = kind
 
@@ -97,13 +98,7 @@ class SparseMlp(nnx.Module):
         """
         with jax.named_scope("router"):
             gate_BTA, routing = self.route(x_BTD, shared.valid_BT, forced_BTA)
-        with jax.named_scope("experts"):
-            weights = self.gate, self.up, self.down, self.gate_bias, self.up_bias
-            experts = Experts._make(None if w is None else cast(w.get_value(), x_BTD.dtype) for w in weights)
-            y_BTD, fell_back = _run_experts(shared.mesh, x_BTD, routing.expert, gate_BTA, experts, shared.decoding)
-            if self.down_bias is not None:
-                y_BTD += _weigh_biases(routing.expert, gate_BTA, self.down_bias[...].astype(x_BTD.dtype))
-            routing = routing._replace(fell_back=fell_back)
+        y_BTD, routing = self.run(x_BTD, gate_BTA, routing, shared)
         if self.shared is None:
             return y_BTD, routing
         with jax.named_scope("shared_expert"):
@@ -129,6 +124,43 @@ class SparseMlp(nnx.Module):
         gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.kind.normalize else jnp.exp(chosen_BTA)
         gate_BTA = gate_BTA if router.scale == 1 else gate_BTA * router.scale
         return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
+
+    def run(self, x_BTD: Array, gate_BTA: Array, routing: Routing, shared: LayerInputs) -> tuple[Array, Routing]:
+        """Run the chosen experts; return the sum times their gates, and the routing with `fell_back`."""
+        with jax.named_scope("experts"):
+            weights = self.gate, self.up, self.down, self.gate_bias, self.up_bias
+            arrays = (None if w is None else cast(w.get_value(), x_BTD.dtype) for w in weights)
+            experts = Experts._make((*arrays, None if self.kind.activation == "silu" else GELU_TANH))
+            y_BTD, fell_back = _run_experts(shared.mesh, x_BTD, routing.expert, gate_BTA, experts, shared.decoding)
+            if self.down_bias is not None:
+                y_BTD += _weigh_biases(routing.expert, gate_BTA, self.down_bias[...].astype(x_BTD.dtype))
+            return y_BTD, routing._replace(fell_back=fell_back)
+
+
+class NormedExperts(SparseMlp):
+    """Router, experts, and shared expert with norms of their own, and a factor of each expert's gate (Gemma 4).
+
+    The shared expert is what other families' dense layers have as their MLP.
+    """
+
+    def __init__(self, kind: kinds.Experts, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(kind, config, rngs=rngs)
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, config.norm_plus_one)
+        self.router_norm, self.expert_norm, self.expert_out_norm = norm(), norm(), norm()
+        self.shared_norm, self.shared_out_norm = norm(), norm()
+        self.expert_scale = nnx.Param(jnp.ones(kind.count), axes=("router",))
+
+    def __call__(self, x_BTD: Array, shared: LayerInputs, forced_BTA: Array | None) -> tuple[Array, Routing]:
+        """Return the layer's output and its routing, as `SparseMlp` does; the input is not normalized yet."""
+        D = x_BTD.shape[-1]
+        with jax.named_scope("router"):
+            gate_BTA, routing = self.route(self.router_norm(x_BTD) * D**-0.5, shared.valid_BT, forced_BTA)
+            gate_BTA *= self.expert_scale[...].astype(jnp.float32).at[routing.expert].get(mode="fill", fill_value=0)
+        y_BTD, routing = self.run(self.expert_norm(x_BTD), gate_BTA, routing, shared)
+        assert self.shared is not None
+        with jax.named_scope("shared_expert"):
+            dense_BTD = self.shared(self.shared_norm(x_BTD), shared.mesh)
+        return self.shared_out_norm(dense_BTD) + self.expert_out_norm(y_BTD), routing
 
 
 def _weigh_biases(expert_BTA: Array, gate_BTA: Array, bias_ED: Array) -> Array:
@@ -167,9 +199,8 @@ def _run_experts(
             ffn = partial(expert_parallel, exchange=by_platform(axis) if direct else ring(axis))
     into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")
     biases = (None, None) if experts.gate_bias_EF is None else (("expert", "mlp"), ("expert", "mlp"))
-    axes = jax.tree.map(
-        partial(array_axes, summed=(1,)), experts, Experts._make((into, into, out, *biases)), is_leaf=is_compound
-    )
+    names = Experts._make((into, into, out, *biases, experts.activation))
+    axes = jax.tree.map(partial(array_axes, summed=(1,)), experts, names, is_leaf=is_compound)
 
     def on_device(x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts) -> tuple[Array, Array]:
         whole = jax.tree.map(_gather_embed, experts, axes)

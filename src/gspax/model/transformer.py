@@ -32,11 +32,12 @@ from gspax.model.layers import (
     RMSNorm,
     advance_rows,
     attend_within_segments,
+    expand_dims_like,
     init_weight,
     rotary_angles,
 )
 from gspax.model.low_rank import dense
-from gspax.model.moe import Routing, SparseMlp
+from gspax.model.moe import NormedExperts, Routing, SparseMlp
 from gspax.parallel.sharding import constrain, constrain_tokens
 from gspax.types import Array, Params, PyTree
 
@@ -57,15 +58,16 @@ class DecoderLayer(nnx.Module):
         self.part = kind.mixer.part
         setattr(self, self.part, import_class(kind.mixer.module)(kind.mixer, config, rngs=rngs))
         self.attention_out_norm = norm() if around else None
-        self.mlp_norm = norm()
+        self.mlp_norm = None if isinstance(kind.mlp, Experts) and kind.mlp.normed else norm()
         self.mlp: SparseMlp | DenseMlp
         if isinstance(kind.mlp, Experts):
-            self.mlp = SparseMlp(kind.mlp, config, rngs=rngs)
+            self.mlp = (NormedExperts if kind.mlp.normed else SparseMlp)(kind.mlp, config, rngs=rngs)
         else:
             self.mlp = DenseMlp(kind.mlp, config, rngs=rngs)
         self.mlp_out_norm = norm() if around else None
         self.norm_after = kind.norms == "after"
         self.residual = config.multipliers.residual
+        self.layer_scale = nnx.Param(jnp.ones(1), axes=("norm",)) if config.layer_scale else None
 
     def __call__(
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
@@ -76,19 +78,22 @@ class DecoderLayer(nnx.Module):
             mixed_BTD, cache = getattr(self, self.part)(normed_BTD, shared, cache, layer)
             mixed_BTD = self._normalize_output(mixed_BTD, self.attention_norm, self.attention_out_norm)
         x_BTD += mixed_BTD
-        normed_BTD = x_BTD if self.norm_after else self.mlp_norm(x_BTD)
+        normed_BTD = x_BTD if self.norm_after or self.mlp_norm is None else self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
             y_BTD, routing = self.mlp(normed_BTD, shared, forced_BTA)
-            return x_BTD + self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm), cache, routing
-        with jax.named_scope("mlp"):
-            y_BTD = self.mlp(normed_BTD, shared.mesh)
-            return x_BTD + self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm), cache, None
+        else:
+            with jax.named_scope("mlp"):
+                y_BTD, routing = self.mlp(normed_BTD, shared.mesh), None
+        x_BTD += self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm)
+        if self.layer_scale is not None:
+            x_BTD *= expand_dims_like(jax.lax.stop_gradient(self.layer_scale[...]).astype(x_BTD.dtype), x_BTD)
+        return x_BTD, cache, routing
 
-    def _normalize_output(self, y_BTD: Array, norm: RMSNorm, out_norm: RMSNorm | None) -> Array:
+    def _normalize_output(self, y_BTD: Array, norm: RMSNorm | None, out_norm: RMSNorm | None) -> Array:
         """Return the term that attention or MLP adds to the residual stream; `out_norm` is a second norm, if any."""
         if out_norm is not None:
             y_BTD = out_norm(y_BTD)
-        elif self.norm_after:
+        elif self.norm_after and norm is not None:
             y_BTD = norm(y_BTD)
         return y_BTD if self.residual == 1 else y_BTD * self.residual
 
@@ -364,10 +369,16 @@ def apply_layer(
     return module(x_BTD, layer_inputs(config, segment_BT, mesh), None, number, None)[0]
 
 
-def logits(params: Params, hidden: Array) -> Array:
-    """Compute the float32 logits `[..., V]` of hidden states `[..., D]`."""
+def logits(params: Params, hidden: Array, cap: float = 0.0) -> Array:
+    """Compute the float32 logits `[..., V]` of hidden states `[..., D]`; `cap` is `ModelConfig.logit_cap`."""
     with jax.named_scope("head"):
-        return jnp.matmul(hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+        product = jnp.matmul(hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return cap_logits(product, cap)
+
+
+def cap_logits(logits: Array, cap: float) -> Array:
+    """Bound logits by cap · tanh(logits / cap); 0: leave them as they are."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def head(params: Params) -> Array:

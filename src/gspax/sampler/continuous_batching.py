@@ -199,7 +199,7 @@ def _sample_first(
     number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
     id_B = jnp.repeat(prompts.id_P, G) + number_B
     greedy_B = number_B >= G - options.greedy if options.greedy else None
-    prompt_length_B, logits_PV = jnp.repeat(prompts.length_P, G), decoding.logits(params, last_PD)
+    prompt_length_B, logits_PV = jnp.repeat(prompts.length_P, G), decoding.logits(params, last_PD, model.logit_cap)
     draw = _sample_next(jnp.repeat(logits_PV, G, axis=0), key, id_B, prompt_length_B, greedy_B, options)
     matched_B, stops_B = stops.follow_first(draw.token_B, options.stop_ids, options.matcher)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
@@ -317,7 +317,7 @@ def _decode_pass(
     W, M, D = hidden_WMD.shape
     each = partial(jnp.repeat, repeats=M, axis=0)
     position_WM = (slots.prompt_length_W + rows.length_W)[:, None] + jnp.arange(M)[None]
-    logits_BV = decoding.logits(params, hidden_WMD.reshape(W * M, D))
+    logits_BV = decoding.logits(params, hidden_WMD.reshape(W * M, D), model.logit_cap)
     draw_B = _sample_next(logits_BV, key, each(id_W), position_WM.reshape(-1), jax.tree.map(each, greedy_W), options)
     draw_WM = jax.tree.map(lambda x_B: x_B.reshape(W, M, *x_B.shape[1:]), draw_B)
     kept_WMLA, at_version = expert_WMLA if options.keep_experts else None, jnp.asarray(version, jnp.int32)
@@ -538,7 +538,7 @@ def resume(
         mesh=options.mesh,
     )
     position_W = slots.prompt_length_W + rows.length_W + count_W
-    logits_WV = decoding.logits(params, hidden_WD)
+    logits_WV = decoding.logits(params, hidden_WD, options.model.logit_cap)
     draw_W = _sample_next(logits_WV, key, id_W, position_W, greedy_W, options)
     draw_W1 = jax.tree.map(lambda x_W: x_W[:, None], draw_W)
     sampled = Sampled(resumed_W, draw_W1, None, state.step, jnp.asarray(version, jnp.int32))

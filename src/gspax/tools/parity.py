@@ -140,7 +140,8 @@ def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: 
         differences.append(_difference(f"layer {number}", after_1TD[0], theirs.streams[number + 1]))
     whole = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
     hidden_1TD, _ = whole(params, config, tokens_1T, segment_1T, mesh=mesh)
-    return [*differences, _difference("logits", transformer.logits(params, hidden_1TD)[0], theirs.logits_TV)]
+    logits_TV = transformer.logits(params, hidden_1TD, config.logit_cap)[0]
+    return [*differences, _difference("logits", logits_TV, theirs.logits_TV)]
 
 
 def _difference(part: str, ours: ArrayLike, theirs: np.ndarray) -> Difference:

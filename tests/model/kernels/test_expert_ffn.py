@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from gspax.model.kernels import expert_ffn as module
-from gspax.model.kernels.expert_ffn import BLOCK, BLOCKED, RAGGED, Experts, sort_by_expert
+from gspax.model.kernels.expert_ffn import BLOCK, BLOCKED, GELU_TANH, RAGGED, Experts, sort_by_expert
 from gspax.model.kernels.quantization import quantize
 from gspax.tools.doctor import references
 
@@ -96,6 +96,26 @@ def test_experts_in_8_bits(run, name):
     got, want = jax.jit(run)(x, expert, gate, *quantized), jax.jit(run)(x, expert, gate, *rounded)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert np.abs(got - jax.jit(run)(x, expert, gate, *weights)).max() > 1e-3, "the rounding"
+
+
+@pytest.mark.parametrize("backend", [BLOCKED, RAGGED], ids=["blocked", "ragged"])
+def test_another_activation_replaces_silu(backend):
+    """Against every expert's product with every row, weighed by zeros where the row does not choose it."""
+    x, expert, gate, *weights = make_case("padding")
+
+    def ours(x, gate, *weights):
+        return module.expert_ffn(x, expert, gate, Experts(*weights, activation=GELU_TANH), backend=backend)
+
+    def dense(x, gate, *weights):
+        w_gate, w_up, w_down = weights
+        gate_NE = (jax.nn.one_hot(expert, len(w_gate)) * gate[..., None]).sum(1)
+        a, u = jnp.einsum("nd,edf->nef", x, w_gate), jnp.einsum("nd,edf->nef", x, w_up)
+        h = jax.nn.gelu(a, approximate=True) * u
+        return jnp.einsum("ne,nef,efd->nd", gate_NE, h, w_down)
+
+    (got, ours_back), (want, dense_back) = (jax.vjp(run, x, gate, *weights) for run in (ours, dense))
+    for a, b in zip((got, *ours_back(want)), (want, *dense_back(want)), strict=True):
+        assert_close(a, b, 1e-5)
 
 
 def test_many_rows_multiply_converted_weights(monkeypatch):

@@ -2,7 +2,7 @@
 
     y_n = Σ_a gate[n, a] · (silu(x_n W_gate[e]) * (x_n W_up[e])) W_down[e],      e = expert[n, a]
 
-Experts with biases have another product (`gated_product`); the bias of W_down is the caller's.
+Experts with biases or another activation have another product (`gated_product`); the bias of W_down is the caller's.
 
 Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
 expert's matrices, and the A results of a row are summed (combine). There are two backends for the middle part:
@@ -28,11 +28,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.tree_util import Partial
 
 from gspax.model.kernels.quantization import Quantized
 from gspax.model.kernels.weights import Weight, cast, dequantize
@@ -57,7 +58,7 @@ class Permutation(NamedTuple):
 class Experts(NamedTuple):
     """The matrices of E experts, of any float dtype, or `Quantized` with scales [E, F], [E, F] and [E, D].
 
-    Biases of gate and up change their product (`gated_product`).
+    Biases of gate and up change their product (`gated_product`), and so does an activation other than silu.
     """
 
     gate_EDF: Weight
@@ -65,6 +66,10 @@ class Experts(NamedTuple):
     down_EFD: Weight
     gate_bias_EF: Array | None = None
     up_bias_EF: Array | None = None
+    activation: Any = None  # a `Partial` of a function, such as `GELU_TANH`
+
+
+GELU_TANH = Partial(partial(jax.nn.gelu, approximate=True))
 
 
 class Backend(NamedTuple):
@@ -217,11 +222,12 @@ def take_rows(x: Array, index: Array) -> Array:
 def gated_product(a_F: Array, u_F: Array, w: Experts, for_rows: Callable[[Array], Array]) -> Array:
     """Compute the input of the down projections from the products of rows with the matrices of gate and up.
 
-    Without biases it is silu(a) u; with them, as in gpt-oss (arXiv 2508.10925), (u + 1) a σ(1.702 a), where the biases
-    are added first and a is then at most 7 and u from -7 to 7. `for_rows` gives the biases [E, F] the rows' axes.
+    Without biases it is silu(a) u, or another activation's; with them, as in gpt-oss (arXiv 2508.10925),
+    (u + 1) a σ(1.702 a), where the biases are added first and a is then at most 7 and u from -7 to 7. `for_rows` gives
+    the biases [E, F] the rows' axes.
     """
     if w.gate_bias_EF is None or w.up_bias_EF is None:
-        return jax.nn.silu(a_F) * u_F
+        return (w.activation or jax.nn.silu)(a_F) * u_F
     a_F = jnp.minimum(a_F + for_rows(w.gate_bias_EF), LIMIT)
     u_F = jnp.clip(u_F + for_rows(w.up_bias_EF), -LIMIT, LIMIT)
     return (u_F + 1) * a_F * jax.nn.sigmoid(GAIN * a_F)
@@ -305,8 +311,8 @@ def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tu
     dtype = x_BD.dtype
     a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
     dh_BF = dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
-    if w.gate_bias_EF is not None:
-        return _biased_gradients(x_BD, gate_B, w, dy_BD, (a_BF, u_BF, dh_BF))
+    if w.gate_bias_EF is not None or w.activation is not None:
+        return _other_gradients(x_BD, gate_B, w, dy_BD, (a_BF, u_BF, dh_BF))
     sigmoid_BF = jax.nn.sigmoid(a_BF)
     silu_BF = a_BF * sigmoid_BF
     h_BF = silu_BF * u_BF
@@ -321,10 +327,10 @@ def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tu
     return dx_BD, dgate_B, dw
 
 
-def _biased_gradients(
+def _other_gradients(
     x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array, products: tuple[Array, Array, Array]
 ) -> tuple[Array, Array, Experts]:
-    """Compute `_block_gradients` of an expert with biases, given the products with its matrices."""
+    """Compute `_block_gradients` of an expert with another product, given the products with its matrices."""
     a_BF, u_BF, dh_BF = products
     h_BF, pullback = jax.vjp(lambda a_BF, u_BF: gated_product(a_BF, u_BF, w, _of_one), a_BF, u_BF)
     dgate_B = (dh_BF * h_BF).sum(1)
@@ -332,7 +338,8 @@ def _biased_gradients(
     h_BF, da, du = (x.astype(x_BD.dtype) for x in (h_BF * gate_B[:, None], da_BF, du_BF))
     dx_BD = dot("bf,df->bd", da, w.gate_EDF) + dot("bf,df->bd", du, w.up_EDF)
     matrices = dot("bd,bf->df", x_BD, da), dot("bd,bf->df", x_BD, du), dot("bf,bd->fd", h_BF, dy_BD)
-    return dx_BD, dgate_B, Experts(*matrices, da_BF.sum(0), du_BF.sum(0))
+    biases = (None, None) if w.gate_bias_EF is None else (da_BF.sum(0), du_BF.sum(0))
+    return dx_BD, dgate_B, Experts._make((*matrices, *biases, w.activation))
 
 
 def _slice(x_S: Array, at: Array, mine_B: Array) -> Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax import losses
-from gspax.config import Teacher, filters_in_use, is_earlier_policy
+from gspax.config import Teacher, filters_in_use, is_earlier_policy, teacher_models
 from gspax.config.protocols import Divergence
 from gspax.config.term import Comparison, Formula, Held, Pair, Term
 from gspax.losses import distill
@@ -67,10 +67,11 @@ class TeacherTerm(Term):
     @property
     def comparison(self) -> Comparison | None:
         """What compares a chunk's logits; None if log-probs of the sampled tokens suffice."""
+        others = hidden_states, earlier_parameters, teacher_models(self.settings)
         if self.settings.divergence is not None:
-            return Comparison(CompareAll(self.settings.divergence), hidden_states, earlier_parameters)
+            return Comparison(CompareAll(self.settings.divergence), *others)
         kept, by_policy = self.settings.kept, self.settings.kept_by == "policy"
-        return Comparison(CompareKept(kept, by_policy), hidden_states, earlier_parameters) if kept else None
+        return Comparison(CompareKept(kept, by_policy), *others) if kept else None
 
     @property
     def reads_problems(self) -> str:
