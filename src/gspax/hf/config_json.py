@@ -39,7 +39,18 @@ from gspax.config.model import RopeScaling, architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
 from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
-from gspax.hf.json_values import convert, expect, first_of, list_layers, part_of
+from gspax.hf.json_values import convert, expect, first_of, part_of
+from gspax.hf.layer_lists import (
+    FULL,
+    LINEAR,
+    MAMBA,
+    SLIDING,
+    delta_layers,
+    global_heads,
+    mamba_layers,
+    nope_layers,
+    windows,
+)
 from gspax.hf.packed import FP8_BLOCK
 from gspax.storage.paths import to_path
 
@@ -93,7 +104,6 @@ OF_WRAPPER = (  # keys around a text model
     *("text_config", "vision_config", "tie_word_embeddings", "language_model_only", "initializer_range"),
 )
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
 ROPE_TYPES = {
@@ -102,7 +112,6 @@ ROPE_TYPES = {
 }
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # unused with an alpha
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
-MAMBA = {LINEAR: "mamba", FULL: "attention"}  # the Hub's names of a Granite 4's kinds of layers
 OBJECTS = {
     **{"router": Router, "latent": Latent, "delta": GatedDelta, "mixer": StateSpace, "multipliers": Multipliers},
     "global_heads": GlobalHeads,
@@ -343,12 +352,12 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
     expect("dtype", first_of(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
     fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
     if family.delta:
-        fields["delta_layers"], raw = _delta_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
+        fields["delta_layers"], raw = delta_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
     if family.state_space:
-        fields["mixer_layers"] = _mamba_layers(raw, fields["num_hidden_layers"])
+        fields["mixer_layers"] = mamba_layers(raw, fields["num_hidden_layers"])
         raw = {**raw, "layer_types": None}
-    fields["nope_layers"] = _nope_layers(raw, family, fields["num_hidden_layers"])
-    fields["sliding_window"], fields["sliding_layers"] = _window(raw, family, fields["num_hidden_layers"])
+    fields["nope_layers"] = nope_layers(raw, family, fields["num_hidden_layers"])
+    fields["sliding_window"], fields["sliding_layers"] = windows(raw, family, fields["num_hidden_layers"])
     if "shared_experts" in fields:
         fields["mlp_only_layers"] = tuple(range(fields.pop("dense_layers")))
         fields["shared_expert_intermediate_size"] = fields.pop("shared_experts") * fields["moe_intermediate_size"]
@@ -394,7 +403,7 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
             )
         values |= {} if on else {"num_experts": 0}
     if "global_heads.head_dim" in family.copied:
-        values |= _global_heads(raw)
+        values |= global_heads(raw)
     if family.ungrouped is not None and first_of(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
         values |= {"n_group": 1, "topk_group": 1}
     if family.state_space and raw.get("mamba_d_head", "auto") in (None, "auto"):
@@ -412,66 +421,6 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
         expect(key, first_of(raw, (key,), leading), (leading,))
         values[key] = leading
     return values
-
-
-def _global_heads(raw: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the Hub's keys of the heads of layers without a window, of which the last layer is always one.
-
-    transformers 5 lists them by layer, in `per_layer_config`.
-    """
-    layers = convert(HINTS["num_hidden_layers"], raw, "num_hidden_layers", REQUIRED)
-    kinds = raw.get("layer_types") or [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
-    values: dict[str, Json] = {}
-    if isinstance(kinds, list) and len(kinds) == layers:
-        kinds = [*kinds[:-1], FULL]
-        values["layer_types"] = kinds
-    if raw.get("per_layer_config") is not None:
-        listed = part_of(raw, "per_layer_config")
-        first, *others = listed.values() or [{}]
-        full = [number for number, kind in enumerate(kinds) if kind == FULL] if isinstance(kinds, list) else []
-        numbers = [int(key) if key.isdecimal() else -1 for key in listed]
-        if sorted(numbers) != full or any(each != first for each in others) or not isinstance(first, dict):
-            raise ValueError(
-                f"per_layer_config: wanted one head_dim and num_key_value_heads for all layers without a window, "
-                f"got {show(raw['per_layer_config'])}"
-            )
-        names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-        for name, value in first.items():
-            values[names[expect("per_layer_config", name, tuple(names))]] = value
-    heads = values.get("num_global_key_value_heads", raw.get("num_global_key_value_heads"))
-    if heads is None or not raw.get("attention_k_eq_v"):
-        values["num_global_key_value_heads"] = raw.get("num_key_value_heads")
-    return values
-
-
-def _delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
-    """Return the layers with a gated delta net: by default three of four."""
-    interval = convert(HINTS["decoder_sparse_step"], raw, "full_attention_interval", 4)
-    return list_layers(
-        raw, [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)], (FULL, LINEAR), LINEAR
-    )
-
-
-def _mamba_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
-    """Return the state space layers, which have one of two names; without a list all layers are such."""
-    every, listed = [LINEAR] * layers, first_of(raw, ("layer_types", "layers_block_type"), None)
-    if isinstance(listed, list):
-        listed = [next((kind for kind, name in MAMBA.items() if name == each), each) for each in listed]
-    return list_layers({"layer_types": listed}, every, (FULL, LINEAR), LINEAR)
-
-
-def _nope_layers(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, ...]:
-    """Return the layers without RoPE."""
-    if family.nope == "type":
-        kind = expect("position_embedding_type", raw.get("position_embedding_type"), (None, "nope", "rope"))
-        return () if kind == "rope" else tuple(range(layers))
-    if family.nope == "none":
-        return ()
-    interval = convert(HINTS["decoder_sparse_step"], raw, "no_rope_layer_interval", 4)
-    listed = first_of(raw, ("no_rope_layers",), [int((layer + 1) % interval != 0) for layer in range(layers)])
-    if not isinstance(listed, list) or len(listed) != layers:
-        raise ValueError(f"no_rope_layers: wanted a list of {layers} numbers, got {show(listed)}")
-    return tuple(layer for layer, rotated in enumerate(listed) if not expect("no_rope_layers", rotated, (0, 1)))
 
 
 def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:
@@ -584,36 +533,3 @@ def _scaling(rope: Mapping[str, Json], raw: Mapping[str, Json], family: Family, 
     if kind == "yarn":
         values = {"factor": context / convert(hints[ORIGINAL], values, ORIGINAL, REQUIRED)} | values
     return scaling(**{name: convert(hints[name], values, name, getattr(scaling, name, REQUIRED)) for name in hints})
-
-
-def _window(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
-    """Return `sliding_window` and `sliding_layers`.
-
-    transformers applies the window to every layer of a Qwen3-MoE and ignores `max_window_layers` and `layer_types`
-    there; a file in which one of these disagrees is rejected.
-    """
-    if family.window in ("switch", "none"):
-        permitted = (False,) if family.window == "none" else (False, True)
-        on = expect("use_sliding_window", first_of(raw, ("use_sliding_window",), False), permitted)
-        window = convert(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
-        first = convert(int, raw, "max_window_layers", 0 if family.experts else 28)
-        kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
-        _require_window(raw, on=on)
-    else:  # null means no window, whatever the default for an absent key
-        _require_window(raw, on=True)
-        absent = {"sliding_window": family.sliding_window}
-        window = convert(HINTS["sliding_window"], absent | dict(raw), "sliding_window", 0)
-        if not isinstance(every := family.window, int):
-            return window, tuple(range(layers)) if window else ()
-        kinds = [FULL if layer % every == every - 1 else SLIDING for layer in range(layers)]
-    sliding = list_layers(raw, kinds, (FULL, SLIDING) if window else (FULL,), SLIDING)
-    if sliding and family.window == "switch" and family.experts and len(sliding) < layers:
-        key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
-        raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
-    return (window, sliding) if sliding else (0, ())
-
-
-def _require_window(raw: Mapping[str, Json], *, on: bool) -> None:
-    """Raise a ValueError if the window is on with size 0, which transformers does not read as no window."""
-    if on and raw.get("sliding_window") == 0:
-        raise ValueError("sliding_window: wanted null or at least 1, got 0")
