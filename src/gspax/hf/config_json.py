@@ -45,8 +45,8 @@ from gspax.hf.layer_lists import (
     LINEAR,
     MAMBA,
     SLIDING,
-    delta_layers,
     global_heads,
+    linear_layers,
     mamba_layers,
     nope_layers,
     windows,
@@ -352,7 +352,7 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
     expect("dtype", first_of(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
     fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
     if family.delta:
-        fields["delta_layers"], raw = delta_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
+        fields["delta_layers"], raw = linear_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
     if family.state_space:
         fields["mixer_layers"] = mamba_layers(raw, fields["num_hidden_layers"])
         raw = {**raw, "layer_types": None}

@@ -46,8 +46,8 @@ def global_heads(raw: Mapping[str, Json]) -> dict[str, Json]:
     return values
 
 
-def delta_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
-    """Return the layers with a gated delta net: by default three of four."""
+def linear_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
+    """Return the layers with linear attention: by default three of four."""
     interval = convert(PositiveInt, raw, "full_attention_interval", 4)
     return list_layers(
         raw, [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)], (FULL, LINEAR), LINEAR
