@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import cast
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope(self.part):
             normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
             mixed_BTD, cache = getattr(self, self.part)(normed_BTD, shared, cache, layer)
-            mixed_BTD = self._normalize_output(mixed_BTD, self.attention_norm, self.attention_out_norm)
+            mixed_BTD = self._normalize_output(mixed_BTD, "attention")
         x_BTD += mixed_BTD
         normed_BTD = x_BTD if self.norm_after or self.mlp_norm is None else self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
@@ -84,17 +84,15 @@ class DecoderLayer(nnx.Module):
         else:
             with jax.named_scope("mlp"):
                 y_BTD, routing = self.mlp(normed_BTD, shared.mesh), None
-        x_BTD += self._normalize_output(y_BTD, self.mlp_norm, self.mlp_out_norm)
+        x_BTD += self._normalize_output(y_BTD, "mlp")
         if self.layer_scale is not None:
             x_BTD *= expand_dims_like(jax.lax.stop_gradient(self.layer_scale[...]).astype(x_BTD.dtype), x_BTD)
         return x_BTD, cache, routing
 
-    def _normalize_output(self, y_BTD: Array, norm: RMSNorm | None, out_norm: RMSNorm | None) -> Array:
-        """Return the term that attention or MLP adds to the residual stream; `out_norm` is a second norm, if any."""
-        if out_norm is not None:
-            y_BTD = out_norm(y_BTD)
-        elif self.norm_after and norm is not None:
-            y_BTD = norm(y_BTD)
+    def _normalize_output(self, y_BTD: Array, part: Literal["attention", "mlp"]) -> Array:
+        """Return the term that attention or MLP adds to the residual stream."""
+        norm = getattr(self, f"{part}_norm" if self.norm_after else f"{part}_out_norm")
+        y_BTD = y_BTD if norm is None else norm(y_BTD)
         return y_BTD if self.residual == 1 else y_BTD * self.residual
 
 
