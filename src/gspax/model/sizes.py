@@ -195,7 +195,9 @@ def recorded_bytes(passes: Passes) -> int:
     experiment = passes.experiment
     config, sampling, apart = experiment.model, experiment.sampling, experiment.apart
     positions = sampling.prompts * sampling.group * (sampling.max_prompt_tokens + sampling.max_tokens)
-    position = 2 * FLOAT32 + 1
+    position = 2 * FLOAT32 + 1 + size_of("uint16")  # the last one is a server's number
+    if experiment.environment is not None:
+        position += size_of("int32")  # an agent's sequences
     if apart is not None and apart.partial is not None:
         position += size_of("int32")
     if passes.samples_experts:

@@ -13,7 +13,10 @@ import numpy as np
 from gspax.config import Sampling
 from gspax.types import Rollout
 
-_BY_TOKEN = ("tokens_BT", "mask_BT", "logp_BT", "sequence_BT", "version_BT", "kept_BTK", "cut_BT", "expert_BLTA")
+_BY_TOKEN = (
+    *("tokens_BT", "mask_BT", "logp_BT", "sequence_BT", "version_BT", "source_BT"),
+    *("kept_BTK", "cut_BT", "expert_BLTA"),
+)
 
 
 @dataclass
