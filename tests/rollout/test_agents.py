@@ -631,6 +631,6 @@ def test_agents_on_servers_sample_what_the_environment_does_there(tmp_path, monk
         assert not any(each.error for each in graded)
         rollouts.append(rollout)
     ours, theirs = rollouts
-    for name in ("tokens_BT", "mask_BT", "logp_BT", "length_B", "reply_B", "finished_B"):
+    for name in ("tokens_BT", "mask_BT", "logp_BT", "source_BT", "length_B", "reply_B", "finished_B"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
     assert (ours.reply_B > 0).any()
