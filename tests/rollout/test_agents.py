@@ -30,11 +30,13 @@ from gspax.rewards.environments import Agent, Command, calculator, parse_bracket
 from gspax.rollout.agents import openai as protocol
 from gspax.rollout.agents.conversation import Conversation, Limits
 from gspax.rollout.agents.openai import Refusal
+from gspax.rollout.agents.sequences import with_sequences
 from gspax.rollout.runtime import make_runtime
 from gspax.run.record import read_rows
 from gspax.training import loop
 from gspax.training.in_flight import InFlight, next_rollout
 from gspax.training.step import grade
+from gspax.types import Rollout
 
 # --- conversations, without HTTP -------------------------------------------------------------------------------------
 
@@ -634,3 +636,14 @@ def test_agents_on_servers_sample_what_the_environment_does_there(tmp_path, monk
     for name in ("tokens_BT", "mask_BT", "logp_BT", "source_BT", "length_B", "reply_B", "finished_B"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
     assert (ours.reply_B > 0).any()
+
+
+def test_every_column_of_a_rollout_is_as_wide_as_its_sequences():
+    """The server of each token, and its version, move with the token."""
+    ones_BT, ones_B = np.ones((2, 4), np.int32), np.ones(2, np.int32)
+    columns = {"tokens_BT": ones_BT, "mask_BT": ones_BT > 0, "logp_BT": -ones_BT.astype(np.float32)}
+    columns |= {"source_BT": ones_BT.astype(np.uint16), "version_BT": ones_BT}
+    rollout = Rollout(**columns, prompt_length_B=ones_B, length_B=3 * ones_B, finished_B=ones_B > 0)
+    wide = with_sequences(rollout, 6, 0)
+    for name in columns:
+        np.testing.assert_array_equal(getattr(wide, name), np.pad(columns[name], ((0, 0), (0, 2))), err_msg=name)
