@@ -218,7 +218,7 @@ def test_a_healthy_trainer_passes(trainer, tmp_path):
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_checkpoint_is_written_read_and_deleted(is_local, trainer, bucket, tmp_path):
     folder = tmp_path if is_local else bucket[0]
-    assert statuses(partial(training.checkpoint, trainer, folder)) == {"checkpoint": "ok"}
+    assert statuses(partial(training.checkpoint, trainer, results.Place(folder, shared=True))) == {"checkpoint": "ok"}
     assert not [*tmp_path.iterdir()] and bucket[1].names(str(bucket[0]).split("/")[2]) == []
     if not is_local:
         assert "PUT" in bucket[1].count()
@@ -275,7 +275,7 @@ def test_a_byte_of_a_checkpoint_that_flips_is_named(trainer, tmp_path, monkeypat
             file.write(bytes([byte[0] ^ 1]))
 
     monkeypatch.setattr(manifest, "write_manifest", then_flip)
-    (result,) = results.run("checkpoint", partial(training.checkpoint, trainer, tmp_path))
+    (result,) = results.run("checkpoint", partial(training.checkpoint, trainer, results.Place(tmp_path, shared=True)))
     assert result.status == "wrong" and "is damaged: " in result.why
     assert not [*tmp_path.iterdir()]
 

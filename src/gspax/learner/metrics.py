@@ -35,13 +35,17 @@ class Clock:
     def now() -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
 
-    def lap(self, name: str, since: tuple[float, float] | None = None) -> None:
-        now, since = self.now(), since or self.last
+    def lap(self, name: str) -> None:
+        """End a phase that began when the one before it ended."""
+        self._end(name, self.last)
+
+    def _end(self, name: str, since: tuple[float, float]) -> None:
+        now = self.now()
         self.seconds |= {f"time/{name}": now[0] - since[0], f"cpu/{name}": now[1] - since[1]}
         self.last = now
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        self.lap("step", since=self.start)
+        self._end("step", self.start)
         return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
 
 

@@ -120,7 +120,9 @@ def reward_completions(
     graded = _gather_results(own, len(length_B))
     completions = []
     for row, result in enumerate(_match_rewards([result for result, _ in graded], calls.grading.failed)):
-        rewards, turns = _join_turn_rewards(result, graded[row][1])
+        rewards, turns = result.rewards, graded[row][1]
+        if turns is not None:
+            rewards, turns = _join_turn_rewards(result, turns)
         problem = problems[row // group] if row in own else None
         completions.append(
             Completion(
@@ -178,13 +180,11 @@ def _describe_names(names: tuple[str, ...]) -> str:
     return f"rewards {', '.join(names)}" if any(names) else f"{len(names)} numbers without names"
 
 
-def _join_turn_rewards(result: Result, turns: GradedTurns | None) -> tuple[tuple[float, ...], GradedTurns | None]:
+def _join_turn_rewards(result: Result, turns: GradedTurns) -> tuple[tuple[float, ...], GradedTurns]:
     """Add the turns' rewards to the completion's, and the completion's to the last turn's.
 
     The sum over the turns is added to a single reward, or is one more of several. It is 0 if the reward failed.
     """
-    if turns is None:
-        return result.rewards, None
     whole, turn_rewards = sum(result.rewards), (0.0,) * len(turns.rewards) if result.error else turns.rewards
     total = sum(turn_rewards)
     rewards = (whole + total,) if len(result.rewards) == 1 else (*result.rewards, total)

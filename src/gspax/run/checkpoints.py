@@ -64,8 +64,9 @@ class Checkpoints:
     ) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory, self.note = _absolute(to_path(directory)), note
+        processes = set(range(jax.process_count())) if mesh is None else multihost.process_indices(mesh)
         self._is_read_only = not keep
-        self._files = _Files(self.directory, keep, note, mesh, concurrent_gb)
+        self._files = _Files(self.directory, keep, note, processes, concurrent_gb)
         self._verified: set[int] = set()
         self._newest: int | None = None  # the step that this object saved last
 
@@ -296,12 +297,9 @@ class _Files:
     a failure `abandon` ends the barriers.
     """
 
-    def __init__(
-        self, directory: Path, keep: int, note: Path | None, mesh: jax.sharding.Mesh | None, concurrent_gb: int
-    ) -> None:
+    def __init__(self, directory: Path, keep: int, note: Path | None, processes: set[int], concurrent_gb: int) -> None:
         self.directory, self.keep, self.note, self.concurrent_gb = directory, keep or 1, note, concurrent_gb
-        everyone = set(range(jax.process_count()))
-        self.processes = everyone if mesh is None else multihost.process_indices(mesh)
+        everyone, self.processes = set(range(jax.process_count())), processes
         self.takes_part, self.is_primary = jax.process_index() in self.processes, jax.process_index() == 0
         subset = None if self.processes == everyone else self.processes
         self.is_alone = subset is not None and len(subset) == 1

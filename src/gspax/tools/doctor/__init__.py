@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import shlex
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from gspax.storage.paths import to_path
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from gspax.tools.doctor.results import Place
     from gspax.types import JsonObject
 
 STALL_TIMEOUT = 600  # seconds; no check takes as long
@@ -59,8 +61,10 @@ def execute(options: argparse.Namespace) -> int:
     for file in filter(None, (options.output, options.json)):
         require_file(file)
     is_primary = processes.join("doctor", options, None)
+    from gspax.tools.doctor.results import Place
     from gspax.tools.terminal import make_console
 
+    place = Place(options.workdir or Path(tempfile.gettempdir()), shared=options.workdir is not None)
     console = make_console(quiet=not is_primary)
     with contextlib.ExitStack() as stack:
         file, status = None, None
@@ -74,7 +78,7 @@ def execute(options: argparse.Namespace) -> int:
             if file is not None:
                 print(line, file=file, flush=True)  # a check may hang, until the watchdog ends the process
 
-        report = run(options.workdir, show, announce=status.update if status else announce_nothing)
+        report = run(place, show, announce=status.update if status else announce_nothing)
     if is_primary and options.json is not None:
         with naming(options.json):
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -93,9 +97,7 @@ def announce_nothing(name: str) -> None:
     """Announce no check, where there is no terminal."""
 
 
-def run(
-    directory: Path | None, show: Callable[[str], None], announce: Callable[[str], None] = announce_nothing
-) -> JsonObject:
+def run(place: Place, show: Callable[[str], None], announce: Callable[[str], None] = announce_nothing) -> JsonObject:
     """Run all checks, show their results, announce each before it runs, and return what `--json` writes."""
     from gspax.parallel import watchdog
     from gspax.tools.doctor import hardware, results
@@ -107,7 +109,7 @@ def run(
         show(f"{name:12} {shlex.join(value) if isinstance(value, list) else ', '.join(map(str, pairs))}")
     show("\n" + results.row("status", "check", "difference or rate", "note"))
     finished = []
-    for name, check in make_checks(directory).items():
+    for name, check in make_checks(place).items():
         watchdog.progress(name)
         announce(name)
         for result in results.run(name, check):

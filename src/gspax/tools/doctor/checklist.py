@@ -5,20 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import jax
 
 from gspax.parallel import sharding
 from gspax.tools.doctor import hardware, kernels, training
-from gspax.tools.doctor.results import Check, Result
+from gspax.tools.doctor.results import Check, Place, Result
 
 
-def make_checks(directory: Path | None) -> dict[str, Check]:
+def make_checks(place: Place) -> dict[str, Check]:
     """Make the checks of these devices by name. All processes of a pod run the same ones.
 
     Args:
-      directory: the folder for a checkpoint; None: a temporary folder.
+      place: the folder for a checkpoint.
     """
     devices, dtypes = jax.devices(), ("float32", "bfloat16")
     mesh, alone = training.make_mesh(devices), sharding.make_mesh(sharding.ONES, jax.local_devices()[:1])
@@ -39,7 +38,7 @@ def make_checks(directory: Path | None) -> dict[str, Check]:
         checks[f"sampler and learner, {dtype}"] = with_trainer(training.sampler_and_learner, dtype)
         checks[f"same seed twice, {dtype}"] = with_trainer(training.same_seed, dtype)
     checks["update on the mesh and on one device"] = with_trainer(training.mesh_and_one_device, "float32")
-    checks["checkpoint"] = with_trainer(partial(training.checkpoint, directory=directory), "float32")
+    checks["checkpoint"] = with_trainer(partial(training.checkpoint, place=place), "float32")
     checks["speed"] = partial(training.speed, jax.local_devices()[0])
     return checks
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -65,6 +66,13 @@ def compare(name: str, got: PyTree, want: PyTree, tolerance: float) -> Result:
     wrong = worst > tolerance
     status: Status = "wrong" if wrong else "ok"
     return Result(name=name, status=status, measured=worst, bound=tolerance, why=where if wrong else "")
+
+
+class Place(NamedTuple):
+    """A folder for a checkpoint, and whether all hosts see it."""
+
+    folder: Path
+    shared: bool
 
 
 def rate(name: str, measured: float, bound: float | None, unit: str, why: str = "") -> Result:

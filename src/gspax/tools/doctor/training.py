@@ -34,7 +34,7 @@ from gspax.storage.files import open_storage
 from gspax.storage.paths import to_path
 from gspax.tools.benchmarks import time_calls
 from gspax.tools.doctor import hardware
-from gspax.tools.doctor.results import Result, compare, rate, skipped
+from gspax.tools.doctor.results import Place, Result, compare, rate, skipped
 from gspax.types import Batch, Params, Rollout, TrainState
 
 LOGP_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative to the largest
@@ -189,12 +189,12 @@ def mesh_and_one_device(trainer: Trainer) -> Iterator[Result]:
     yield compare(f"{name}, {axes}", got, want, UPDATE_TOLERANCE)
 
 
-def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
+def checkpoint(trainer: Trainer, place: Place) -> Iterator[Result]:
     """Check that a checkpoint written, verified, and read back has equal bits."""
-    if jax.process_count() > 1 and directory is None:
+    if jax.process_count() > 1 and not place.shared:
         yield skipped("checkpoint", "on several hosts it needs --workdir, a folder that all of them share")
         return
-    made = make_folder(directory) if jax.process_index() == 0 else ""
+    made = make_folder(place.folder) if jax.process_index() == 0 else ""
     folder = to_path(multihost.gather(made)[0])
     try:
         state, mesh = trainer.new_state(), trainer.mesh
@@ -211,9 +211,9 @@ def checkpoint(trainer: Trainer, directory: Path | None) -> Iterator[Result]:
             remove_folder(folder)
 
 
-def make_folder(directory: Path | None) -> str:
-    """Make a new folder in `directory`, by default in the system's folder for temporary files."""
-    if directory is not None and not open_storage(directory).has_folders:
+def make_folder(directory: Path) -> str:
+    """Make a new folder in `directory`."""
+    if not open_storage(directory).has_folders:
         return str(directory / f"gspax-doctor-{secrets.token_hex(8)}")
     return tempfile.mkdtemp(prefix="gspax-doctor-", dir=directory)
 
