@@ -272,7 +272,7 @@ def test_a_completion_has_the_thinking_that_its_prompt_opened(calls):
     given = calls(lambda problem, completion: 1.0)
     (sample,) = reward_completions([problem], one, tokenizer=tokenizer, calls=given)
     assert sample.texts.completion == "<think>\n12"
-    assert begin(problem, tokenizer, None).opening == "<think>\n"
+    assert begin(problem, tokenizer).opening == "<think>\n"
 
 
 class OpensThinking(CharChat):

@@ -22,7 +22,7 @@ from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import concurrent
 from gspax.rewards.environments import Step
 from gspax.rewards.scores import reward_calls
-from gspax.rollout.episodes import begin, interact, sample_conversations
+from gspax.rollout.episodes import begin_conversation, interact, sample_conversations
 from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
 from gspax.sampler import sampler, stops
 from gspax.sampler.continuous_batching import Prompts
@@ -216,7 +216,7 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
             params = inference_weights(model, dtype)
         else:
             params = make_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
-        ready = [begin(problem, CHARS, interaction) for problem in problems]
+        ready = [begin_conversation(problem, interaction) for problem in problems]
         sampling = Sampling(**settings)
         matcher = stops.make_matcher(CHARS, sampling, model.vocab_size)
         options = tiny.options(model, sampling, CHARS.stop_ids, mesh, matcher=matcher)

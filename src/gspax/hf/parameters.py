@@ -126,9 +126,9 @@ def _read_parameter(
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     if not indices:
         return multihost.remote_array(leaf)
-    shards = {box: empty_aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
+    shards = {box: empty_aligned(box, leaf.dtype) for box in {_box(index or (), leaf.shape) for index in indices}}
     list(pool.map(lambda chunk: _copy_chunk(chunk, read, shards, leaf.shape), chunks))
-    array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index, leaf.shape)])
+    array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index or (), leaf.shape)])
     return array.block_until_ready()  # free this parameter's shards before reading the next
 
 
@@ -167,8 +167,8 @@ def _pieces(chunk: Chunk, shape: tuple[int, ...], axis: int) -> list[tuple[int, 
     return [(first, min(first + rows, size)) for first in range(0, size, rows)]
 
 
-def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def empty_aligned(box: Box, dtype: DTypeLike) -> np.ndarray:

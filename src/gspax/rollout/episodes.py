@@ -103,11 +103,14 @@ def interact(
     return Interaction(environment, steps, rewards, cast(ConversationTokenizer, tokenizer), turns)
 
 
-def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> Ready:
-    """Begin a problem: encode its prompt. UserError if the environment's `reset` fails."""
-    if interaction is None:
-        prompt = encode_prompt(tokenizer, problem)
-        return Ready(problem, prompt, opening=opening_of(tokenizer, prompt))
+def begin(problem: Problem, tokenizer: Tokenizer) -> Ready:
+    """Begin a problem: encode its prompt."""
+    prompt = encode_prompt(tokenizer, problem)
+    return Ready(problem, prompt, opening=opening_of(tokenizer, prompt))
+
+
+def begin_conversation(problem: Problem, interaction: Interaction) -> Ready:
+    """Begin a conversation about a problem: encode its first messages. UserError if the environment's `reset` fails."""
     try:
         state, messages = interaction.environment.reset(problem)
         messages = list(messages)
@@ -118,7 +121,7 @@ def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | Non
             f"environment: reset raised {describe_error(error)} for the prompt {problem.prompt[:200]!r}"
         ) from error
     prompt = encode_first(interaction.environment, interaction.tokenizer, messages)
-    return Ready(problem, prompt, state, opening=opening_of(tokenizer, prompt))
+    return Ready(problem, prompt, state, opening=opening_of(interaction.tokenizer, prompt))
 
 
 def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:

@@ -23,7 +23,7 @@ from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError, describe_error, warn
 from gspax.parallel import multihost
 from gspax.rollout.agents.interaction import AgentInteraction
-from gspax.rollout.episodes import Interaction, Ready, begin
+from gspax.rollout.episodes import Interaction, Ready, begin, begin_conversation
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows, to_line
 from gspax.sampler.sampler import check_length
@@ -57,7 +57,8 @@ def prepare(
     """
     if isinstance(interaction, AgentInteraction):
         return Ready(read_problem(read, index), ())  # its agents write the prompts
-    ready = begin(read_problem(read, index), tokenizer, interaction)
+    problem = read_problem(read, index)
+    ready = begin(problem, tokenizer) if interaction is None else begin_conversation(problem, interaction)
     check_ids(ready.prompt, model.vocab_size, ready.problem.prompt)
     check_length(ready.prompt, limit)
     if teachers and (name := getattr(ready.problem, "teacher", "")) not in teachers:

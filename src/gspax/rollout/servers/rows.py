@@ -137,17 +137,17 @@ def describe_progress(rows: Mapping[int, Row], count: int, options: SampleOption
     return Progress(tokens, length, ended, waiting, left=(~ended).any(), logp_BC=logp)
 
 
-def add_replies(rows: Mapping[int, Row], replies: Replies | None) -> None:
+def add_replies(rows: Mapping[int, Row], replies: Replies) -> None:
     """Append replies to the waiting rows; waiting rows without a reply are finished, or go on waiting (-1)."""
-    tokens_BX, count_B, most_B = (None,) * 3 if replies is None else multihost.to_host(tuple(replies))
+    tokens_BX, count_B, most_B = multihost.to_host(tuple(replies))
     for number, row in rows.items():
         if not row.waiting:
             continue
-        if (count := 0 if count_B is None else int(count_B[number])) < 0:
+        if (count := int(count_B[number])) < 0:
             continue
         row.waiting, row.finished = False, count == 0
         row.limit = 0 if most_B is None else len(row.tokens) + count + int(most_B[number])
-        row.tokens += [] if tokens_BX is None else tokens_BX[number, :count].tolist()
+        row.tokens += tokens_BX[number, :count].tolist()
         row.logps += [0.0] * count
         row.sampled += [False] * count
         row.versions += [0] * count

@@ -142,7 +142,8 @@ class ServerSampler:
         while not on_host.ended_B.all():
             self.complete(sampled, weights, request)
             progress = rows.describe_progress(sampled, count, options)
-            rows.add_replies(sampled, answer(request.interaction, on_host, progress, options))
+            if (replies := answer(request.interaction, on_host, progress, options)) is not None:
+                rows.add_replies(sampled, replies)
         return set_finished(rows.assemble(sampled, count, options), on_host.started), on_host.started
 
     def place(self, request: Request) -> dict[int, Row]:

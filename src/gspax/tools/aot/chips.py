@@ -202,7 +202,9 @@ def make_targets(experiment: Experiment, topology: Topology) -> Targets:
       UserError: libtpu is missing or does not support the topology, the experiment does not fit its number of devices,
         or a part would have some of a slice among several.
     """
-    sampler, learner = _take_slices(experiment.placement, topology), topology
+    sampler, learner, placement = None, topology, experiment.placement
+    if placement is not None and topology.slices > 1:
+        sampler = _take_slices(placement, topology)
     if sampler is not None:
         learner = replace(topology, slices=topology.slices - sampler.slices)
     devices = [device for part in (learner, sampler) if part is not None for device in describe_devices(part)]
@@ -214,10 +216,8 @@ def make_targets(experiment: Experiment, topology: Topology) -> Targets:
     )
 
 
-def _take_slices(placement: Placement | None, topology: Topology) -> Topology | None:
-    """Return the slices of a sampler with separate whole slices; None without them, or if there is one slice."""
-    if placement is None or topology.slices == 1:
-        return None
+def _take_slices(placement: Placement, topology: Topology) -> Topology:
+    """Return the slices of a disaggregated sampler among several. UserError if it does not take whole ones."""
     slices, rest = divmod(placement.devices, topology.slice_devices)
     if rest or not 0 < slices < topology.slices:
         raise UserError(

@@ -137,7 +137,8 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
         estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate)))
     if estimates:
         display("\n" + time_table(estimates, topology.chip))
-        ahead = samples_ahead(experiment.placement, experiment.schedule.checkpoint_every)
+        placement, every = experiment.placement, experiment.schedule.checkpoint_every
+        ahead = placement is not None and samples_ahead(placement, every)
         display("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
         if experiment.environment is not None:
             reply = reply_tokens(experiment.sampling.max_tokens)
@@ -184,9 +185,9 @@ def estimate(compiled: Sequence[Compiled], targets: Targets, work: Work) -> list
     return estimates
 
 
-def samples_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
+def samples_ahead(placement: Placement, checkpoint_every: int) -> bool:
     """Return whether the sampler works while the learner updates. Nothing is sampled ahead across a checkpoint."""
-    if placement is None or checkpoint_every == 1:
+    if checkpoint_every == 1:
         return False
     return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
 
@@ -212,19 +213,19 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
     devices = math.prod(mesh.values())
     rows = sampling.prompts * sampling.group / devices
 
-    def phase(name: str, model_flops: float, flops: float | None = None, *, trips: int = 1) -> Phase:
+    def phase(name: str, model_flops: float, flops: float, *, trips: int = 1) -> Phase:
         return Phase(
             name=name,
             runs=compiled.program.runs,
             model_flops=model_flops,
-            flops=model_flops if flops is None else flops,
+            flops=flops,
             moved=hlo.traffic(compiled.module, unknown_trips=trips),
             sent=hlo.collectives(compiled.module, mesh, unknown_trips=trips, slices=slices),
             devices=devices,
         )
 
     if compiled.name == COPY:
-        return [phase(COPY, 0)]
+        return [phase(COPY, 0, 0)]
     if compiled.name not in SAMPLER:
         forward = rows / work.minibatches * (S + C) * forward_flops(compiled.program.model or model, S + C)
         passes, recomputed = (3, model.remat in ("full", "offload")) if compiled.name == TRAIN else (1, 0)
@@ -235,8 +236,9 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
     token = rows / in_turn * forward_flops(model, 2 * (S + C / 2))  # a sampled token attends to all before it
     if compiled.name == REPLIES:
         reply = reply_tokens(C)
-        return [phase(REPLY, reply * token, trips=-(-reply // BLOCK))]
-    prefill = phase(PREFILL, sampling.prompts / devices * S * forward_flops(model, S), trips=0)
+        return [phase(REPLY, reply * token, reply * token, trips=-(-reply // BLOCK))]
+    prompts = sampling.prompts / devices * S * forward_flops(model, S)
+    prefill = phase(PREFILL, prompts, prompts, trips=0)
     if compiled.name == PROMPTS:
         return [prefill]
     windows = layer_windows(model) or (NO_WINDOW,)
