@@ -159,7 +159,7 @@ def test_the_tokens_of_a_reply_have_no_sets():
     row, V = rows.Row([1, 2, 3], 0, 0, False), experiment.model.vocab_size
     for token in (4, 5):
         rows.add(row, server.Answer([token], [-0.5], True, None, [[token, 6]], [token == 5]), 0, options)
-        rows.add_replies({0: row}, pad_replies([[8, 9]]) if token == 4 else None)
+        rows.add_replies({0: row}, pad_replies([[8, 9]] if token == 4 else [[]]))
     rollout = jax.device_get(rows.assemble({0: row}, 1, options))
     start = rollout.prompt_length_B[0]
     assert rollout.tokens_BT[0, start : start + 4].tolist() == [4, 8, 9, 5]
