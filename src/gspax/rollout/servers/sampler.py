@@ -97,8 +97,7 @@ class ServerSampler:
         self._settings, self._model, self._sampling = settings, model, sampling
         self._length, self._keep_experts = length, keep_experts
         self._mask_size = sampling_mask_size(sampling, model.vocab_size)
-        self._score = make_score(StepSettings(config=model, mesh=mesh), keep_experts=has_experts(model))
-        self._scaled = self._score
+        self._score = self._scaled = make_score(StepSettings(config=model, mesh=mesh), keep_experts=has_experts(model))
         if sampling.temperature != 1:
             self._scaled = make_score(StepSettings(config=model, mesh=mesh, temperature=sampling.temperature))
         self._first: float | None = None  # the first probe's difference
