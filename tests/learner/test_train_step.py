@@ -385,9 +385,9 @@ def assert_moved(model, before, after, count_LE, speed):
 
 
 def test_the_numbers_that_scale_layers_are_not_trained():
-    """A weight decay would change them."""
+    """A weight decay of all parameters would change them."""
     params = {"layer_scale": jnp.full((2, 1), 0.8), "up": jnp.full((2, 3), 0.8)}
-    optimizer = make_optimizer(config.Optimizer(learning_rate=0.1, transform=partial(adamw, weight_decay=0.5)))
+    optimizer = make_optimizer(config.Optimizer(learning_rate=0.1, transform=partial(optax.adamw, weight_decay=0.5)))
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     assert jnp.all(updates["layer_scale"] == 0) and jnp.all(updates["up"] < 0)
 
