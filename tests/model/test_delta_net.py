@@ -83,7 +83,7 @@ def read(folder, family):
     stored, wanted = write(folder, family), shapes(family)
     return {
         row.ours.removeprefix("mixer/"): jnp.asarray(
-            names.to_ours(row, tensors.read(stored[row.published], part=part), wanted[row])
+            names.to_ours(row, tensors.read_part(stored[row.published], part), wanted[row])
         )
         for row, part in names._parts(wanted).items()
     }

@@ -9,7 +9,7 @@ from chat_templates import PUBLISHED, write_folder
 from gspax.data import hf_chat, mixture, sequence
 from gspax.experiment.description import describe
 from gspax.rewards.environments import ToolUse, calculator
-from gspax.rollout.episodes import begin
+from gspax.rollout.episodes import begin, begin_conversation
 from gspax.tools.prompt_form import read_forms
 
 ROWS = [{"prompt": prompt, "answer": "2"} for prompt in ("1 + 1?", "0 + 2?")]
@@ -50,7 +50,8 @@ def test_a_text_becomes_the_prompt_of_a_rollout(chat, form, environment):
         problem = data.train(index)
         text = next(row["prompt"] for row in ROWS if row["prompt"] in problem.prompt)
         encode = forms[0].encode if forms else lambda tokenizer, text: tokenizer.encode(text)
-        assert list(encode(chat, text)) == list(begin(problem, chat, interaction).prompt)
+        ready = begin(problem, chat) if interaction is None else begin_conversation(problem, interaction)
+        assert list(encode(chat, text)) == list(ready.prompt)
 
 
 def test_a_mixture_has_a_form_for_each_that_its_sources_have():
