@@ -53,16 +53,8 @@ SUBCOMMANDS = {  # name -> its package, and what the overview shows: its argumen
     "export": ("commands", "--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
     "parity": ("tools", "HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
-COMPUTING = (
-    "train",
-    "sft",
-    "eval",
-    "bench",
-    "doctor",
-    "chat",
-    "serve",
-    "replay-rollouts",
-)  # subcommands that use this machine's devices
+# subcommands that use this machine's devices
+COMPUTING = ("train", "sft", "eval", "bench", "doctor", "chat", "serve", "replay-rollouts")
 IMPOSSIBLE_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 TRAIN_EXTRA = (  # top-level packages of the extra `train`
     "flax",

@@ -22,15 +22,14 @@ def global_heads(raw: Mapping[str, Json]) -> dict[str, Json]:
     transformers 5 lists them by layer, in `per_layer_config`.
     """
     layers = convert(int, raw, "num_hidden_layers", REQUIRED)
-    kinds = raw.get("layer_types") or [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
-    values: dict[str, Json] = {}
-    if isinstance(kinds, list) and len(kinds) == layers:
-        kinds = [*kinds[:-1], FULL]
-        values["layer_types"] = kinds
+    usual = [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
+    named = raw.get("layer_types") or usual
+    kinds = [*named[:-1], FULL] if isinstance(named, list) else []  # else `list_layers` refuses it
+    values: dict[str, Json] = {"layer_types": kinds} if len(kinds) == layers else {}
     if raw.get("per_layer_config") is not None:
         listed = part_of(raw, "per_layer_config")
         first, *others = listed.values() or [{}]
-        full = [number for number, kind in enumerate(kinds) if kind == FULL] if isinstance(kinds, list) else []
+        full = [number for number, kind in enumerate(kinds) if kind == FULL]
         numbers = [int(key) if key.isdecimal() else -1 for key in listed]
         if sorted(numbers) != full or any(each != first for each in others) or not isinstance(first, dict):
             raise ValueError(
