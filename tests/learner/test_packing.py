@@ -1,6 +1,7 @@
 """Packed rows: every response once, little padding, and the update of the same responses with a row each."""
 
 import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 import tiny
 from small_experiment import experiment, objective_with
 
@@ -31,7 +33,7 @@ from gspax.parallel import sharding
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
-from gspax.types import Adapted, Rollout
+from gspax.types import Adapted, Rollout, segment_ids
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
@@ -469,3 +471,90 @@ def test_a_sample_of_several_sequences_has_one_ratio():
     assert 0 < found["clip_fraction_sequences"] < 1 and np.abs(ratio - 1).max() > bound
     np.testing.assert_allclose(found["loss"], value, rtol=1e-5)
     assert_close(jax.tree.map(lambda a, b: a - b, start(None), got), gradient)
+
+
+def trees():
+    """Nine rollouts in groups of three, of 1, 2, or 5 sequences each: log-probs of the sampler and of the policy."""
+    rng, width = np.random.default_rng(11), 96
+    tokens, mask, sequence = (np.zeros((9, width), dtype) for dtype in (np.int32, bool, np.int32))
+    prompt, length = np.zeros(9, np.int32), np.zeros(9, np.int32)
+    for n in range(9):
+        begin = [(token, False) for token in (1 + n // 3, 2, 3 + n // 3, 4)]  # equal in a group
+        written = [(token, True) for token in rng.integers(5, 20, rng.integers(2, 9))]
+        own, row = [begin + written], list[tuple[int, bool, int]]()
+        while len(own) < (1, 2, 5)[n % 3]:
+            before = [(token, False) for token, _ in own[rng.integers(len(own))]]
+            more = rng.integers(5, 20, rng.integers(2, 9))
+            own.append([*before[: rng.integers(1, len(before) + 1)][:12], (21, False), *((t, True) for t in more)])
+        for number, one in enumerate(own, start=1):
+            row += [(*each, number) for each in one]
+        tokens[n, : len(row)], mask[n, : len(row)], sequence[n, : len(row)] = zip(*row, strict=True)
+        prompt[n], length[n] = len(begin), len(row) - len(begin)
+    old = np.where(mask, rng.normal(-2, 0.5, mask.shape), 0).astype(np.float32)
+    logp = (old + mask * (rng.normal(0, 0.1, mask.shape) + rng.normal(0, 0.05, (9, 1)))).astype(np.float32)
+    lengths = {"prompt_length_B": prompt, "length_B": length, "finished_B": np.ones(9, bool)}
+    return Rollout(tokens_BT=tokens, mask_BT=mask, logp_BT=old, sequence_BT=sequence, **lengths), logp
+
+
+def loop_over_sequences(rollout, logp, advantage, bound):
+    """The definition in float64: each rollout's objective, and its gradient with respect to every log-prob."""
+    objective, gradient, ratios = np.zeros(9), np.zeros(logp.shape), np.ones(9)
+    for n in range(9):
+        branches = [
+            [t for t in range(logp.shape[1]) if rollout.sequence_BT[n, t] == number and rollout.mask_BT[n, t]]
+            for number in range(1, rollout.sequence_BT[n].max() + 1)
+        ]
+        log_ratio, chosen = 0.0, 0
+        for branch in branches:
+            for t in branch:
+                log_ratio, chosen = log_ratio + float(logp[n, t]) - float(rollout.logp_BT[n, t]), chosen + 1
+        ratio = ratios[n] = math.exp(log_ratio / chosen)
+        held = min(max(ratio, 1 - bound), 1 + bound)
+        for branch in branches:
+            for t in branch:
+                free, clipped = ratio * float(advantage[n, t]), held * float(advantage[n, t])
+                objective[n] += min(free, clipped) / chosen
+                gradient[n, t] = free / chosen if free <= clipped else 0.0
+    return objective, gradient, ratios
+
+
+@pytest.mark.parametrize("loss", [losses.gspo, losses.gspo_token])
+@pytest.mark.parametrize("layout", ["rows", "packed", "shared"])
+def test_gspo_of_trees_is_an_explicit_loop_over_rollouts_and_their_sequences(layout, loss):
+    """The ratio is the geometric mean over all tokens that the policy chose in a rollout, clipped once."""
+    (rollout, logp), bound = trees(), 0.03
+    advantage = np.random.default_rng(3).normal(0, 1, logp.shape if loss is losses.gspo_token else (9, 1))
+    advantage = np.broadcast_to(advantage, logp.shape).astype(np.float32)
+    wanted, slope, ratios = loop_over_sequences(rollout, logp, advantage, bound)
+    shape = RowShape(9, 96, 1, False) if layout == "rows" else RowShape(6, 160, 2, True)
+    split, layouts = minibatches.split_minibatches(rollout, 1, shape, ALONE, sharing=3 * (layout == "shared"))
+    of_rollouts = layout == "rows" and loss is losses.gspo
+    given = minibatches.set_advantages(split, layouts, advantage[:, 0] if of_rollouts else advantage, ALONE)
+    (batch,), (where,) = minibatches.take_sampler_logp(given), layouts
+    number, column = np.broadcast_arrays(where.response, np.maximum(where.column, 0))
+    assert layout != "shared" or batch.prefix_BT.max() > 1
+
+    loss = functools.partial(loss, clip_low=bound, clip_high=bound)
+
+    def compute(placed):
+        own = loss(placed, batch.old_logp_BT, batch.advantage, batch.mask_BT, segment_ids=segment_ids(batch))
+        return own.value.sum() / own.weight.sum()
+
+    value, found = jax.value_and_grad(compute)(jnp.where(number >= 0, logp[number, column], 0.0))
+    assert np.abs(np.abs(ratios - 1) - bound).min() > 1e-4 and (slope[rollout.mask_BT] == 0).any()
+    np.testing.assert_allclose(value, -wanted.mean(), rtol=2e-6)
+    chosen, rows = np.asarray(batch.mask_BT), np.zeros(logp.shape)
+    rows[number[chosen], column[chosen]] = np.asarray(found)[chosen]
+    np.testing.assert_allclose(rows, -slope / 9, rtol=1e-5, atol=1e-9)
+    assert chosen.sum() == rollout.mask_BT.sum() and not np.asarray(found)[~chosen].any()
+
+
+def test_the_loop_over_sequences_is_gspo_where_there_is_one():
+    """The rollouts of one sequence, by the loop that is written from the paper."""
+    (rollout, logp), bound = trees(), 0.03
+    advantage = np.broadcast_to(np.linspace(-1, 1, 9)[:, None], logp.shape)
+    objective, slope, _ = loop_over_sequences(rollout, logp, advantage, bound)
+    given = (logp[::3], rollout.logp_BT[::3], advantage[::3, 0], rollout.mask_BT[::3])
+    paper = reference.policy(reference.gspo, "by_sequence", *given, clip_low=bound, clip_high=bound)
+    np.testing.assert_allclose(-paper.value, objective[::3], rtol=1e-12)
+    np.testing.assert_allclose(-paper.gradient, slope[::3], rtol=1e-12)
