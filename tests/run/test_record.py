@@ -81,6 +81,14 @@ def test_an_incomplete_last_line_is_dropped(run):
 DAMAGED = ['{"st', "\0" * 40, "[1]", '{"a": 1}', '{"step": "x"}', '{"step": null}', "[" * 100_000]
 
 
+def test_a_timeline_goes_on_after_its_last_whole_line(run):
+    for lines in ('{"a":1},\n{"b"', '{"c":2},\n'):  # the first process is killed in its second line
+        with Recorder(run, 0) as recorder:
+            recorder.write_timeline(lines)
+            recorder.write_timeline("")
+    assert run.timeline.read_text() == '[\n{"a":1},\n{"c":2},\n'
+
+
 def test_damaged_lines_of_the_metrics_are_skipped_counted_and_copied(run, capsys):
     fill(run, [1, 2])
     whole = run.metrics.read_text()

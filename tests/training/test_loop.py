@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ CLOCKS = ("time/", "cpu/", "perf/")
 experiment = replace(
     small_experiment.experiment,
     model=replace(small_experiment.experiment.model, num_hidden_layers=1),
-    schedule=replace(small_experiment.experiment.schedule, record_rollouts=True),
+    schedule=replace(small_experiment.experiment.schedule, record_rollouts=True, timeline=True),
 )
 
 
@@ -112,6 +113,27 @@ def test_a_run_writes_its_files(whole):
     assert any(whole.tensorboard.iterdir())
     with Checkpoints(whole.checkpoints) as checkpoints:
         assert checkpoints.steps() == [2, 4]
+
+
+def test_a_run_writes_its_timeline_and_where_its_time_went(whole):
+    read = json.loads(whole.timeline.read_text().removesuffix(",\n") + "]")
+    lanes = {event["tid"]: event["args"]["name"] for event in read if event["ph"] == "M"}
+    events = [(lanes[event["tid"]], event["name"], event["dur"] / 1e6) for event in read if event["ph"] == "X"]
+    count = Counter((lane, name) for lane, name, _ in events)
+    assert count["phases", "sampling"] == count["phases", "grading"] == count["phases", "computing log-probs"] == 4
+    assert count["phases", "saving a checkpoint"] == 2 and count["phases", "evaluating"] == 3
+    assert count["learner's devices", "update"] == 4 * 2 and count["pushes", "version 3"] >= 1
+    assert count["sampler's devices", "rollout"] >= 4
+    assert sum(n for (lane, _), n in count.items() if lane == "calls") >= 4 * 32, count
+
+    rows = record.read_metrics(whole.metrics)
+    steps = [row for row in rows if "time/step" in row]
+    updates = [seconds for lane, name, seconds in events if (lane, name) == ("phases", "updating")]
+    train, step = (sum(row[f"time/{part}"] for row in steps) for part in ("train", "step"))
+    assert train < sum(updates[-4:]) < step
+    elapsed = [row["time/elapsed"] for row in steps]
+    assert step < elapsed[-1] and elapsed == sorted(elapsed)
+    assert f"Goodput: {100 * step / elapsed[-1]:.1f} %" in whole.report.read_text()
 
 
 def test_a_replay_trains_on_the_recorded_rollouts(whole, runtime, tmp_path, monkeypatch):

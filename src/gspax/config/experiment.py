@@ -163,6 +163,7 @@ class Schedule:
     checkpoint_every: NonNegativeInt = 20  # steps between checkpoints; 0: only at the end
     keep_checkpoints: PositiveInt = 2
     record_rollouts: bool = False  # keep the tokens, log-probs and rewards of all steps, for `gspax replay-rollouts`
+    timeline: bool = False  # write trace.json: when the host, devices, servers and rewards did what, for Perfetto
     max_skipped: PositiveInt = 5  # skipped updates in a row before the run returns to a checkpoint (`Guard`)
 
 

@@ -61,6 +61,7 @@ RESUMABLE = (
     "schedule.keep_checkpoints",
     "schedule.max_skipped",
     "schedule.record_rollouts",
+    "schedule.timeline",
     "guard.*",
     "diagnostics",
     "diagnostics.*",

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspax import timeline
 from gspax.config import RewardPenalty, RowShape, Term
 from gspax.learner.objective import Scores, mix
 from gspax.learner.packing import Unit, number_samples, pack, separate, share_prompts
@@ -179,8 +180,9 @@ def score_minibatches(
 
     def compute(params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
         rows = batch.tokens_BT, batch.segment_BT, batch.mask_BT
-        scores = score(params, *rows, expert_BLTA, batch.prefix_BT, kept_BTK=batch.kept_BTK)
-        jax.block_until_ready(scores)  # dispatched ahead, they would leave no moment to stop between minibatches
+        with timeline.span(timeline.LEARNER, "log-probs"):
+            scores = score(params, *rows, expert_BLTA, batch.prefix_BT, kept_BTK=batch.kept_BTK)
+            jax.block_until_ready(scores)  # dispatched ahead, they would leave no moment to stop between minibatches
         interrupt.stop_point()
         return scores
 

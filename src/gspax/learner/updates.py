@@ -8,6 +8,7 @@ clipped, and their number depends on the task.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gspax import timeline
 from gspax.config import Calibration, Experiment, Regularizers, has_experts, row_shape, updates_per_step
 from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route, measure_nothing
@@ -154,8 +156,9 @@ def run_updates(
     updates: list[PyTree] = []  # their metrics
     for number in range(count):
         batch, on_policy = fill_old_logp(batches[number % len(batches)])
-        around = measure if number == count - 1 else measure_nothing
+        around, began = measure if number == count - 1 else measure_nothing, time.monotonic()
         state, metrics, computed, readings = around(steps.update, state, batch, on_policy)
+        timeline.watch(timeline.LEARNER, "update", began, metrics)
         if number == 0:
             scores.setdefault(0, computed)
             count_LE = computed.count_LE

@@ -47,6 +47,14 @@ from gspax.storage.paths import to_path
 REWARDS = PANELS[:2]  # shown first, above the long sections
 SHOWN_ROWS = 4  # completions that are not folded
 LONGEST = 300  # characters of a text printed after a run
+PARTS = {  # metrics of a step, and the part of it that each is the time of
+    "time/rollout": "sampling, or waiting for samples",
+    "time/reward": "waiting for rewards after sampling",
+    "time/refill": "sampling again in place of groups with equal rewards",
+    "time/record": "recording rollouts",
+    "time/old_logp": "log-probs before the updates",
+    "time/train": "advantages and updates",
+}
 SHORT = 80  # characters; a reference of this length or more is folded
 SHOWN_ERRORS = 20  # errors of rewards in the table
 TASK_COLUMNS = (
@@ -83,6 +91,7 @@ def write(workdir: Path) -> Path:
         ("Tasks", _tasks(run)),
         ("Held-out prompts, before and after", _completions(run)),
         ("Failed rewards", _failures(run)),
+        ("Time", _times(series)),
         ("Curves", _curves({name: series[name] for name in series if name not in rewards}, PANELS)),
         ("Warm start", _curves(read_series(run.warm_start.metrics), ())),
         ("Objective", _objective(run)),
@@ -169,6 +178,23 @@ def _headline(series: Series) -> str:
         )
     cells = "".join(f"<div class=tile><b>{html.escape(value)}</b><span>{label}</span></div>" for value, label in tiles)
     return f"{sentence}<div class=tiles>{cells}</div>"
+
+
+def _times(series: Series) -> str:
+    """Render where the time since the first start went: the parts of the steps that the run kept, and the rest."""
+    if "time/elapsed" not in series or "time/step" not in series:
+        return ""
+    seconds = {name: sum(filter(math.isfinite, series[name][1])) for name in series if name.startswith("time/")}
+    total, steps = series["time/elapsed"][1][-1], seconds["time/step"]
+    parts = {text: seconds[name] for name, text in PARTS.items() if name in seconds}
+    parts["other work of steps"] = steps - sum(parts.values())
+    parts["starts, compiling before steps, evaluations, checkpoints, interruptions, steps done again"] = total - steps
+    rows = [(text, f"{value:,.1f} s", f"{100 * value / total:.1f} %") for text, value in parts.items() if value > 0]
+    note = (
+        f"Goodput: {100 * steps / total:.1f} % of the time from the first start to the last step went into steps that "
+        "the run kept."
+    )
+    return render_note(note) + render_table(("part", "time", "share"), rows)
 
 
 def _completions(run: RunDir) -> str:

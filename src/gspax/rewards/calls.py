@@ -21,6 +21,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
+from gspax import timeline
 from gspax.config import Grading
 from gspax.config.functions import is_gspax, keywords, title_of, unwrap
 from gspax.config.protocols import BatchReward, Problem
@@ -105,6 +106,7 @@ def needs(find_missing: Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
 class _Call(Generic[T]):
     arguments: tuple[object, object]  # a subject and a text, or sequences of them if the function is batched
     futures: list[Future[T]]
+    function: str  # its name
     began: float | None = None  # start by time.monotonic; moved forward by the time spent waiting
     waits: float | None = None  # time since which the call has been waiting for other calls
 
@@ -118,6 +120,8 @@ class _Call(Generic[T]):
                     future.set_result(results[number])
         except InvalidStateError:
             return False
+        if self.began is not None:
+            timeline.add("calls", self.function, self.began, time.monotonic())
         return True
 
     def seconds(self) -> float:
@@ -177,7 +181,7 @@ class Calls(Generic[T]):
         self._batched = isinstance(function, Batched)
         self.function: UserFunction = function.function if isinstance(function, Batched) else function
         self._read, self._fail, self._deadline = read, fail, deadline
-        self._is_async = _is_async(self.function)
+        self._is_async, self._name = _is_async(self.function), title_of(inner_function(self.function))
         self.concurrency = grading.concurrency or _declared(self.function, COROUTINES if self._is_async else 1)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._pending: list[_Call[T]] = []
@@ -192,9 +196,9 @@ class Calls(Generic[T]):
     def submit(self, subjects: Sequence[object], texts: Sequence[str]) -> list[Future[T]]:
         """Start a call for each subject and text. Return futures, whose only exception is UserError."""
         if self._batched:
-            calls = [_Call[T]((subjects, texts), [Future() for _ in texts])] if texts else []
+            calls = [_Call[T]((subjects, texts), [Future() for _ in texts], self._name)] if texts else []
         else:
-            calls = [_Call[T](pair, [Future()]) for pair in zip(subjects, texts, strict=True)]
+            calls = [_Call[T](pair, [Future()], self._name) for pair in zip(subjects, texts, strict=True)]
         with self._lock:
             self._pending = [call for call in self._pending if not call.done] + calls
             if self._server is None:

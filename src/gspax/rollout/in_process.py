@@ -5,6 +5,7 @@ Axes: R places of groups, S positions of a prompt, B rows, P prompts of devices 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspax import timeline
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
@@ -56,12 +58,13 @@ class InProcess:
 
     def push(self, params: Params, version: int) -> Weights:
         """Make inference weights on the sampler's mesh."""
-        return Weights(self.sampler.push(params), version, {})
+        with timeline.span("pushes", f"version {version}"):
+            return Weights(self.sampler.push(params), version, {})
 
     def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
         """Sample with any weights that were pushed, older ones too. The result is there, its arrays may be to come."""
         ready, ids, key, options = request.ready, request.prompt_ids, request.key, request.options
-        sampled = Future[tuple[Rollout, Started]]()
+        sampled, began = Future[tuple[Rollout, Started]](), time.monotonic()
         if isinstance(request.interaction, AgentInteraction):
             return sample_agents(self, weights, request, request.interaction)
         if request.interaction is not None:
@@ -71,6 +74,7 @@ class InProcess:
             earlier = [ready[place].earlier if place in ready else () for place in range(len(ids))]
             rollout = sample(weights.params, prompts, ids, key, options, earlier=earlier, ended=request.ended)
             sampled.set_result((rollout, Started()))
+        timeline.watch(timeline.SAMPLER, "rollout", began, sampled.result()[0])
         return sampled
 
     def hold(self, key: Array, options: SampleOptions) -> Held:
@@ -128,8 +132,9 @@ class OnDevices:
     def _run(
         self, program: Callable[..., tuple[continuous_batching.State, Progress]], weights: Weights, *given: Replies
     ) -> None:
-        key, version = self.key, np.int32(weights.version)
+        key, version, began = self.key, np.int32(weights.version), time.monotonic()
         self.state, self.current = program(weights.params, self.state, *given, key, version, options=self.options)
+        timeline.watch(timeline.SAMPLER, "chunk", began, self.current)
 
     def take(self, row_B: np.ndarray) -> Rollout:
         """Gather the rows on the sampler's devices."""

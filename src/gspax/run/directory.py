@@ -58,6 +58,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"  # the same metrics
         self.tracker_id = path / "tracker_id"  # of the run for trackers (`run.trackers`), if it has any
+        self.timeline = path / "trace.json"  # what the host, devices and servers did when (`gspax.timeline`)
         self.samples = path / "samples"  # completions, JSON lines
         self.before = self.samples / "before.jsonl"  # of held-out prompts, before the first update
         self.after = self.samples / "after.jsonl"  # of the same prompts, by the newest policy
@@ -226,6 +227,14 @@ def read_attempts(run: RunDir) -> list[JsonObject] | None:
     except UserError:
         return None
     return attempts if isinstance(attempts, list) else None
+
+
+def first_start(run: RunDir) -> float:
+    """Return when a run was first started, in seconds since the epoch; now, if that is not recorded."""
+    try:
+        return datetime.datetime.fromisoformat(str((read_attempts(run) or [])[0]["started"])).timestamp()
+    except (IndexError, KeyError, TypeError, ValueError):
+        return time.time()
 
 
 def read_objective(run: RunDir) -> str:

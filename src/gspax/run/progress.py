@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from gspax import timeline
 from gspax.errors import printable
 from gspax.run import interrupt
 from gspax.run.compilation import Compilations, count_compilations
@@ -55,6 +56,8 @@ class _Phases:
 
     def end(self) -> None:
         now = time.monotonic()
+        if self.name:
+            timeline.add(timeline.PHASES, self.name, self.since, now)
         self.took[self.name] = now - self.since
         self.since, self.has_ended = now, True
 
@@ -71,6 +74,11 @@ def is_due(done: int, every: int, last: int) -> bool:
 def phase(name: str) -> None:
     """Note the phase that the run enters. Cheap: it prints nothing and waits for no device."""
     _phases.begin(name)
+
+
+def end_phase() -> None:
+    """Note that the current phase has ended."""
+    _phases.end()
 
 
 def say(message: str) -> None:
@@ -211,7 +219,7 @@ class Bar:
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show a finished step. Metrics that are not given keep their last value."""
-        _phases.end()
+        end_phase()
         text = self._clock.text(step, values)
         if self._live is not None:
             self._live.update(self._live.task_ids[0], completed=step, text=text)

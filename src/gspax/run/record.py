@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 
 import jax
 
+from gspax import timeline
 from gspax.errors import UserError, warn
 from gspax.parallel import multihost
 from gspax.run.directory import RunDir, step_of
 from gspax.run.folders import unused_name, write_atomically
-from gspax.run.growing import merge_parts, open_growing, read_growing
+from gspax.run.growing import File, Parts, merge_parts, open_growing, read_growing
 from gspax.run.trackers import ONLY_TENSORBOARD, Trackers
 from gspax.storage.files import open_storage
 from gspax.types import JsonObject
@@ -47,6 +48,7 @@ class Recorder:
         self._writes = jax.process_index() == 0
         self._events: EventFile | None = None
         self._failing: set[Path] = set()
+        self._timeline: File | Parts | None = None  # open
         self._kept: list[dict[str, float]] = []
         self._storage = open_storage(run.path)
         self._thread = None if self._storage.appends else ThreadPoolExecutor(1, "gspax_logs")
@@ -73,6 +75,8 @@ class Recorder:
             if self._thread is not None:
                 self._thread.shutdown()
             self._file.close()
+            if self._timeline is not None:
+                self._timeline.close()
             if self._events is not None:
                 self._events.close()
 
@@ -100,6 +104,19 @@ class Recorder:
         self._in_order(write)
         self._trackers.log(numbers, step)
 
+    def write_timeline(self, lines: str) -> None:
+        """Add events to the run's timeline, which is created with the first ones."""
+        if not (self._writes and lines):
+            return
+
+        def write() -> None:
+            with self._warned(self._run.timeline):
+                if self._timeline is None:
+                    self._timeline = _open_timeline(self._run.timeline)
+                self._timeline.write(lines.encode())
+
+        self._in_order(write)
+
     def measure_traffic(self) -> dict[str, float]:
         """Return this process's bucket requests since the last call, as metrics; {} for a local run."""
         before, self._traffic = self._traffic, self._storage.traffic()
@@ -115,6 +132,9 @@ class Recorder:
         def flush() -> None:
             with self._warned(self._run.metrics):
                 self._file.flush()
+            if self._timeline is not None:
+                with self._warned(self._run.timeline):
+                    self._timeline.flush()
             if self._events is not None:
                 with self._warned(self._run.tensorboard):
                     self._events.flush()
@@ -233,6 +253,13 @@ def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
     if numbers:
         lines = f"line {numbers[0]} is" if len(numbers) == 1 else f"{len(numbers)} lines, the first {numbers[0]}, are"
         warn(f"{path}: {lines} not JSON and skipped{more}")
+
+
+def _open_timeline(path: Path) -> File | Parts:
+    """Open the timeline of a run, after the last whole line that an earlier process wrote."""
+    content = read_growing(path).decode(errors="replace") if path.exists() else ""
+    merge_parts(path, content[: content.rfind("\n") + 1] or timeline.BEGIN)
+    return open_growing(path)
 
 
 def _open_events(folder: Path, first: int) -> EventFile | None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 
+from gspax import timeline
 from gspax.experiment import plan
 from gspax.experiment.description import describe
 from gspax.experiment.origin import Origin
@@ -46,6 +47,7 @@ def open_training(runtime: Runtime, origin: Origin, workdir: Path, report_to: Se
             enter_run(workdir, description, origin) as run,
             runtime.rewards,
             runtime.interaction.steps if runtime.interaction else contextlib.nullcontext(),
+            timeline.collecting() if experiment.schedule.timeline else contextlib.nullcontext(),
             count_compilations() as compiled,
             interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
             Checkpoints(run.checkpoints, keep=keep, mesh=runtime.mesh, note=run.newest) as checkpoints,

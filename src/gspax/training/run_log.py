@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from gspax import timeline
 from gspax.evaluation.benchmark import count_heldout
 from gspax.evaluation.checkpoint import evaluate
 from gspax.learner.updates import first_warnings
@@ -15,6 +17,7 @@ from gspax.rollout.completion import to_json
 from gspax.rollout.grading import FailedRewardsError
 from gspax.run import progress
 from gspax.run.checkpoints import take_traffic
+from gspax.run.directory import first_start
 from gspax.run.record import Recorder
 from gspax.training.open_training import Training
 from gspax.training.step import StepResult
@@ -29,11 +32,14 @@ class RunLog:
     recorder: Recorder
     bar: progress.Bar
     start: int
+    started: float  # seconds since the epoch, of the run's first start
 
     def write_step(self, done: int, result: StepResult, alarms: Mapping[str, float]) -> None:
         """Write the metrics and the failed completions of step `done`, and show it."""
         traffic = {**self.recorder.measure_traffic(), **take_traffic(self.training.checkpoints)}
-        self.recorder.write_metrics(done, {**result.metrics, **alarms, **traffic})
+        elapsed = {"time/elapsed": time.time() - self.started}
+        self.recorder.write_metrics(done, {**result.metrics, **alarms, **traffic, **elapsed})
+        self.recorder.write_timeline(timeline.take())
         if (failed := result.samples.failed()).completions:
             self.recorder.write_failures(done, failed.to_json())
         self.bar.update(done, result.metrics)
@@ -75,7 +81,11 @@ def open_log(training: Training, done: int) -> Iterator[RunLog]:
         Recorder(training.run, done, training.trackers) as recorder,
         progress.track(steps, done, experiment.name, took=longest_phases(recorder), compiled=compiled) as bar,
     ):
-        yield RunLog(training, recorder, bar, done)
+        try:
+            yield RunLog(training, recorder, bar, done, first_start(training.run))
+        finally:
+            progress.end_phase()
+            recorder.write_timeline(timeline.take())
 
 
 def longest_phases(recorder: Recorder) -> dict[str, float]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from gspax import timeline
 from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
 from gspax.rollout.aside import Aside
@@ -89,7 +90,8 @@ class Servers:
         for _ in range(ATTEMPTS):
             server, instance = self._take(group, ask.most, stop)
             try:
-                answer = server.sample(ask)
+                with timeline.span(server.address, "request"):
+                    answer = server.sample(ask)
                 with self._changed:
                     self.answered += 1
                 return Given(answer, server.address, instance, self.aside.addresses.index(server.address) + 1)

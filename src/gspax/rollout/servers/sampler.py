@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from gspax import timeline
 from gspax.config import Engine, Evaluation, ModelConfig, Sampling, has_experts, sampling_mask_size
 from gspax.errors import FailureError
 from gspax.http_client import RefusedError, UnreachableError
@@ -234,6 +235,7 @@ class ServerSampler:
         if before is not None and before.leaf is leaf and before.weights.version == version:
             return before.weights
         multihost.all_or_raise(lambda: weights.require_folder(Path(self._settings.folder)))
+        pushing = time.monotonic()
         written = self._writer.write(version, params)
         if before is None:
             length = min(probe.LONGEST, self._sampling.max_prompt_tokens + self._sampling.max_tokens)
@@ -253,6 +255,7 @@ class ServerSampler:
         probe.require_equal(sampled, limit, "tokens that it sampled")
         self._first = max(scored, sampled) if self._first is None else self._first
         weights.remove_others(written.path)
+        timeline.add("pushes", f"version {version}", pushing, time.monotonic())
         metrics = {
             "engine/push_bytes": float(written.bytes),
             "engine/write_seconds": written.seconds,
