@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import timeline
 from gspax.config import RewardPenalty, RowShape, Term
 from gspax.learner.objective import Scores, mix
 from gspax.learner.packing import Unit, number_samples, pack, separate, share_prompts
@@ -24,7 +23,7 @@ from gspax.learner.train_step import Score
 from gspax.losses.selection import Minibatch
 from gspax.losses.shaping import filter_overlong
 from gspax.model.passes import Passes
-from gspax.parallel import multihost
+from gspax.parallel import multihost, timeline
 from gspax.parallel.sharding import named_sharding
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, PyTree, Rollout, known

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspax import timeline
 from gspax.config import Calibration, Experiment, Regularizers, has_experts, row_shape, updates_per_step
 from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route, measure_nothing
@@ -40,7 +39,7 @@ from gspax.losses import Terms
 from gspax.losses.calibration import next_range, range_warnings
 from gspax.losses.traits import traits_of
 from gspax.model.passes import Passes
-from gspax.parallel import multihost
+from gspax.parallel import multihost, timeline
 from gspax.parallel.sharding import batch_shards
 from gspax.types import Adapted, Array, Batch, Params, PyTree, TrainState
 

@@ -21,11 +21,11 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
-from gspax import timeline
 from gspax.config import Grading
 from gspax.config.functions import is_gspax, keywords, title_of, unwrap
 from gspax.config.protocols import BatchReward, Problem
 from gspax.errors import UserError, describe_error, shorten
+from gspax.parallel import timeline
 
 UserFunction = Callable[..., Any]
 T = TypeVar("T")

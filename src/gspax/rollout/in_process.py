@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import timeline
-from gspax.parallel import multihost
+from gspax.parallel import multihost, timeline
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents

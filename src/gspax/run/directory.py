@@ -58,7 +58,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"  # the same metrics
         self.tracker_id = path / "tracker_id"  # of the run for trackers (`run.trackers`), if it has any
-        self.timeline = path / "trace.json"  # what the host, devices and servers did when (`gspax.timeline`)
+        self.timeline = path / "trace.json"  # what the host, devices and servers did when (`gspax.parallel.timeline`)
         self.samples = path / "samples"  # completions, JSON lines
         self.before = self.samples / "before.jsonl"  # of held-out prompts, before the first update
         self.after = self.samples / "after.jsonl"  # of the same prompts, by the newest policy

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from gspax import timeline
 from gspax.errors import printable
+from gspax.parallel import timeline
 from gspax.run import interrupt
 from gspax.run.compilation import Compilations, count_compilations
 

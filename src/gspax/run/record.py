@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 
 import jax
 
-from gspax import timeline
 from gspax.errors import UserError, warn
-from gspax.parallel import multihost
+from gspax.parallel import multihost, timeline
 from gspax.run.directory import RunDir, step_of
 from gspax.run.folders import unused_name, write_atomically
 from gspax.run.growing import File, Parts, merge_parts, open_growing, read_growing
@@ -48,7 +47,7 @@ class Recorder:
         self._writes = jax.process_index() == 0
         self._events: EventFile | None = None
         self._failing: set[Path] = set()
-        self._timeline: File | Parts | None = None  # open
+        self._files = dict[Path, File | Parts]()  # of metrics, and of the timeline if there is one
         self._kept: list[dict[str, float]] = []
         self._storage = open_storage(run.path)
         self._thread = None if self._storage.appends else ThreadPoolExecutor(1, "gspax_logs")
@@ -59,7 +58,7 @@ class Recorder:
         run.samples.mkdir(parents=True, exist_ok=True)
         first = resume_step + 1 if resume_step else 0
         self._kept = _drop_from(run, first)
-        self._file = open_growing(run.metrics)
+        self._files[run.metrics] = open_growing(run.metrics)
         if "tensorboard" in trackers.names:
             self._events = _open_events(run.tensorboard, first)
 
@@ -74,9 +73,8 @@ class Recorder:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            self._file.close()
-            if self._timeline is not None:
-                self._timeline.close()
+            for file in self._files.values():
+                file.close()
             if self._events is not None:
                 self._events.close()
 
@@ -96,7 +94,7 @@ class Recorder:
 
         def write() -> None:
             with self._warned(self._run.metrics):
-                self._file.write(to_line({"step": step, **numbers}).encode())
+                self._files[self._run.metrics].write(to_line({"step": step, **numbers}).encode())
             if self._events is not None:
                 with self._warned(self._run.tensorboard):
                     self._events.log(numbers, step)
@@ -106,16 +104,15 @@ class Recorder:
 
     def write_timeline(self, lines: str) -> None:
         """Add events to the run's timeline, which is created with the first ones."""
-        if not (self._writes and lines):
-            return
 
         def write() -> None:
-            with self._warned(self._run.timeline):
-                if self._timeline is None:
-                    self._timeline = _open_timeline(self._run.timeline)
-                self._timeline.write(lines.encode())
+            with self._warned(path := self._run.timeline):
+                if path not in self._files:
+                    self._files[path] = _open_timeline(path)
+                self._files[path].write(lines.encode())
 
-        self._in_order(write)
+        if self._writes and lines:
+            self._in_order(write)
 
     def measure_traffic(self) -> dict[str, float]:
         """Return this process's bucket requests since the last call, as metrics; {} for a local run."""
@@ -123,18 +120,12 @@ class Recorder:
         return {} if self._traffic is None or before is None else self._traffic.since(before, "bucket/")
 
     def flush(self) -> Callable[[], object]:
-        """Write buffered metrics, for a save: a run that is killed has the metrics up to its checkpoint.
-
-        Returns:
-          A function that waits until it is written.
-        """
+        """Write what is buffered, for a save, and return a function that waits until it is written."""
 
         def flush() -> None:
-            with self._warned(self._run.metrics):
-                self._file.flush()
-            if self._timeline is not None:
-                with self._warned(self._run.timeline):
-                    self._timeline.flush()
+            for path, file in self._files.items():
+                with self._warned(path):
+                    file.flush()
             if self._events is not None:
                 with self._warned(self._run.tensorboard):
                     self._events.flush()

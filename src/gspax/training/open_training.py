@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import jax
 
-from gspax import timeline
 from gspax.experiment import plan
 from gspax.experiment.description import describe
 from gspax.experiment.origin import Origin
+from gspax.parallel import timeline
 from gspax.report import run_page
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gspax import timeline
 from gspax.evaluation.benchmark import count_heldout
 from gspax.evaluation.checkpoint import evaluate
 from gspax.learner.updates import first_warnings
 from gspax.model.passes import Passes
-from gspax.parallel import multihost
+from gspax.parallel import multihost, timeline
 from gspax.rollout.completion import to_json
 from gspax.rollout.grading import FailedRewardsError
 from gspax.run import progress

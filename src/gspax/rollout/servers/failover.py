@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gspax import timeline
 from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
+from gspax.parallel import timeline
 from gspax.rollout.aside import Aside
 from gspax.rollout.servers.server import Answer, Ask, Server, WrongLogpError
 from gspax.rollout.servers.weights import Written

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from gspax import timeline
 from gspax.config import Engine, Evaluation, ModelConfig, Sampling, has_experts, sampling_mask_size
 from gspax.errors import FailureError
 from gspax.http_client import RefusedError, UnreachableError
 from gspax.learner.forward import StepSettings
 from gspax.learner.train_step import make_score
-from gspax.parallel import multihost, watchdog
+from gspax.parallel import multihost, timeline, watchdog
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents
 from gspax.rollout.contract import Held, Request, Weights
@@ -235,7 +234,6 @@ class ServerSampler:
         if before is not None and before.leaf is leaf and before.weights.version == version:
             return before.weights
         multihost.all_or_raise(lambda: weights.require_folder(Path(self._settings.folder)))
-        pushing = time.monotonic()
         written = self._writer.write(version, params)
         if before is None:
             length = min(probe.LONGEST, self._sampling.max_prompt_tokens + self._sampling.max_tokens)
@@ -246,16 +244,15 @@ class ServerSampler:
         limit = probe.tolerance(self._model, self._settings.tolerance, self._first)
         self._pushed = pushed = Pushed(leaf, written, probes, learner, limit, Weights(None, version, {}))
         self.servers.pushes += 1
-        begun = time.monotonic()
-        probed = self._on_primary(self._install_everywhere)
+        begun, probed = time.monotonic(), self._on_primary(self._install_everywhere)
         seconds = time.monotonic() - begun
+        timeline.add("pushes", f"version {version}", begun - written.seconds, begun + seconds)
         scored = float(np.max([probe.largest_difference(learner, scores) for scores, _ in probed]))
         compare = partial(probe.sampled_difference, self._scaled, params, self.mesh, probes, size=self._mask_size)
         sampled = float(np.max([compare(answers, vocab_size=self._model.vocab_size) for _, answers in probed]))
         probe.require_equal(sampled, limit, "tokens that it sampled")
         self._first = max(scored, sampled) if self._first is None else self._first
         weights.remove_others(written.path)
-        timeline.add("pushes", f"version {version}", pushing, time.monotonic())
         metrics = {
             "engine/push_bytes": float(written.bytes),
             "engine/write_seconds": written.seconds,

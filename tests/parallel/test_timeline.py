@@ -7,8 +7,8 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from gspax import timeline
 from gspax.config import Sampling
+from gspax.parallel import timeline
 from gspax.rollout.servers.failover import Servers
 from gspax.rollout.servers.server import Answer, Ask
 
