@@ -8,6 +8,8 @@ from pathlib import Path
 import optax
 import pytest
 import stub_experiment
+from averages import Averages
+from tethers import Tether
 
 from gspax import data, losses
 from gspax.config import Evaluation, Lora, Reference, Task, Teacher, optimizers
@@ -142,6 +144,11 @@ def test_dotted_names_replace_a_function_and_later_overrides_apply_to_it():
     assert override(EXPERIMENT, ["data=stub_experiment.experiment.data"]).data is stub_experiment.experiment.data
 
 
+def test_the_name_of_a_class_is_one_with_its_defaults():
+    new = override(EXPERIMENT, ["terms=tethers.Tether", "terms.0.slack=0.5", "model.mixer=averages.Averages"])
+    assert new.terms == (Tether(slack=0.5),) and new.model.mixer == Averages()
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
@@ -180,6 +187,10 @@ def test_dotted_names_replace_a_function_and_later_overrides_apply_to_it():
         (
             "model=gspax.losses.gspo",
             "model: wanted the dotted name of a ModelConfig (it names gspax.losses.gspo), got 'gspax.losses.gspo'",
+        ),
+        (
+            "terms=stub_experiment.experiment",
+            "terms: wanted the dotted name of a Term (it is of type Experiment), got 'stub_experiment.experiment'",
         ),
         (
             "loss=no_such_package.gspo",

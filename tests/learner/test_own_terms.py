@@ -4,18 +4,28 @@ import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tethers
+import tiny
 from small_experiment import experiment, objective_of
 from test_objective import BATCH, CONSTANTS, LOGP, MASK, OUTPUTS
+from test_packing import ALONE, assert_close
 from tethers import Tether
 
 from gspax import advantages, config, losses
+from gspax.config.term import Comparison
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.experiment.overrides import override
 from gspax.experiment.validation import validate
+from gspax.learner import train_step
+from gspax.learner.forward import StepSettings
+from gspax.learner.state import new_state
+from gspax.model import transformer
 from gspax.model.passes import Passes
 from gspax.model.sizes import parameter_count, resident_bytes
 from gspax.model.terms import MAKERS
@@ -112,6 +122,53 @@ def test_a_term_of_ones_own_is_added_to_the_loss():
     mean_B = square_BT.sum(1)[rows] / MASK.sum(1)[rows]
     np.testing.assert_allclose(value - plain, 0.5 * mean_B.mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["tether"], square_BT.sum() / MASK.sum(), rtol=1e-5)
+
+
+def log_z(logits_CV, same_CV, token_C, kept_CS):
+    """The log-normalizer of each token, by the one and the other argument."""
+    return jax.nn.logsumexp((logits_CV + same_CV) / 2, axis=-1)
+
+
+MODEL = tiny.first_layers(tiny.CONFIGS["dense"], 1)
+
+
+class ZLoss(config.Term):
+    """The squared log-normalizer of the policy's own logits."""
+
+    comparison = Comparison(log_z)
+
+    def penalties(self, outputs, batch, constants, aggregate):
+        yield 1.0, losses.Terms(*aggregate(outputs.compared**2, batch.mask_BT), {})
+
+
+def test_a_term_of_the_policys_own_logits_needs_no_other_model(monkeypatch):
+    """In chunks of 7 tokens; the gradient of the loss is 0 because all advantages are."""
+    monkeypatch.setattr("gspax.learner.forward.logit_chunk", lambda config, mesh, tokens: 7)
+    variant = replace(experiment, terms=(ZLoss(),))
+    assert validate(variant, 1) == []
+    shape = {"temperature": 0.5, "microbatch_rows": 2, "packed": False}
+    settings = StepSettings(config=MODEL, mesh=ALONE, comparison=Passes(variant).comparison, **shape)
+    tokens, mask = np.arange(18).reshape(2, 9) % MODEL.vocab_size, np.arange(9) > np.array([[3], [5]])
+    one, nought = jnp.ones((2, 9), jnp.int32), jnp.zeros((2, 9))
+    batch = Batch(
+        tokens_BT=jnp.asarray(tokens),
+        segment_BT=one,
+        mask_BT=jnp.asarray(mask),
+        old_logp_BT=nought,
+        advantage=nought[:, 0],
+        sampler_logp_BT=nought,
+    )
+
+    def whole(params):
+        hidden, _ = transformer.apply(params, MODEL, batch.tokens_BT, one, mesh=ALONE)
+        z = jax.nn.logsumexp(transformer.logits(params, hidden) / 0.5, axis=-1)
+        return (jnp.where(mask, jnp.roll(z, 1, axis=1) ** 2, 0).sum(1) / mask.sum(1)).mean()
+
+    state = new_state(tiny.params(MODEL), optax.sgd(1.0), jax.random.key(1))
+    grads, terms, _ = jax.jit(train_step.make_gradient(settings, objective_of(variant)))(state, batch, True)
+    value, wanted = jax.jit(jax.value_and_grad(whole))(state.params)
+    np.testing.assert_allclose(losses.reduce(terms)[0], value, rtol=1e-5)
+    assert_close(grads, wanted)
 
 
 def test_the_page_shows_the_file():

@@ -23,11 +23,14 @@ Compare = Callable[["Array", "Array", "Array", "Array | None"], Any]
 
 
 class Comparison(NamedTuple):
-    """What an update computes of the policy's logits and another model's."""
+    """What an update computes of the policy's logits and another model's.
+
+    Without `hidden` and `kept` there is no other model: `function` gets the policy's logits twice.
+    """
 
     function: Compare
-    hidden: Callable[[Batch], tuple[Array, Array | None]]  # its last hidden states; of several models, each token's
-    kept: Callable[[TrainState], Any]  # its parameters, if the training state holds them
+    hidden: Callable[[Batch], tuple[Array, Array | None]] | None = None  # the other's last; of several, each token's
+    kept: Callable[[TrainState], Any] | None = None  # its parameters, if the training state holds them
     models: tuple[ModelConfig, ...] = ()  # the other models; none: the policy's own, with other parameters
 
 
@@ -116,7 +119,7 @@ class Term:
 
     @property
     def comparison(self) -> Comparison | None:
-        """What an update computes of a chunk's logits and of those of another model; None without such a model."""
+        """What an update computes of a chunk's logits, and of another model's if there is one; None: nothing."""
         return None
 
     @property

@@ -385,14 +385,15 @@ def _named(text: str, hint: Hint) -> object:
     if not _DOTTED.fullmatch(text):
         raise ValueError(wanted + (_example(text, hint) if is_callable else ""))
     value = lookup(text)
-    if isinstance(value, type) and value is hint and dataclasses.is_dataclass(hint):
+    if is_class and isinstance(value, type) and issubclass(value, hint) and dataclasses.is_dataclass(value):
         try:
             value = value()
         except TypeError:
-            raise ValueError(f"a {hint.__name__} made in a file (it has fields without defaults)") from None
+            raise ValueError(f"a {value.__name__} made in a file (it has fields without defaults)") from None
     fits = isinstance(value, hint) if is_class else callable(value) or not is_callable
     if not fits or inspect.ismodule(value):
-        raise ValueError(f"{wanted} (it names {'a module' if inspect.ismodule(value) else _kind(value)})")
+        got = "names a module" if inspect.ismodule(value) else f"names {_kind(value)}".replace("names of", "is of")
+        raise ValueError(f"{wanted} (it {got})")
     return value
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -228,14 +228,14 @@ def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, upd
 
 def _kept_head(settings: StepSettings, state: TrainState) -> tuple[Params, ...]:
     """Return the head of another model that the state holds, if updates compare its logits."""
-    return () if settings.comparison is None else (head_params(settings.comparison.kept(state)),)
+    kept = None if settings.comparison is None else settings.comparison.kept
+    return () if kept is None else (head_params(kept(state)),)
 
 
 def _others(settings: StepSettings, part: Batch, constants: UpdateConstants) -> OtherRows:
     """Return the heads and hidden states of the other models whose logits are compared."""
-    if settings.comparison is None:
-        return NO_OTHERS
-    return OtherRows(constants.other_heads, *settings.comparison.hidden(part))
+    hidden = None if settings.comparison is None else settings.comparison.hidden
+    return NO_OTHERS if hidden is None else OtherRows(constants.other_heads, *hidden(part))
 
 
 def make_score(
@@ -255,7 +255,7 @@ def make_score(
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
     It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
-    alone = None if measure is None else Comparison(measure, _no_other, _no_other)
+    alone = None if measure is None else Comparison(measure)
     settings = replace(settings, comparison=alone)
 
     @partial(jax.jit, compiler_options=unstable.light_compilation(settings.mesh))
@@ -286,10 +286,6 @@ def make_score(
         return run_microbatches(of_microbatch, arrays, settings.microbatch_rows, count_held(settings, segment_BT))[1]
 
     return score
-
-
-def _no_other(_: object) -> NoReturn:
-    raise ValueError("wanted another model's rows, but the policy's logits are measured alone")
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:
