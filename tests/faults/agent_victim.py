@@ -1,0 +1,39 @@
+"""The experiment of `victim.py` with an agent, which asks three times: its second request begins another sequence."""
+
+import json
+import urllib.request
+from dataclasses import replace
+
+import victim
+from moments import reached
+
+from gspax.config import Turns
+from gspax.data import CharChat
+from gspax.rewards.environments import Agent
+
+
+def ask(endpoint, *texts):
+    """Answer a conversation, as the policy goes on with it."""
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    body = json.dumps({"model": endpoint.model, "messages": messages, "max_tokens": 4}).encode()
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+
+def solve(problem, endpoint):
+    """Let the policy sort two digits first, then go on with its first answer."""
+    first = ask(endpoint, problem.prompt)
+    reached("request")
+    part = ask(endpoint, problem.prompt[:2] + "=")
+    return ask(endpoint, problem.prompt, first, part[:1] + "=")
+
+
+experiment = replace(
+    victim.experiment,
+    tokenizer=CharChat("0123456789="),
+    environment=Agent(run=solve),
+    turns=Turns(limit=3),
+    sampling=replace(victim.experiment.sampling, max_prompt_tokens=16, max_tokens=24),
+)
