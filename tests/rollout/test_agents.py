@@ -34,8 +34,7 @@ from gspax.rollout.agents.sequences import with_sequences
 from gspax.rollout.runtime import make_runtime
 from gspax.run.record import read_rows
 from gspax.training import loop
-from gspax.training.in_flight import InFlight, next_rollout
-from gspax.training.step import grade
+from gspax.training.in_flight import InFlight, grade, next_rollout
 from gspax.types import Rollout
 
 # --- conversations, without HTTP -------------------------------------------------------------------------------------

@@ -25,8 +25,7 @@ from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
-from gspax.training.in_flight import InFlight, next_rollout, start_rollout
-from gspax.training.step import grade
+from gspax.training.in_flight import InFlight, grade, next_rollout, start_rollout
 from gspax.types import Rollout
 
 pytestmark = pytest.mark.usefixtures("unevaluated")

@@ -16,8 +16,8 @@ from gspax.learner.state import init_state
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
 from gspax.rollout.runtime import make_runtime
-from gspax.training.in_flight import InFlight, next_rollout
-from gspax.training.step import assign_advantages, grade, prepare_minibatches
+from gspax.training.in_flight import InFlight, grade, next_rollout
+from gspax.training.step import assign_advantages, prepare_minibatches
 
 
 def remainder(problem, completion):

@@ -1,4 +1,4 @@
-"""Rollouts in flight: sampled on the sampler's mesh while the learner updates, and fetched to the learner's mesh.
+"""Rollouts in flight: sampled on the sampler's mesh while the learner updates, fetched to the learner's, and graded.
 
 Partial rollouts train on groups that have finished while the sampler goes on with others (`rollout.group_pool`).
 
@@ -10,7 +10,7 @@ uninterrupted one did.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,16 +20,17 @@ import numpy as np
 
 from gspax.config import Engine, Placement, sampling_mask_size
 from gspax.data.problem import Problem
+from gspax.learner.metrics import Clock
 from gspax.model.passes import Passes
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.contract import Request, Weights
-from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.episodes import Ready, answer, set_finished
-from gspax.rollout.grading import Started, start_rewards
+from gspax.rollout.grading import Started, check_batch, reward_completions, start_rewards
 from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new_pool, next_problems, take
 from gspax.rollout.problems import Skipped, list_problems, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
@@ -37,7 +38,7 @@ from gspax.run import interrupt, progress
 from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, make_options
-from gspax.types import Array, Rollout, Stream, TrainState
+from gspax.types import Array, JsonObject, Rollout, Stream, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +57,95 @@ class SampledBatch:
 
 @dataclass
 class InFlight:
-    """The rollouts that one step leaves for the next, and the problems that were skipped so far."""
+    """Samples and grades the rollouts of a run (`rollouts.Rollouts`), with those that one step leaves for the next."""
 
     skipped: Skipped = field(default_factory=Skipped)
     batches: deque[SampledBatch] = field(default_factory=deque)  # that the sampler works on, the next one first
     pool: Pool | None = None  # instead, for partial rollouts; None before the first step and after a restore
     earlier: EarlierTexts = field(default_factory=EarlierTexts)  # of the problems, which drafts come from
-    record: Callable[[int, GradedBatch], None] | None = None  # keeps what a step trains on
-    recorded: Callable[[int], GradedBatch] | None = None  # reads it again, of a step that samples nothing then
+
+    @property
+    def samples(self) -> bool:
+        """Return True."""
+        return True
+
+    def begin(self, skipped: Skipped, entries: JsonObject) -> None:
+        """Begin with nothing in flight, and with the texts that the checkpoint has."""
+        self.skipped, self.batches, self.pool, self.earlier = skipped, deque(), None, EarlierTexts()
+        self.earlier.load(entries)
+
+    def take(self, runtime: Runtime, state: TrainState, clock: Clock) -> GradedBatch:
+        """Sample the rollout of a step, unless it was sampled ahead, and grade it."""
+        progress.phase("sampling")  # a group of completions for each prompt, now or ahead of this step
+        batch = next_rollout(runtime, state, self)
+        clock.lap("rollout")
+        return grade_and_refill(runtime, state, self, batch, clock)
+
+    def take_again(self, runtime: Runtime, state: TrainState, wrong: Mapping[int, str], clock: Clock) -> GradedBatch:
+        """Set the sources aside that sampled wrongly, and sample again without them."""
+        runtime.sampler.aside.add(wrong)
+        return grade_and_refill(runtime, state, self, sample_again(runtime, state, self), clock)
+
+    def after_updates(self, runtime: Runtime, graded: GradedBatch) -> None:
+        """Keep the completions, which the problems' next samples may draft from."""
+        self.earlier.keep(graded.rollout, runtime.experiment.sampling.group)
+
+    def entries(self) -> dict[str, str]:
+        """Return the completions of the problems so far."""
+        return self.earlier.dump()
+
+
+def grade_and_refill(
+    runtime: Runtime, state: TrainState, in_flight: InFlight, batch: SampledBatch, clock: Clock
+) -> GradedBatch:
+    """Compute the rewards of a rollout, and replace its groups of equal rewards if the experiment says so."""
+    progress.phase("grading")  # rewards on the host, many of which started while other samples were unfinished
+    graded = grade(runtime, batch)
+    clock.lap("reward")
+
+    if runtime.experiment.sampling.max_refills:
+        progress.phase("sampling again")  # groups of equal rewards would add nothing to the gradient
+        graded = replace_constant_groups(runtime, state, graded, in_flight)
+        clock.lap("refill")
+    return graded
+
+
+def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
+    """Compute the rewards of a rollout that has arrived. FailedRewardsError if too many of them have failed."""
+    assert batch.rollout is not None and batch.sampled is not None, "see `receive`"
+    completions = reward_completions(
+        batch.problems,
+        batch.sampled,
+        tokenizer=runtime.experiment.tokenizer,
+        calls=runtime.rewards,
+        started=batch.started,
+    )
+    check_batch(completions, runtime.rewards)
+    skipped = batch.taken - len(batch.problems)
+    return GradedBatch(
+        batch.policy, batch.taken, batch.rollout, completions, batch.problems, skipped, metrics=batch.metrics
+    )
+
+
+def replace_constant_groups(
+    runtime: Runtime, state: TrainState, batch: GradedBatch, in_flight: InFlight
+) -> GradedBatch:
+    """Sample more prompts in place of the groups whose rewards are all equal (`rollout.dynamic_sampling`)."""
+    experiment, first = runtime.experiment, int(multihost.to_host(state.position))
+
+    def sample(taken: int) -> GradedBatch:
+        weights = runtime.sampler.push(state.params, count_rollouts(runtime, state))
+        pending = start_rollout(runtime, weights, state, first + taken, in_flight)
+        return grade(runtime, receive(runtime, pending))
+
+    return refill(
+        batch,
+        sample,
+        experiment.sampling,
+        runtime.mesh,
+        without_overlong=experiment.filter_overlong,
+        by_turn=experiment.turns.credit == "turn",
+    )
 
 
 def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:

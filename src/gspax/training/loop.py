@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -36,7 +35,8 @@ from gspax.run.directory import RunDir
 from gspax.training.in_flight import InFlight
 from gspax.training.open_terms import open_same_terms
 from gspax.training.open_training import Training, open_training
-from gspax.training.recorded_rollouts import write_rollout
+from gspax.training.recorded_rollouts import Recording
+from gspax.training.rollouts import Rollouts
 from gspax.training.run_guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.run_log import open_log
 from gspax.training.step import run_step
@@ -61,9 +61,10 @@ def train(
     origin, runtime = find_origin(experiment, file), make_runtime(experiment)
     check_calls(experiment, multihost.warn_from_primary)
     with open_training(runtime, origin, workdir, report_to) as training:
+        rollouts = Recording(run=training.run) if experiment.schedule.record_rollouts else InFlight()
         while True:
             try:
-                train_from_newest(training)
+                train_from_newest(training, rollouts)
                 break
             except DivergedError as problem:
                 if problem.final:
@@ -71,8 +72,8 @@ def train(
                 go_back(training.run, training.checkpoints, problem, experiment.guard)
 
 
-def train_from_newest(training: Training) -> None:
-    """Restore the newest checkpoint, or start, and run the steps that are left.
+def train_from_newest(training: Training, rollouts: Rollouts) -> None:
+    """Restore the newest checkpoint, or start, and train on the rollouts of the steps that are left.
 
     Raises:
       DivergedError: updates went wrong; their results are not saved.
@@ -80,37 +81,38 @@ def train_from_newest(training: Training) -> None:
     """
     runtime, run, checkpoints = training.runtime, training.run, training.checkpoints
     experiment, schedule = runtime.experiment, runtime.experiment.schedule
-    in_flight = InFlight(Skipped(experiment.sampling.max_failed), recorded=training.recorded)
-    if schedule.record_rollouts:
-        in_flight.record = partial(write_rollout, run)
-    in_flight.skipped.load(run.skipped)
-    state = restore_or_start(runtime, run, checkpoints, in_flight.skipped)
+    skipped = Skipped(experiment.sampling.max_failed)
+    skipped.load(run.skipped)
+    state = restore_or_start(runtime, run, checkpoints, skipped)
     started = done = count_rollouts(runtime, state)
     state = skip_problems(run, state, done)
     extra = read_extra(checkpoints, done) if done else {}
     guard = RunGuard(experiment, run, runtime.mesh, Watch(**extra.get("watch", {})))
-    in_flight.earlier.load(extra)
+    rollouts.begin(skipped, extra)
     terms, identity = open_same_terms(runtime, extra, done)
 
     def save(is_last: bool) -> None:
-        watch, earlier = asdict(guard.watch), in_flight.earlier.dump()
-        extra = {"experiment": describe(experiment), "watch": watch, **identity, **earlier}
+        watch, entries = asdict(guard.watch), rollouts.entries()
+        extra = {"experiment": describe(experiment), "watch": watch, **identity, **entries}
         save_state(checkpoints, log.recorder, done, state, extra, is_last=is_last)
 
     def is_due(every: int) -> bool:
         return progress.is_due(done, every, schedule.steps)
 
+    def evaluate() -> None:
+        if rollouts.samples and not log.recorder.has(done, "eval/reward"):  # which a resumed run may have
+            log.write_evaluation(done, state)
+
     with (
         open_log(training, done) as log,
         interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started and guard.is_sound else None),
     ):
-        due = training.recorded is None and (done == 0 or is_due(schedule.eval_every))
-        if due and not log.recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
-            log.write_evaluation(done, state)
+        if done == 0 or is_due(schedule.eval_every):
+            evaluate()
         first = load_first(run, state, runtime.policy) if Passes(experiment).first_policy else None
         while done < schedule.steps:
             with log.keep_failures(done + 1):
-                result = run_step(runtime, state, first, in_flight, terms)
+                result = run_step(runtime, state, first, rollouts, terms)
             state, done = result.state, done + 1
             alarms, problem = guard.after_step(done, result)
             log.write_step(done, result, alarms)
@@ -119,8 +121,7 @@ def train_from_newest(training: Training) -> None:
             if is_due(schedule.eval_every):
                 log.recorder.write_samples(done, result.samples.to_json())
                 interrupt.stop_point()  # else a signal during the updates would wait for completions of the evaluation
-                if training.recorded is None:
-                    log.write_evaluation(done, state)
+                evaluate()
             is_last = done == schedule.steps
             if is_due(schedule.checkpoint_every) and (guard.is_sound or is_last):
                 progress.phase("saving a checkpoint")

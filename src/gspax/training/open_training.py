@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ from gspax.experiment.description import describe
 from gspax.experiment.origin import Origin
 from gspax.parallel import timeline
 from gspax.report import run_page
-from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
@@ -33,8 +32,6 @@ class Training(NamedTuple):
     checkpoints: Checkpoints
     trackers: Trackers
     compiled: Compilations
-    # Reads the rollout of a step. Nothing is sampled then, for evaluations neither.
-    recorded: Callable[[int], GradedBatch] | None = None
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ parameters that sampled them are not recorded, and neither are the problems.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,73 @@ import numpy as np
 
 from gspax.errors import UserError
 from gspax.experiment.description import describe, difference
+from gspax.learner.metrics import Clock
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.completion import Completion, GradedTurns, Texts, gather_texts
 from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run.arrays import read_arrays, write_arrays
 from gspax.run.directory import RunDir, read_description
-from gspax.types import Rollout
+from gspax.training.in_flight import InFlight
+from gspax.types import JsonObject, Rollout, TrainState
 
 ABOUT = "about"  # the entry of a file that has JSON, as bytes
 ON_HOST = ("prompt_length_B", "length_B", "finished_B", "reply_B", "passes_B")  # as `sampler.lengths_to_host`
 # What the rows of a rollout depend on: a replay with another value would read them wrongly
 SAME = ("tokenizer", "tokenizer.*", "model.vocab_size", "environment", "environment.*", "sampling.*")
+
+
+@dataclass
+class Recording(InFlight):
+    """Samples and grades the rollouts of a run, and records them in its directory before they are trained on."""
+
+    run: RunDir = field(kw_only=True)
+
+    def take(self, runtime: Runtime, state: TrainState, clock: Clock) -> GradedBatch:
+        """Record the rollout that was sampled."""
+        return self._record(runtime, state, super().take(runtime, state, clock), clock)
+
+    def take_again(self, runtime: Runtime, state: TrainState, wrong: Mapping[int, str], clock: Clock) -> GradedBatch:
+        """Record the rollout that was sampled, in place of the one before."""
+        return self._record(runtime, state, super().take_again(runtime, state, wrong, clock), clock)
+
+    def _record(self, runtime: Runtime, state: TrainState, graded: GradedBatch, clock: Clock) -> GradedBatch:
+        write_rollout(self.run, count_rollouts(runtime, state) + 1, graded)
+        clock.lap("record")
+        return graded
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Reads the rollouts that a run has recorded (`rollouts.Rollouts`). Nothing is sampled, graded, or judged."""
+
+    run: RunDir
+
+    @property
+    def samples(self) -> bool:
+        """Return False."""
+        return False
+
+    def begin(self, skipped: Skipped, entries: JsonObject) -> None:
+        """Begin at any checkpoint."""
+
+    def take(self, runtime: Runtime, state: TrainState, clock: Clock) -> GradedBatch:
+        """Read the rollout of a step."""
+        group, step = runtime.experiment.sampling.group, count_rollouts(runtime, state) + 1
+        return read_rollout(self.run, step, group, mesh=runtime.mesh)
+
+    def take_again(self, runtime: Runtime, state: TrainState, wrong: Mapping[int, str], clock: Clock) -> None:
+        """Return None: the run trained on it."""
+
+    def after_updates(self, runtime: Runtime, graded: GradedBatch) -> None:
+        """Keep nothing."""
+
+    def entries(self) -> dict[str, str]:
+        """Return {}."""
+        return {}
 
 
 def rollout_file(run: RunDir, step: int) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from gspax.errors import UserError
@@ -29,7 +28,7 @@ from gspax.run.directory import NOWHERE, RunDir
 from gspax.run.manifest import finished_steps
 from gspax.training.loop import train_from_newest
 from gspax.training.open_training import Training, open_training
-from gspax.training.recorded_rollouts import read_rollout, require_replayable
+from gspax.training.recorded_rollouts import Recorded, require_replayable
 
 
 def replay(
@@ -58,9 +57,7 @@ def replay(
     with open_training(runtime, origin, workdir, report_to) as training:
         if steps[0] > 1 and training.checkpoints.latest() is None:
             start_from(source, steps[0] - 1, training)
-        group = runtime.experiment.sampling.group
-        recorded = partial(read_rollout, source, group=group, mesh=runtime.mesh)
-        train_from_newest(training._replace(recorded=recorded))
+        train_from_newest(training, Recorded(source))
 
 
 def start_from(source: RunDir, step: int, training: Training) -> None:

@@ -37,24 +37,22 @@ from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Samples
-from gspax.rollout.dynamic_sampling import GradedBatch, refill
+from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.grading import (
     Compared,
-    check_batch,
     compute_advantages,
     compute_token_advantages,
     count_sampled,
     credit_turns,
-    reward_completions,
     reward_metrics,
     shape_rewards,
 )
 from gspax.rollout.lost_samples import lost_metrics
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, sample_again, start_rollout
 from gspax.training.judging import judge
 from gspax.training.open_terms import Opened, after_step, heads_of
+from gspax.training.rollouts import Rollouts
 from gspax.types import Batch, Params, Rollout, Stream, TrainState
 
 
@@ -69,30 +67,25 @@ class StepResult(NamedTuple):
 
 
 def run_step(
-    runtime: Runtime, state: TrainState, first: Params | None, in_flight: InFlight, opened: Sequence[Opened] = ()
+    runtime: Runtime, state: TrainState, first: Params | None, rollouts: Rollouts, opened: Sequence[Opened] = ()
 ) -> StepResult:
     """Sample one rollout, grade it, and update the policy with it.
 
     Args:
       first, opened: from `load_first` and `open_terms`.
-      in_flight: the rollouts that the sampler works on; updated to those after this step.
+      rollouts: what gives the rollout; updated to what comes after this step.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
     rate = learning_rate(experiment.optimizer)
-    read = in_flight.recorded
-    graded = sample_and_grade(runtime, state, in_flight, clock) if read is None else read(trained + 1)
-
-    progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
+    graded = rollouts.take(runtime, state, clock)
     while True:
+        progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
         batches, scores, layouts = prepare_minibatches(runtime, state, first, opened, graded)
         by_source, wrong = judge(runtime, graded.rollout, batches, layouts)
-        if not wrong or read is not None:
+        again = rollouts.take_again(runtime, state, wrong, clock) if wrong else None
+        if again is None:
             break
-        runtime.sampler.aside.add(wrong)
-        graded = grade_and_refill(runtime, state, in_flight, sample_again(runtime, state, in_flight), clock)
-    if in_flight.record is not None:
-        in_flight.record(trained + 1, graded)
-        clock.lap("record")
+        graded = again
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
@@ -113,7 +106,7 @@ def run_step(
     state = after_step(opened, updated.state, trained + 1)
     state = replace(state, position=state.position + graded.prompts)
     jax.block_until_ready(state)
-    in_flight.earlier.keep(graded.rollout, experiment.sampling.group)  # not before: a step may be begun again
+    rollouts.after_updates(runtime, graded)  # not before: a step may be begun again
     clock.lap("train")
 
     metrics = {
@@ -127,67 +120,6 @@ def run_step(
     }
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
-
-
-def sample_and_grade(runtime: Runtime, state: TrainState, in_flight: InFlight, clock: Clock) -> GradedBatch:
-    """Sample the rollout of a step, and compute its rewards."""
-    progress.phase("sampling")  # a group of completions for each prompt, now or ahead of this step
-    rollout = next_rollout(runtime, state, in_flight)
-    clock.lap("rollout")
-    return grade_and_refill(runtime, state, in_flight, rollout, clock)
-
-
-def grade_and_refill(
-    runtime: Runtime, state: TrainState, in_flight: InFlight, rollout: SampledBatch, clock: Clock
-) -> GradedBatch:
-    """Compute the rewards of a rollout, and replace its groups of equal rewards if the experiment says so."""
-    progress.phase("grading")  # rewards on the host, many of which started while other samples were unfinished
-    graded = grade(runtime, rollout)
-    clock.lap("reward")
-
-    if runtime.experiment.sampling.max_refills:
-        progress.phase("sampling again")  # groups of equal rewards would add nothing to the gradient
-        graded = replace_constant_groups(runtime, state, graded, in_flight)
-        clock.lap("refill")
-    return graded
-
-
-def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
-    """Compute the rewards of a rollout that has arrived. FailedRewardsError if too many of them have failed."""
-    assert batch.rollout is not None and batch.sampled is not None, "see `receive`"
-    completions = reward_completions(
-        batch.problems,
-        batch.sampled,
-        tokenizer=runtime.experiment.tokenizer,
-        calls=runtime.rewards,
-        started=batch.started,
-    )
-    check_batch(completions, runtime.rewards)
-    skipped = batch.taken - len(batch.problems)
-    return GradedBatch(
-        batch.policy, batch.taken, batch.rollout, completions, batch.problems, skipped, metrics=batch.metrics
-    )
-
-
-def replace_constant_groups(
-    runtime: Runtime, state: TrainState, batch: GradedBatch, in_flight: InFlight
-) -> GradedBatch:
-    """Sample more prompts in place of the groups whose rewards are all equal (`rollout.dynamic_sampling`)."""
-    experiment, first = runtime.experiment, int(multihost.to_host(state.position))
-
-    def sample(taken: int) -> GradedBatch:
-        weights = runtime.sampler.push(state.params, count_rollouts(runtime, state))
-        pending = start_rollout(runtime, weights, state, first + taken, in_flight)
-        return grade(runtime, receive(runtime, pending))
-
-    return refill(
-        batch,
-        sample,
-        experiment.sampling,
-        runtime.mesh,
-        without_overlong=experiment.filter_overlong,
-        by_turn=experiment.turns.credit == "turn",
-    )
 
 
 def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
