@@ -102,7 +102,7 @@ def assert_same_run(run, other, experiment=experiment):
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert timeless(run) == timeless(other)
     for folder, same in ((run.samples, other.samples), (run.rollouts, other.rollouts)):
-        for path in same.iterdir():
+        for path in same.glob("*"):
             assert (folder / path.name).read_bytes() == path.read_bytes()
 
 

@@ -5,7 +5,7 @@ A sample has one sequence, or several (`Rollout.sequence_BT`). All of its tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,6 +98,25 @@ def separate(length_N: np.ndarray) -> list[Unit]:
     return [[Piece(index, 0, int(length))] for index, length in enumerate(length_N)]
 
 
+def fit_groups(
+    length_N: np.ndarray, group_N: np.ndarray, count_shared: Callable[[list[int]], int], capacity: int
+) -> Iterator[tuple[list[int], int]]:
+    """Yield the samples of a group that fit one row together, for each row of each group, and the tokens they share.
+
+    Args:
+      length_N: the tokens of each sample alone.
+      group_N: samples with equal numbers share tokens.
+      count_shared: counts the tokens that all of these samples share, which stand once in a row.
+      capacity: the tokens of a row. ValueError if a sample is longer.
+    """
+    for group in np.unique(group_N):
+        members = np.flatnonzero(group_N == group)
+        shared = count_shared(members.tolist())
+        row_M, _ = first_fit_decreasing(length_N[members] - shared, capacity - shared)
+        for number in range(row_M.max() + 1):
+            yield members[row_M == number].tolist(), shared
+
+
 def share_prompts(length_N: np.ndarray, prompt_length_N: np.ndarray, group_N: np.ndarray, capacity: int) -> list[Unit]:
     """Make units that hold a prompt once for as many of its responses as fit a row of `capacity` tokens.
 
@@ -108,15 +127,10 @@ def share_prompts(length_N: np.ndarray, prompt_length_N: np.ndarray, group_N: np
       group_N: samples with equal numbers have one prompt.
     """
     units: list[Unit] = []
-    for group in np.unique(group_N):
-        members = np.flatnonzero(group_N == group)
-        shared = int(prompt_length_N[members[0]]) - 1
-        row, _ = first_fit_decreasing(length_N[members] - shared, capacity - shared)
-        for number in range(row.max() + 1):
-            chosen = members[row == number].tolist()
-            if len(chosen) == 1 or shared == 0:
-                units += [[Piece(index, 0, int(length_N[index]))] for index in chosen]
-                continue
-            rests = [Piece(index, shared, int(length_N[index]) - shared, parent=0) for index in chosen]
-            units.append([Piece(chosen[0], 0, shared), *rests])
+    for chosen, shared in fit_groups(length_N, group_N, lambda members: int(prompt_length_N[members[0]]) - 1, capacity):
+        if len(chosen) == 1 or shared == 0:
+            units += [[Piece(index, 0, int(length_N[index]))] for index in chosen]
+            continue
+        rests = [Piece(index, shared, int(length_N[index]) - shared, parent=0) for index in chosen]
+        units.append([Piece(chosen[0], 0, shared), *rests])
     return units

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gspax.learner.packing import Piece, Unit, first_fit_decreasing, unit_length
+from gspax.learner.packing import Piece, Unit, fit_groups, unit_length
 
 
 class Tokens(NamedTuple):
@@ -64,16 +64,14 @@ def share_prefixes(
     Raises:
       ValueError: a sample does not fit a row.
     """
-    units: list[Unit] = []
-    for group in np.unique(group_N):
-        members = [samples[index] for index in np.flatnonzero(group_N == group).tolist()]
-        firsts = [sample[0] for sample in members]
-        shared = max(min(_common(firsts[0], other, other.prompt) for other in firsts) - 1, 0)
-        rest_M = np.array([unit_length(_share([sample], deep)) for sample in members]) - shared
-        row_M, _ = first_fit_decreasing(rest_M, capacity - shared)
-        for number in range(row_M.max() + 1):
-            units.append(_share([sample for sample, row in zip(members, row_M, strict=True) if row == number], deep))
-    return units
+
+    def count_shared(members: list[int]) -> int:
+        firsts = [samples[index][0] for index in members]
+        return max(min(_common(firsts[0], other, other.prompt) for other in firsts) - 1, 0)
+
+    length_N = np.array([unit_length(_share([sample], deep)) for sample in samples])
+    rows = fit_groups(length_N, group_N, count_shared, capacity)
+    return [_share([samples[index] for index in chosen], deep) for chosen, _ in rows]
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from gspax.rewards.environments.tool_calls import DECODER, SPACE, Call, Malformed, parse_hermes, read_call
@@ -100,17 +101,14 @@ def parse_glm(text: str) -> list[Call | Malformed]:
     >>> parse_glm("<tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>")
     [Call(name='add', arguments={'a': '1'}, as_texts=True)]
     """
-    calls: list[Call | Malformed] = []
-    position = 0
-    while match := _GLM.search(text, position):
+
+    def read(match: re.Match[str]) -> tuple[Call | Malformed, int]:
         name = _GLM_NAME.match(text, match.end())
         if name is None:
-            calls.append(Malformed("wanted the name of a tool and <arg_key> after <tool_call>, got neither"))
-            position = match.end()
-            continue
-        call, position = _read_values(text, name, _GLM_KEY, _GLM_VALUE_END, _GLM_END)
-        calls.append(call)
-    return calls
+            return Malformed("wanted the name of a tool and <arg_key> after <tool_call>, got neither"), match.end()
+        return _read_values(text, name, _GLM_KEY, _GLM_VALUE_END, _GLM_END)
+
+    return _read_calls(_GLM, text, read)
 
 
 def parse_minimax(text: str) -> list[Call | Malformed]:
@@ -119,12 +117,11 @@ def parse_minimax(text: str) -> list[Call | Malformed]:
     >>> parse_minimax('<invoke name="add"><parameter name="a">1</parameter></invoke>')
     [Call(name='add', arguments={'a': '1'}, as_texts=True)]
     """
-    calls: list[Call | Malformed] = []
-    position = 0
-    while match := _INVOKE.search(text, position):
-        call, position = _read_values(text, match, _INVOKE_KEY, _INVOKE_VALUE_END, _INVOKE_END)
-        calls.append(call)
-    return calls
+
+    def read(match: re.Match[str]) -> tuple[Call | Malformed, int]:
+        return _read_values(text, match, _INVOKE_KEY, _INVOKE_VALUE_END, _INVOKE_END)
+
+    return _read_calls(_INVOKE, text, read)
 
 
 def parse_deepseek(text: str) -> list[Call | Malformed]:
@@ -133,23 +130,16 @@ def parse_deepseek(text: str) -> list[Call | Malformed]:
     >>> parse_deepseek('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>')
     [Call(name='add', arguments={'a': 1}, as_texts=False)]
     """
-    calls: list[Call | Malformed] = []
-    position = 0
-    while match := _DEEPSEEK.search(text, position):
-        position = match.end()
-        name = _DEEPSEEK_NAME.match(text, position)
+
+    def read(match: re.Match[str]) -> tuple[Call | Malformed, int]:
+        name = _DEEPSEEK_NAME.match(text, match.end())
         if name is None:
-            calls.append(Malformed(f"wanted the name of a tool and its arguments after {match[0]}, got neither"))
-            continue
+            wanted = f"wanted the name of a tool and its arguments after {match[0]}"
+            return Malformed(f"{wanted}, got neither"), match.end()
         value, position = _read_json(text, name.end(), match[0])
-        if isinstance(value, Malformed):
-            calls.append(value)
-            continue
-        end = _DEEPSEEK_END.match(text, position)
-        call = read_call({"name": name[1], "arguments": value})
-        calls.append(call if end else Malformed(f"wanted {match[0].replace('begin', 'end')} after a call, got none"))
-        position = end.end() if end else position
-    return calls
+        return _end_call(text, position, name[1], value, _DEEPSEEK_END, match[0].replace("begin", "end"))
+
+    return _read_calls(_DEEPSEEK, text, read)
 
 
 def parse_harmony(text: str) -> list[Call | Malformed]:
@@ -158,14 +148,13 @@ def parse_harmony(text: str) -> list[Call | Malformed]:
     >>> parse_harmony('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}')
     [Call(name='add', arguments={'a': 1}, as_texts=False)]
     """
-    calls: list[Call | Malformed] = []
-    position = 0
-    while match := _HARMONY.search(text, position):
+
+    def read(match: re.Match[str]) -> tuple[Call | Malformed, int]:
         start = SPACE.match(text, match.end()).end()  # type: ignore[union-attr]
         value, position = _read_json(text, start, "<|message|>")
-        malformed = isinstance(value, Malformed)
-        calls.append(value if malformed else read_call({"name": match[1], "arguments": value}))
-    return calls
+        return _as_call(match[1], value), position
+
+    return _read_calls(_HARMONY, text, read)
 
 
 def parse_gemma(text: str) -> list[Call | Malformed]:
@@ -174,23 +163,16 @@ def parse_gemma(text: str) -> list[Call | Malformed]:
     >>> parse_gemma('<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>')
     [Call(name='add', arguments={'a': 1, 'b': 'two'}, as_texts=False)]
     """
-    calls: list[Call | Malformed] = []
-    position = 0
-    while match := _GEMMA.search(text, position):
-        position = match.end()
-        name = _GEMMA_NAME.match(text, position)
+
+    def read(match: re.Match[str]) -> tuple[Call | Malformed, int]:
+        name = _GEMMA_NAME.match(text, match.end())
         if name is None:
-            calls.append(Malformed("wanted call:NAME{...} after <|tool_call>, got no name or no {"))
-            continue
+            return Malformed("wanted call:NAME{...} after <|tool_call>, got no name or no {"), match.end()
         written, position = _as_json(text, name.end())
         value, _ = _read_json(written, 0, match[0])
-        if isinstance(value, Malformed):
-            calls.append(value)
-            continue
-        end = _GEMMA_END.match(text, position)
-        call = read_call({"name": name[1], "arguments": value})
-        calls.append(call if end else Malformed("wanted <tool_call|> after a call, got none"))
-    return calls
+        return _end_call(text, position, name[1], value, _GEMMA_END, "<tool_call|>")
+
+    return _read_calls(_GEMMA, text, read)
 
 
 def _as_json(text: str, start: int) -> tuple[str, int]:
@@ -215,6 +197,31 @@ PARSERS = (
     *(parse_hermes, parse_llama, parse_mistral, parse_glm, parse_minimax, parse_deepseek, parse_harmony),
     parse_gemma,
 )
+
+
+def _read_calls(
+    begin: re.Pattern[str], text: str, read: Callable[[re.Match[str]], tuple[Call | Malformed, int]]
+) -> list[Call | Malformed]:
+    """Read the calls of a text; `read` is called with the beginning of each, and returns the position after it too."""
+    calls, position = list[Call | Malformed](), 0
+    while match := begin.search(text, position):
+        call, position = read(match)
+        calls.append(call)
+    return calls
+
+
+def _end_call(
+    text: str, position: int, name: str, arguments: object, end: re.Pattern[str], wanted: str
+) -> tuple[Call | Malformed, int]:
+    """Make a call that must end at a position; return it and the position after its end."""
+    call, found = _as_call(name, arguments), end.match(text, position)
+    if found is None and not isinstance(arguments, Malformed):
+        call = Malformed(f"wanted {wanted} after a call, got none")
+    return call, found.end() if found else position
+
+
+def _as_call(name: str, arguments: object) -> Call | Malformed:
+    return arguments if isinstance(arguments, Malformed) else read_call({"name": name, "arguments": arguments})
 
 
 def _read_values(
