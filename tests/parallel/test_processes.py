@@ -4,9 +4,7 @@ Each process has its own devices; they connect over loopback.
 """
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from processes import finished, free_port, variables
 from published import published, random_params, save
 from small_experiment import Spoiled, experiment
 
@@ -65,30 +64,6 @@ SMALL_OVERRIDES = [
 ]
 
 
-# Halves the time of a compilation; XLA aborts on a flag that it does not have.
-XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__[:2] == (0, 10) else ""
-
-
-def free_port():
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
-
-
-def variables(devices):
-    """The environment of a process with `devices` CPU devices."""
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "XLA_FLAGS"))},
-        "PYTHONPATH": os.pathsep.join(sys.path),  # the children import this file and its imports
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": XLA_FLAGS,
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        "NPROC": "64",  # as `gspax.commands.processes` sets it
-    }
-
-
 @pytest.fixture
 def start():
     """`start(count, devices, workdir, *overrides)`: `count` processes of `gspax train` with `devices` devices each.
@@ -127,18 +102,6 @@ def wait_for_steps(run, count, processes):
     while not (run.metrics.exists() and run.metrics.read_text().count('"reward/mean"') >= count):
         assert processes[0].poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def finished(processes, code=0, timeout=500):
-    """stdout and stderr of each process, all of which must exit with this code."""
-    output = [process.communicate(timeout=timeout) for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), output
-    return [(without_gloo(out), error) for out, error in output]
-
-
-def without_gloo(out):
-    """Without the connection messages of gloo, whose threads write into each other's lines."""
-    return "".join(line for line in out.splitlines(True) if "[Gloo]" not in line and "peer ranks" not in line)
 
 
 def assert_close(got, wanted, rtol=1e-5):

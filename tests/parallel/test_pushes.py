@@ -9,9 +9,9 @@ from pathlib import Path
 import fake_vllm
 import jax
 import numpy as np
+from processes import free_port, run_two, variables
 from published import random_params
 from small_experiment import experiment
-from test_processes import free_port, variables
 
 from gspax.hf import tensors
 from gspax.rollout.servers.weights import Writer
@@ -29,6 +29,7 @@ from gspax.learner.state import abstract_params
 from gspax.parallel import joining
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.servers.weights import Writer
+from processes import free_port, run_two, variables
 from published import random_params
 from test_weights import BFLOAT16
 
@@ -54,15 +55,7 @@ else:
 
 def test_two_processes_write_the_bytes_of_one(tmp_path):
     """Each writes a share of the tensors of a model that neither has all of."""
-    command = [sys.executable, "-c", CHILD, f"localhost:{free_port()}"]
-    popen = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([*command, str(index), str(tmp_path)], **popen) for index in (0, 1)]
-    try:
-        output = [process.communicate(timeout=400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], output
+    run_two(["-c", CHILD], tmp_path, devices=2)
     written = Writer(tmp_path / "alone", BFLOAT16).write(0, random_params(BFLOAT16))
     path = tmp_path / "both" / "weights_v000000"
     own, theirs = read(written.path), read(path)

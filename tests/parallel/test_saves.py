@@ -1,10 +1,8 @@
 """A save of two processes of which one cannot write."""
 
 import json
-import subprocess
-import sys
 
-from test_processes import finished, free_port, variables
+from processes import run_two
 
 # A state sharded over both processes. The disk of process 1 is full from the moment at which the save has begun.
 CHILD = """
@@ -60,14 +58,7 @@ joining.leave(0)
 
 
 def test_a_disk_that_fills_during_a_save_costs_all_processes_that_save_only(tmp_path):
-    command = [sys.executable, "-c", CHILD, f"localhost:{free_port()}"]
-    options = {"env": variables(1), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **options) for index in (0, 1)]
-    try:
-        (first, warned), (second, _) = finished(processes)
-    finally:
-        for process in processes:
-            process.kill()
+    (first, warned), (second, _) = run_two(["-c", CHILD], tmp_path / "saved")
     results = [json.loads(out.splitlines()[-1]) for out in (first, second)]
     for found in results:
         assert found["steps"][0] == 1 and found["steps"][-1] == 4 and 2 not in found["steps"]
