@@ -205,7 +205,7 @@ class _Timed(io.RawIOBase):
         return self._file.readinto(buffer)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """All that `http.client` asks of a socket."""
+        """Make the file that `http.client` reads."""
         return io.BufferedReader(self)
 
     def close(self) -> None:

@@ -220,7 +220,7 @@ def with_vocabulary(model: ModelConfig, policy: ModelConfig) -> ModelConfig:
 
 
 def is_earlier_policy(teacher: Teacher) -> bool:
-    """True if the teacher is an earlier version of the policy, and no other model."""
+    """Return whether the teacher is an earlier version of the policy, and no other model."""
     return teacher.score is None and not teacher_models(teacher)
 
 

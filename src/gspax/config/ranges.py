@@ -21,10 +21,12 @@ class Range:
 
 
 def at_least(low: int) -> Range:
+    """Make the range of finite numbers from `low` on."""
     return Range(f"at least {low}", lambda x: low <= x < math.inf)
 
 
 def at_most(high: float) -> Range:
+    """Make the range of numbers up to `high`."""
     return Range(f"at most {high}", lambda x: x <= high)
 
 

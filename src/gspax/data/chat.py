@@ -72,7 +72,7 @@ class ChatTokenizer(HFTokenizer):
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The tokenizer's chat template."""
+        """Read the tokenizer's chat template."""
         return read_template(
             self.folder,
             where=self.path,

@@ -98,7 +98,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end(self) -> str | None:
-        """The token after a chat's last message, if that is the assistant's; else the token after an earlier message.
+        """Return the token after a chat's last message, if that is the assistant's; else after an earlier one.
 
         None if there is no added token: the template writes text alone.
         """
@@ -107,7 +107,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def opening(self) -> str:
-        """The beginning of the thinking that a prompt already contains: `<think>` with white space, or nothing."""
+        """Return the beginning of thinking that a prompt already contains: `<think>` with white space, or nothing."""
         return opened_by(self.render([{"role": "user", "content": "?"}]))
 
     def reply(self, messages: Sequence[Message]) -> tuple[str, str]:

@@ -165,7 +165,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def folder(self) -> Path:
-        """The folder of the tokenizer's files; for a name on the Hub the folder of the download."""
+        """Return the folder of the tokenizer's files; for a name on the Hub the folder of the download."""
         return locate_tokenizer(self.path)
 
     @property

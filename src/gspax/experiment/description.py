@@ -80,7 +80,7 @@ RESUMABLE = (
 
 
 def resumable(description: Mapping[str, object]) -> tuple[str, ...]:
-    """The keys of this experiment that a resumed run may change.
+    """Return the keys of this experiment that a resumed run may change.
 
     With staleness, not how often it saves: nothing is sampled ahead past a checkpoint.
     """
@@ -116,7 +116,7 @@ def describe(value: object) -> Any:
 
 
 def described_parts(value: object) -> Iterator[object]:
-    """The values directly inside a value that its description describes too."""
+    """Return the values directly inside a value that its description describes too."""
     if is_record(value):
         yield from _fields(value).values()
     elif isinstance(value, functools.partial) or is_function(value):
@@ -207,9 +207,11 @@ def _function(value: Function) -> str | dict[str, object]:
 
 
 def flatten(description: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Dotted key -> value, in the keys of an override. The name of a class or a function stands under its own key:
-    `{"loss": {"function": f, "clip_low": 0.1}}` gives `loss` and `loss.clip_low`. The parts of a tuple have their names
-    or numbers: `evaluation.tasks.gsm8k.samples`."""
+    """Map the dotted keys of a description, as overrides have them, to its values.
+
+    The name of a class or a function stands under its own key: `{"loss": {"function": f, "clip_low": 0.1}}` gives
+    `loss` and `loss.clip_low`. The parts of a tuple have their names or numbers: `evaluation.tasks.gsm8k.samples`.
+    """
     flat: dict[str, object] = {}
     for key, value in description.items():
         path = prefix if prefix and key in ("type", "function") else f"{prefix}.{key}" if prefix else key
@@ -223,7 +225,7 @@ def flatten(description: Mapping[str, object], prefix: str = "") -> dict[str, ob
 
 
 def reward_names(flat: Mapping[str, object]) -> list[str]:
-    """The reward function of a flat description, or its functions if it has several by name."""
+    """Return the reward function of a flat description, or its functions if it has several by name."""
     named = [value for key, value in flat.items() if key.startswith("reward.") and key.count(".") == 1]
     return [str(value) for value in ([flat["reward"]] if "reward" in flat else named)]
 
@@ -245,7 +247,7 @@ def difference(old: Mapping[str, object], new: Mapping[str, object], *, ignore: 
 
 
 def show(value: object) -> str:
-    """A value of a description, short and exact: 1e-4 rather than 0.0001."""
+    """Write a value of a description, short and exact: 1e-4 rather than 0.0001."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, float) and value != 0 and not 1e-3 <= abs(value) < 1e6:
@@ -258,7 +260,7 @@ def _show(flat: Mapping[str, object], key: str) -> str:
 
 
 def source_hash(function: Function) -> str | None:
-    """16 hex digits; None for functions of gspax and of installed packages, and where there is no source.
+    """Hash a source to 16 hex digits; None without a source, and for functions of gspax and of installed packages.
 
     The hash covers the function, the user's functions that it uses, directly or through others, in this file or in an
     imported one, and the numbers, strings, and tuples that they read from a file or from an enclosing function.
@@ -276,7 +278,7 @@ def source_hash(function: Function) -> str | None:
 
 
 def source_files(function: Function) -> set[str]:
-    """The user's files that hold the functions of a source hash; none where there is no hash."""
+    """Return the user's files that hold the functions of a source hash; none where there is no hash."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     seen: dict[types.CodeType, str] = {}
     if _is_own(function):

@@ -121,7 +121,7 @@ def without_effect(assignments: Sequence[str]) -> Iterator[str]:
 
 
 def as_recorded(experiment: T, description: Mapping[str, object]) -> T:
-    """The experiment with every setting of the description that an override can set.
+    """Return the experiment with every setting of the description that an override can set.
 
     What no override can set, such as the content of a data file or the code of a function, stays as it is;
     `description.difference` names it. A field that the description lacks is set to its default, and a

@@ -58,7 +58,7 @@ class Plan:
 
 
 def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str] = ()) -> Plan:
-    """The cost of a valid experiment on a number of devices.
+    """Estimate the cost of a valid experiment on a number of devices.
 
     Raises:
       UserError: the mesh does not fit the devices.
@@ -87,7 +87,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
 
 
 def memory_problems(plan: Plan, gib: float) -> list[str]:
-    """One sentence for each phase whose arrays do not fit into the memory of a device, with what would fit.
+    """List a sentence for each phase whose arrays do not fit into the memory of a device, with what would fit.
 
     Args:
       plan: of an experiment.
@@ -123,7 +123,7 @@ def _held_models(passes: Passes) -> Iterator[tuple[str, ModelConfig]]:
 
 
 def render(plan: Plan, *, all_settings: bool = False) -> str:
-    """The plan as text, after the settings that differ from their defaults, or after all of them."""
+    """Write the plan as text, after the settings that differ from their defaults, or after all of them."""
     experiment, sampling = plan.experiment, plan.experiment.sampling
     is_divided = experiment.placement is not None
     sizes, rows = plan.sizes, sampling.prompts * sampling.group
@@ -183,7 +183,7 @@ def _settings(plan: Plan, *, all_settings: bool) -> list[str]:
 
 
 def overview(plan: Plan) -> list[tuple[str, str]]:
-    """The table at the start of a run: a line for its model, its task, its objective, its devices, and its work."""
+    """Make the table at the start of a run: a line for its model, task, objective, devices, and work."""
     experiment, settings = plan.experiment, flatten(describe(plan.experiment))
     start = f"{experiment.model.checkpoint}, " if experiment.model.checkpoint else ""
     rate, decay = experiment.optimizer.learning_rate, settings["optimizer.schedule"]

@@ -64,10 +64,12 @@ class Tally:
         self._lock, self._counts = threading.Lock(), Counter[str]()
 
     def add(self, grades: Sequence[Grade]) -> None:
+        """Count the outcomes of completions."""
         with self._lock:
             self._counts.update(grade.outcome for grade in grades)
 
     def counts(self) -> dict[str, int]:
+        """Return the number of completions by outcome."""
         with self._lock:
             return dict(self._counts)
 

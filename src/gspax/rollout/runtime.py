@@ -39,12 +39,12 @@ class Runtime:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The learner's mesh."""
+        """Return the learner's mesh."""
         return self.policy.mesh
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer of the updates."""
+        """Return the optimizer of the updates."""
         return self.policy.optimizer
 
 

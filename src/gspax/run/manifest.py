@@ -64,6 +64,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
+    """Return whether a folder has a manifest."""
     return (folder / MANIFEST).exists()
 
 

@@ -290,6 +290,7 @@ def estimate_epochs(samples: Sequence[Sequence[JsonObject]], prompts: float, ste
 
 
 def updates_per_step(record: Record) -> float:
+    """Return the updates of a step by the settings of the run."""
     return record.number("schedule.minibatches", 1.0) * record.number("schedule.epochs", 1.0)
 
 

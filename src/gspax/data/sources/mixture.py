@@ -82,7 +82,7 @@ class Mixture:
 
     @functools.cached_property
     def parts(self) -> tuple[DataSource, ...]:
-        """The sources, each without the training prompts that another one holds out."""
+        """Return the sources, each without the training prompts that another one holds out."""
         return tuple(map(self._without_heldout, self.sources))
 
     def _without_heldout(self, source: DataSource) -> DataSource:

@@ -118,7 +118,7 @@ class RowSource:
 
     @functools.cached_property
     def opened(self) -> Scan:
-        """The rows to use, found by reading every row once. UserError if rows are bad, or if no problem is left."""
+        """Find the rows to use by reading every row once. UserError if rows are bad, or if no problem is left."""
         try:
             return _open(self)
         except UserError:

@@ -156,7 +156,7 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
 
 
 def missing_needs(environment: Environment | None, rewards: Iterable[tuple[str, Reward]]) -> Iterator[str]:
-    """One sentence for each package, program, or setting that a reward or a tool needs and that is not there."""
+    """Yield a sentence for each package, program, or setting that a reward or a tool needs and that is not there."""
     functions = [("environment", tool.run) for tool in getattr(environment, "tools", ())]
     functions += [("environment", environment)] if isinstance(environment, Agent) else []
     yield from (f"{key}: {reason}" for key, function in [*functions, *rewards] for reason in find_missing(function))

@@ -16,7 +16,7 @@ from gspax.experiment.validation.pairs import describe
 
 
 def layer_problems(model: ModelConfig, schedule: Schedule, sampling: Sampling, *, served: bool) -> Iterator[str]:
-    """One sentence for each setting that a kind of layer in the model does not support."""
+    """Yield a sentence for each setting that a kind of layer in the model does not support."""
     asked: dict[Feature, tuple[bool, str, object]] = {
         Feature.SHARED_PROMPTS: (schedule.share_prompts, "schedule.share_prompts: wanted False", True),
         Feature.DRAFTS: (sampling.drafts > 0, "sampling.drafts: wanted 0", sampling.drafts),
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
 
 def part_problems(settings: Iterable[Asked]) -> Iterator[str]:
-    """One sentence for each setting of a part that the model has not."""
+    """Yield a sentence for each setting of a part that the model does not have."""
     for asked in settings:
         if asked.value and not asked.is_there:
             yield f"{asked.key}: wanted {asked.off} in a model without {asked.part}, got {describe(asked.value)}"

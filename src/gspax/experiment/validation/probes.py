@@ -18,7 +18,7 @@ MASK = np.array([[False, True, True], [False, True, False]])
 
 
 def probe_loss(context: Context, warn: Callable[[str], None]) -> Iterator[str]:
-    """One sentence if the loss, or its gradient, is not finite for log-probs as they usually are.
+    """Yield a sentence if the loss, or its gradient, is not finite for log-probs as they usually are.
 
     Args:
       context: of a valid experiment.

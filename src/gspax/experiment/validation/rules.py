@@ -96,7 +96,7 @@ def validate(
     slices: tuple[int, int] = (1, 1),
     broken: Iterable[str] = (),
 ) -> list[str]:
-    """All errors of an experiment, one sentence each; empty if it can run.
+    """List all errors of an experiment, one sentence each; empty if it can run.
 
     A check ends where it reads a field with an error, so each sentence is about another error. No device is used; a
     problem of each split is loaded, and functions are called as `contracts` says.
@@ -217,7 +217,7 @@ def check_published(published: Published) -> None:
 
 
 def warnings(experiment: Experiment) -> list[str]:
-    """Settings of a valid experiment that are probably not intended, one sentence each."""
+    """List the settings of a valid experiment that are probably not intended, one sentence each."""
     notes = [
         *opening_notes(experiment.data),
         *chat_warnings(experiment.tokenizer, experiment.environment, experiment.sampling.stop_token_ids),

@@ -15,7 +15,7 @@ IN_PROCESS = (
 
 
 def engine_problems(engine: Engine, sampling: Sampling) -> Iterator[str]:
-    """The addresses can be called, and nothing is asked for that servers do not have."""
+    """Check that the addresses can be called, and that nothing is asked for that servers do not have."""
     for address in engine.addresses:
         if not is_address(address):
             yield f"engine.addresses: wanted http://HOST:PORT, got {address[:200]!r}"
@@ -40,7 +40,7 @@ def engine_problems(engine: Engine, sampling: Sampling) -> Iterator[str]:
 
 
 def is_address(address: str) -> bool:
-    """Whether an address is http://HOST:PORT or https://HOST:PORT."""
+    """Return whether an address is http://HOST:PORT or https://HOST:PORT."""
     try:
         parts = urlsplit(address)
         return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
@@ -49,7 +49,7 @@ def is_address(address: str) -> bool:
 
 
 def engine_warnings(engine: Engine, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
-    """Settings of the sampler in this process, which servers do not read, and a model that vLLM has no kernel for."""
+    """Warn of settings that servers do not read, and of a model that vLLM has no kernel for."""
     if engine.server == "vllm" and model.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         yield f"model.head_dim={model.head_dim}: vLLM on a CPU wants one of {known}, and ends at the first prompt"
