@@ -87,6 +87,14 @@ def test_a_run_ends_with_a_summary_and_the_next_commands(called, capsys):
     ]
 
 
+def test_a_chat_with_a_layer_kind_of_ones_own_finds_its_file_and_no_export_is_suggested(called, capsys):
+    kind = ["model.mixer=averages.Averages", "model.mixer_layers=0"]
+    assert main.main(["train", STUB, "--workdir", "w", *kind]) == 0
+    *_, samples, chat = capsys.readouterr().out.splitlines()
+    assert samples == "  gspax samples w --best 5"
+    assert chat == f"  PYTHONPATH={shlex.quote(str(Path(__file__).parents[1]))} gspax chat w"
+
+
 def test_the_suggested_command_works_in_the_users_shell(monkeypatch, tmp_path):
     """With and without the virtual environment's folder on the PATH."""
     called, other = tmp_path / "env" / "gspax", tmp_path / "bin" / "gspax"
@@ -107,7 +115,9 @@ def test_the_suggested_command_works_in_the_users_shell(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("available", "suggested"), [(1319, 1319), (5000, 2048), (None, 2048)])
 def test_the_suggested_evaluation_has_no_more_problems_than_the_data(monkeypatch, capsys, available, suggested):
     data = Namespace(heldout_count=available, heldout=None)
-    experiment = Namespace(data=data, schedule=Namespace(steps=2), evaluation=Namespace(problems=64))
+    experiment = Namespace(
+        data=data, schedule=Namespace(steps=2), evaluation=Namespace(problems=64), model=Namespace(mixer=None)
+    )
     options = Namespace(report_to=(), dry_run=False, overrides=[], file="a.py", workdir=Path("w"))
     monkeypatch.setattr(train, "load_experiment", lambda _: experiment)
     monkeypatch.setattr(train.processes, "join", lambda *_: True)

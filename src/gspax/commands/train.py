@@ -69,7 +69,7 @@ def execute(options: argparse.Namespace) -> int:
     if is_primary:
         display(summarize(options.workdir))
         problems = count_distinct(experiment.data, max(2048, 2 * experiment.evaluation.problems))
-        display(next_commands(options, 2 * experiment.schedule.steps, problems))
+        display(next_commands(options, 2 * experiment.schedule.steps, problems, own_kind(experiment.model.mixer)))
     return 0
 
 
@@ -83,19 +83,30 @@ def program() -> list[str]:
     return ["gspax" if is_on_path or called.name != "gspax" else sys.argv[0]]
 
 
-def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
-    """Return the commands to run next: more steps, a larger evaluation, and commands that show and export the run."""
+def own_kind(mixer: object) -> str:
+    """Return the file of a layer kind of the user's own; empty for a kind of gspax and without one."""
+    module = type(mixer).__module__
+    return "" if mixer is None or module.split(".")[0] == "gspax" else str(sys.modules[module].__file__)
+
+
+def next_commands(options: argparse.Namespace, steps: int, problems: int, kind: str = "") -> str:
+    """Return the commands to run next: more steps, a larger evaluation, and commands that show and export the run.
+
+    With `kind`, the file of a layer kind of the user's own, no format has the model, and a chat imports the file.
+    """
 
     def command(name: str, key: str, value: int) -> str:
         kept = [assignment for assignment in options.overrides if override_key(assignment) != key]
         return shlex.join([*program(), name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
 
     folder = str(options.workdir)
+    path = f"PYTHONPATH={shlex.quote(str(Path(kind).parent))} " if kind else ""
     lines = [
         command("train", "schedule.steps", steps),
         command("eval", "evaluation.problems", problems),
         shlex.join([*program(), "samples", folder, "--best", "5"]),
-        shlex.join([*program(), "chat", folder]),
-        shlex.join([*program(), "export", "--from", folder, "--to", f"exported/{options.workdir.name}"]),
+        path + shlex.join([*program(), "chat", folder]),
     ]
+    if not kind:
+        lines.append(shlex.join([*program(), "export", "--from", folder, "--to", f"exported/{options.workdir.name}"]))
     return "\n  ".join(["Next:", *lines])

@@ -221,7 +221,7 @@ def _find_subclass(recorded: str, bases: Sequence[type[Any]]) -> type[Any] | Non
         return None
     except ImportError as problem:
         raise TypeError(
-            f"wanted the class {recorded} (PYTHONPATH names the folder of its module): {problem}"
+            f"wanted the class {recorded} in a file of its own, whose folder is in PYTHONPATH: {problem}"
         ) from problem
     fits_one = isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, tuple(bases))
     return found if fits_one else None
