@@ -12,7 +12,9 @@ from gspax.run.record import to_line
 PLAIN = Completion(length=3, finished=True, rewards=(0.5,), texts=Texts("1+1=", "2", "3"))
 LINE = {"prompt": "1+1=", "answer": "2", "completion": "3", "reward": 0.5, "length": 3, "finished": True}
 TURNS = GradedTurns(((0, 2), (4, 5)), (0.25, 1.0), {"reply_tokens": 2.0})
-FULL = replace(PLAIN, rewards=(1.0, 0.25), parts={"right": 1.0}, reason="equal", error="late", turns=TURNS)
+FULL = replace(
+    PLAIN, rewards=(1.0, 0.25), parts={"right": 1.0}, reason="equal", error="late", turns=TURNS, sources=(2, 1)
+)
 
 
 def test_json_line_has_only_the_fields_with_a_value():
@@ -26,6 +28,7 @@ def test_json_line_has_only_the_fields_with_a_value():
         "turn_spans": [[0, 2], [4, 5]],
         "turn_rewards": [0.25, 1.0],
         "environment": {"reply_tokens": 2.0},
+        "servers": [2, 1],
     }
 
 

@@ -90,6 +90,8 @@ def test_a_wrong_server_of_16_is_set_aside_and_nothing_that_it_sampled_is_traine
             lines = [line for line in capsys.readouterr().err.splitlines() if "is set aside" in line]
             assert result.metrics["engine/set_aside"] == len(lines) == (name != "none"), (name, lines)
             assert all(f"{fakes[7].address} is set aside" in line for line in lines), (name, lines)
+            sampled = {server for completion in result.samples.completions for server in completion.sources}
+            assert sampled == {*range(1, 17)} - ({8} if lines else set()), name
 
 
 def sample(runtime, state, weights):

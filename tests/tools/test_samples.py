@@ -17,7 +17,7 @@ ROWS = {
     "samples/before.jsonl": [row("6*7=", "the answer is 41", 0.0), row("1+1=", "3", 0.0)],
     "samples/step_000002.jsonl": [
         row("6*7=", "it is 41", 0.0, advantage=-1.0, finished=False),
-        row("6*7=", "it is 42", 1.0, advantage=1.0, finished=True),
+        row("6*7=", "it is 42", 1.0, advantage=1.0, finished=True, servers=[3, 1]),
         row("2+3=", "5", 0.5, advantage=0.0, finished=True, reason="half", error="late\x1b[2J"),
     ],
     "samples/step_000010.jsonl": [row(f"{n}+0=", str(n), n / 30, advantage=0.25) for n in range(30)],
@@ -72,6 +72,13 @@ def test_a_text_that_completions_contain_selects_them(run, capsys):
     assert "--contains: wanted a text of one of these completions, 'maybe' is in none" in capsys.readouterr().err
 
 
+def test_the_completions_of_a_server(run, capsys):
+    for server in ("1", "3"):
+        assert [each["completion"] for each in objects(capsys, run, "--step", "2", "--server", server)] == ["it is 42"]
+    text = shown(capsys, run, "--step", "2", "--server", "1")
+    assert re.search(r"length +server ", text) and re.search(r"\+1.00 +3 +3, 1 ", text)
+
+
 def test_empty_columns_are_left_out_and_an_answer_is_shown_once(run, capsys):
     text = shown(capsys, run, "--step", "2")
     assert "answer" in text and len(re.findall("= +42 ", text)) == 2  # of two prompts
@@ -101,6 +108,8 @@ def test_a_problem_over_the_steps_and_what_changed(run, capsys):
         (["--step", "3"], "--step: wanted a step whose samples were written (0, 2, 10), got 3"),
         (["--problem", "+"], "--problem: wanted a text of one of the 33 prompts, '+' is in 32: '1+1=', "),
         (["--step", "1", "--problem", "x"], "not allowed with argument"),
+        (["--step", "2", "--server", "2"], "a server that sampled one of these completions (1, 3), got 2"),
+        (["--server", "2"], "a server that sampled one of these completions (none), got 2"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(run, arguments, sentence, capsys):
@@ -125,7 +134,11 @@ def test_a_narrow_terminal_shows_records(run, capsys, monkeypatch):
         "  answer      42",
         "  completion  it is 41",
     ]
-    assert lines[4:7] == ["", "step 2 · train · reward 1 · advantage +1.00 · 3 tokens", "  completion  it is 42"]
+    assert lines[4:7] == [
+        "",
+        "step 2 · train · reward 1 · advantage +1.00 · server 3, 1 · 3 tokens",
+        "  completion  it is 42",
+    ]
     assert "advantage" not in shown(capsys, run, "--step", "0")
 
 

@@ -185,7 +185,7 @@ class Calls(Generic[T]):
         self.concurrency = grading.concurrency or _declared(self.function, COROUTINES if self._is_async else 1)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._pending: list[_Call[T]] = []
-        self._server: _Threads[T] | _EventLoop[T] | None = None
+        self._workers: _Threads[T] | _EventLoop[T] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -201,31 +201,31 @@ class Calls(Generic[T]):
             calls = [_Call[T](pair, [Future()], self._name) for pair in zip(subjects, texts, strict=True)]
         with self._lock:
             self._pending = [call for call in self._pending if not call.done] + calls
-            if self._server is None:
+            if self._workers is None:
                 n, self._closed = self.concurrency, threading.Event()
-                self._server = _EventLoop(self._call_async, n) if self._is_async else _Threads(self._call, n)
-                watched = self._server, self._closed
+                self._workers = _EventLoop(self._call_async, n) if self._is_async else _Threads(self._call, n)
+                watched = self._workers, self._closed
                 threading.Thread(target=self._watch, args=watched, name="gspax-calls", daemon=True).start()
             for call in calls:
-                self._server.put(call)
+                self._workers.put(call)
         return [future for call in calls for future in call.futures]
 
     def close(self) -> None:
         """End the threads that are not in a call. Further calls start new threads."""
         with self._lock:
             self._closed.set()
-            if self._server is not None:
-                self._server.stop()
-            self._server, self._pending = None, []
+            if self._workers is not None:
+                self._workers.stop()
+            self._workers, self._pending = None, []
 
-    def _watch(self, server: _Threads[T] | _EventLoop[T], closed: threading.Event) -> None:
+    def _watch(self, workers: _Threads[T] | _EventLoop[T], closed: threading.Event) -> None:
         """Abandon late calls, and let other calls run in the meantime."""
         limit = self.grading.timeout + (_SPARE if self._is_async else 0.0)
         while not closed.wait(min(0.1, self.grading.timeout / 4)):
             with self._lock:
                 for call in [call for call in self._pending if call.seconds() > limit]:
                     if call.settle(self._late(call)):
-                        server.replace([call for call in self._pending if not call.done])
+                        workers.replace([call for call in self._pending if not call.done])
 
     def _call(self, call: _Call[T]) -> bool:
         try:

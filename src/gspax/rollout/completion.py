@@ -42,6 +42,7 @@ class Completion:
     error: str = ""  # if the reward function failed, or what `blamed` says
     blamed: str = ""
     turns: GradedTurns | None = None
+    sources: tuple[int, ...] = ()  # the servers that sampled it, from 1, in the order of their first tokens
     texts: Texts | None = None  # None on a process that does not own the row
 
     @property
@@ -74,7 +75,7 @@ class Samples(NamedTuple):
 
 
 def to_json(completion: Completion) -> dict[str, object]:
-    """Convert a completion with its texts to a JSON object; empty parts, reason and error are left out."""
+    """Convert a completion with its texts to a JSON object; empty parts, reason, error and sources are left out."""
     assert completion.texts is not None, "see gather_texts"
     line: dict[str, object] = completion.texts._asdict()
     line |= {"reward": completion.reward, "length": completion.length, "finished": completion.finished}
@@ -82,7 +83,8 @@ def to_json(completion: Completion) -> dict[str, object]:
         line |= {"turn_spans": turns.spans, "turn_rewards": turns.rewards, "environment": turns.environment}
     if len(completion.rewards) > 1:
         line["rewards"] = completion.rewards
-    optional = {"parts": completion.parts, "reason": completion.reason, "error": completion.error}
+    optional: dict[str, object] = {"parts": completion.parts, "reason": completion.reason, "error": completion.error}
+    optional["servers"] = completion.sources
     return line | {name: value for name, value in optional.items() if value}
 
 

@@ -134,10 +134,20 @@ def reward_completions(
                 error=result.error,
                 blamed=result.blamed,
                 turns=turns,
+                sources=() if rollout.source_BT is None else find_sources(np.asarray(rollout.source_BT[row])),
                 texts=None if problem is None else Texts(problem.prompt, problem.answer, own[row].text),
             )
         )
     return completions
+
+
+def find_sources(source_T: np.ndarray) -> tuple[int, ...]:
+    """Return the numbers of the servers that sampled a row, in the order of their first tokens.
+
+    >>> find_sources(np.array([0, 2, 2, 0, 1, 2, 0]))
+    (2, 1)
+    """
+    return tuple(dict.fromkeys(source_T[source_T > 0].tolist()))
 
 
 def _gather_results(own: Started, rows: int) -> list[tuple[Result, GradedTurns | None]]:

@@ -42,6 +42,7 @@ def make_parser() -> Parser:
         "--step", type=at_least(0), metavar="N", help="completions of step N; 0: held-out ones before training"
     )
     which.add_argument("--problem", metavar="TEXT", help="the problem whose prompt is or contains TEXT, over all steps")
+    parser.add_argument("--server", type=at_least(1), metavar="N", help="only completions with tokens of server N")
     parser.add_argument("--contains", metavar="TEXT", help="only completions that contain this text")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", type=at_least(1), metavar="N", help="the N with the highest rewards")
@@ -63,6 +64,8 @@ def execute(options: argparse.Namespace) -> int:
         rows = select_problem([*read(files)], options.problem)
     else:
         rows = select_step(files, options.step)
+    if options.server is not None:
+        rows = select_server(rows, options.server)
     if options.contains is not None:
         rows = [row for row in rows if options.contains in row["completion"]]
         if not rows:
@@ -136,6 +139,20 @@ def select_problem(rows: Sequence[Row], text: str) -> list[Row]:
     return [row for row in rows if row["prompt"] == near[0]]
 
 
+def select_server(rows: Sequence[Row], number: int) -> list[Row]:
+    """Return the completions that a server sampled, or a part of."""
+    if chosen := [row for row in rows if number in list_servers(row)]:
+        return chosen
+    servers = ", ".join(map(str, sorted({one for row in rows for one in list_servers(row)}))) or "none"
+    raise UserError(f"--server: wanted a server that sampled one of these completions ({servers}), got {number}")
+
+
+def list_servers(row: Row) -> list[int]:
+    """Return the numbers of the servers that sampled a completion; none without servers."""
+    servers = row.get("servers")
+    return [one for one in servers if isinstance(one, int)] if isinstance(servers, list) else []
+
+
 def make_cells(rows: Sequence[Row]) -> list[Cells]:
     """Format each row as cells; prompt and answer are empty where they repeat the row above."""
     from gspax.errors import printable
@@ -153,6 +170,7 @@ def make_cells(rows: Sequence[Row]) -> list[Cells]:
             "reward": f"{row['reward']:.3g}",
             "advantage": f"{advantage:+.2f}" if isinstance(advantage := row.get("advantage"), int | float) else "",
             "length": str(row.get("length", "")),
+            "server": ", ".join(map(str, list_servers(row))),
             "prompt": printable(shorten(row["prompt"])) if is_new else "",
             "answer": printable(shorten(str(row.get("answer", "")))) if is_new else "",
             "completion": dim_thinking(shorten(row["completion"])),
@@ -186,7 +204,7 @@ def make_records(shown: Sequence[Cells]) -> Group:
     parts: list[str | Padding] = []
     for cells in shown:
         length = f"{cells['length']} token{'s' if cells['length'] != '1' else ''}" if cells["length"] else ""
-        numbers = [f"{name} {cells[name]}" if cells[name] else "" for name in ("reward", "advantage")]
+        numbers = [f"{name} {cells[name]}" if cells[name] else "" for name in ("reward", "advantage", "server")]
         head = [f"step {cells['step']}", str(cells["source"]), *numbers, length, str(cells["note"])]
         texts = Table.grid(padding=(0, 2, 0, 0))
         texts.add_column(no_wrap=True)
