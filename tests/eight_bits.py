@@ -2,9 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-
-from gspax.model import transformer
-from gspax.sampler.inference_weights import _summed_axes
+from api import _summed_axes, transformer
 
 
 def rounded(params, config):

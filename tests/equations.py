@@ -7,18 +7,23 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from api import (
+    Adapted,
+    Batch,
+    Outputs,
+    Passes,
+    Routing,
+    RoutingSettings,
+    UpdateConstants,
+    interpolate_old_logp,
+    make_objective,
+)
 
 from gspax.experiment import explanation
-from gspax.learner.objective import Outputs, RoutingSettings, UpdateConstants, make_objective
-from gspax.learner.train_step import interpolate_old_logp
-from gspax.losses import reduce
+from gspax.losses import reduce, traits_of
 from gspax.losses.selection import Minibatch
-from gspax.losses.traits import traits_of
-from gspax.model.moe import Routing
-from gspax.model.passes import Passes
 from gspax.model.terms.centering import Centers, center
 from gspax.model.terms.teacher import KeptLogp
-from gspax.types import Adapted, Batch
 
 L, B, T, E, A, K, V = 2, 6, 7, 4, 2, 3, 5
 UPDATES = 5, 2  # updates done, and updates of a rollout: a half of the third rollout

@@ -22,11 +22,9 @@ import jax.numpy as jnp
 import local_server
 import numpy as np
 import reference
+from api import read_params, single_device_mesh, transformer
 
 from gspax.config import ModelConfig
-from gspax.hf.parameters import read_params
-from gspax.model import transformer
-from gspax.parallel.sharding import single_device_mesh
 from gspax.rollout.servers import vllm
 
 _spec = importlib.util.spec_from_file_location("gspax_vllm_worker", vllm.WORKER / "gspax_vllm_worker.py")

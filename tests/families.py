@@ -12,25 +12,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
+from api import (
+    Inputs,
+    Prompts,
+    abstract_params,
+    adapters,
+    decoding,
+    dense,
+    export,
+    forward,
+    make_inference_weights,
+    named_leaves,
+    pad_replies,
+    parameter_count,
+    parameters,
+    read_config,
+    read_metrics,
+    read_params,
+    sample,
+    sampler,
+    transformer,
+)
 from published import load, same_bytes
 
-from gspax.commands import export
 from gspax.commands.main import main
 from gspax.config import Lora, Sampling
-from gspax.hf import parameters
-from gspax.hf.config_json import read_config
-from gspax.hf.parameters import named_leaves, read_params
-from gspax.learner import adapters
-from gspax.learner.forward import Inputs, forward
-from gspax.learner.state import abstract_params
-from gspax.model import decoding, transformer
-from gspax.model.low_rank import dense
-from gspax.model.sizes import parameter_count
-from gspax.run.record import read_metrics
-from gspax.sampler import sampler
-from gspax.sampler.continuous_batching import Prompts
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import pad_replies, sample
 
 SIZES = {
     **{"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4},

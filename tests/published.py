@@ -5,11 +5,10 @@ import json
 import jax
 import ml_dtypes
 import numpy as np
+from api import to_json, transformer
 from safetensors.numpy import save_file
 
 from gspax.config import layer_places, layers_of
-from gspax.hf.config_json import to_json
-from gspax.model import transformer
 
 BIASES = {"q_proj": "query_bias", "k_proj": "key_bias", "v_proj": "value_bias", "o_proj": "out_bias"}
 

@@ -9,27 +9,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import (
+    InFlight,
+    InProcess,
+    Passes,
+    Runtime,
+    Steps,
+    TrainedPolicy,
+    first_adapted,
+    init_state,
+    make_mesh,
+    make_optimizer,
+    make_route,
+    make_sampler,
+    make_score,
+    make_select,
+    make_update,
+    named_sharding,
+    run_step,
+)
 from small_experiment import experiment, objective_of
 from tethers import Tether
 
 from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
-from gspax.learner.diagnostics import make_route
-from gspax.learner.minibatches import make_select
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import TrainedPolicy, init_state
-from gspax.learner.train_step import make_score, make_update
-from gspax.learner.updates import Steps, first_adapted
 from gspax.losses import correction, kl, selection, shaping
-from gspax.model.passes import Passes
-from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.scores import reward_calls
-from gspax.rollout.in_process import InProcess
-from gspax.rollout.runtime import Runtime
-from gspax.sampler.placement import make_sampler
-from gspax.training.in_flight import InFlight
-from gspax.training.step import run_step
 
 LOSSES = (
     *(

@@ -12,12 +12,10 @@ from functools import partial
 import addition
 import calculations
 import pytest
+from api import http_client, tasks
 
-from gspax import http_client
-from gspax.data.chat import split_thinking
-from gspax.data.problem import Problem
+from gspax.data import Problem, split_thinking
 from gspax.errors import UserError
-from gspax.evaluation import tasks
 from gspax.rewards import answers, code, format, length, program_tests
 from gspax.rewards.environments import ToolError, parse_brackets, parse_hermes
 from gspax.rewards.environments.family_calls import PARSERS

@@ -6,8 +6,7 @@ from http.server import BaseHTTPRequestHandler
 
 import local_server
 import pytest
-
-from gspax.http_client import BrokenError, Client, RefusedError, UnreachableError
+from api import BrokenError, Client, RefusedError, UnreachableError
 
 
 class Scripted(BaseHTTPRequestHandler):

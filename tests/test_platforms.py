@@ -9,13 +9,13 @@ import resource
 import sys
 
 import pytest
+from api import benchmarks
 
 from gspax.commands import environment
 from gspax.errors import FailureError, UserError
 from gspax.rewards import code
 from gspax.rewards.workers import worker
 from gspax.run import lock
-from gspax.tools import benchmarks
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ or an import, not by a text. `python tests/test_seams.py` prints the table.
 import ast
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from api import HOMES, PLACES
 
 from gspax.experiment.validation import pairs
 
@@ -57,6 +59,8 @@ EXCLUSIONS, EXCLUSION_GOAL = 11, 12  # rules that forbid one feature beside anot
 EXCLUSION = re.compile(
     r'wanted (0|1|null|none|None|False|no|"auto")\b[^"]*? (with|beside|without|in a model|for a model)\b'
 )
+IMPORTERS = 4  # test files that import an internal module, beside tests/api.py
+PUBLIC = re.compile(r"gspax(\.hf|\.(advantages|config|data|errors|experiment|losses|rewards)(\..*)?)?$")
 
 
 @functools.cache
@@ -112,6 +116,24 @@ def exclusions():
                         yield f"{module}:{node.lineno}: {text}"
 
 
+def imports_of_tests():
+    """(test file, module, name) of each import of a package's module, or of a name of one, in the tests."""
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}".removeprefix("gspax.").replace(".", "/")
+                    is_module = f"{whole}.py" in FILES or f"{whole}/__init__.py" in FILES
+                    yield path.name, f"{node.module}.{alias.name}" if is_module else node.module, alias.name
+
+
+@functools.cache
+def importers():
+    """The number of test files that import an internal module, by module."""
+    pairs = {(file, module) for file, module, _ in imports_of_tests() if module.startswith("gspax")}
+    return Counter(module for _, module in pairs if not PUBLIC.match(module))
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_is_woven_into_no_more_modules(name):
     outside = modules_outside(FEATURES[name])
@@ -127,6 +149,18 @@ def test_no_more_parameters_may_be_none():
 def test_no_more_rules_forbid_one_feature_beside_another():
     found = list(exclusions())
     assert 0 < len(found) <= EXCLUSIONS, "\n".join(found)
+
+
+def test_a_module_that_moves_touches_few_test_files():
+    """What more of them need is a name of tests/api.py."""
+    assert importers().total() > 100
+    assert not {module: count for module, count in importers().items() if count > IMPORTERS}
+
+
+def test_each_internal_name_of_the_tests_has_one_home_and_is_used():
+    used = {name for _, module, name in imports_of_tests() if module == "api"}
+    assert len(HOMES) == sum(len(names.split()) for names in PLACES.values())
+    assert {*HOMES} == used - {"HOMES", "PLACES"}
 
 
 def test_the_counts_of_today_are_in_this_file():
@@ -145,6 +179,8 @@ def main():
         print(f"{name:18}{len(modules_outside(feature)):16}{feature.goal:6}")
     print(f"{'None parameters':18}{len(list(none_parameters())):16}{NONE_GOAL:6}")
     print(f"{'exclusion rules':18}{len(list(exclusions())):16}{EXCLUSION_GOAL:6}")
+    most, count = importers().most_common(1)[0]
+    print(f"{'importing tests':18}{count:16}{IMPORTERS:6}  {most}, of {len(importers())} modules")
     print(f"one of these rules is a table of {len(pairs.PAIRS)} pairs of settings")
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.extend
 import pytest
+from api import SampleOptions, StepSettings, single_device_mesh, transformer
 
 from gspax.config import (
     GatedDelta,
@@ -18,10 +19,6 @@ from gspax.config import (
     Router,
     Yarn,
 )
-from gspax.learner.forward import StepSettings
-from gspax.model import transformer
-from gspax.parallel.sharding import single_device_mesh
-from gspax.sampler.continuous_batching import SampleOptions
 
 MOE = ModelConfig(
     vocab_size=23,

@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from api import main, open_run
 
-from gspax.commands import main
 from gspax.commands.train import make_parser
-from gspax.run.directory import open_run
 
 STUB = str(Path(__file__).parents[1] / "stub_experiment.py")
 SMALL = str(Path(__file__).parents[1] / "small_experiment.py")

@@ -17,32 +17,47 @@ import optax
 import pytest
 import small_experiment
 import tiny
+from api import (
+    MANIFEST,
+    Checkpoints,
+    RunDir,
+    Skipped,
+    StoredArray,
+    abstract_params,
+    adapters,
+    convert,
+    drop_frozen,
+    enter_run,
+    export,
+    folders,
+    init_state,
+    low_rank,
+    main,
+    make_mesh,
+    make_optimizer,
+    make_runtime,
+    new_state,
+    open_array,
+    open_run,
+    parameters,
+    peft,
+    read_adapters,
+    read_config,
+    restore_or_start,
+    save_start,
+    warm_start,
+)
 from published import load, published, random_params, same_bytes, save
 
 from gspax import config as experiment_config
-from gspax.commands import arguments, check, convert, export, main
+from gspax.commands import arguments, check
 from gspax.config import Llama3Rope, Lora, Optimizer
 from gspax.config.functions import parse
 from gspax.data import HFTokenizer
 from gspax.errors import FailureError, UserError
-from gspax.experiment.description import describe
-from gspax.hf import hf, parameters, peft
-from gspax.hf.config_json import read_config
-from gspax.hf.peft import read_adapters
+from gspax.experiment import describe
+from gspax.hf import hf
 from gspax.hf.source import copy_companions
-from gspax.learner import adapters
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params, drop_frozen, init_state, new_state, save_start
-from gspax.model import low_rank
-from gspax.parallel.sharding import make_mesh
-from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import make_runtime
-from gspax.run import folders
-from gspax.run.checkpoints import Checkpoints, StoredArray, open_array
-from gspax.run.directory import RunDir, enter_run, open_run
-from gspax.run.manifest import MANIFEST
-from gspax.training import warm_start
-from gspax.training.loop import restore_or_start
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

@@ -14,13 +14,12 @@ from types import ModuleType
 
 import pytest
 import stub_experiment
+from api import main, progress, write_atomically
 
 import gspax
 from gspax import errors, losses
-from gspax.commands import main, train
+from gspax.commands import train
 from gspax.errors import DivergedError, FailureError, UserError, how_to_install
-from gspax.run import progress
-from gspax.run.folders import write_atomically
 
 STUB = stub_experiment.__file__
 

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import small_experiment
+from api import Checkpoints, export, main, open_run
 from local_server import serve
 from published import random_params
 
-from gspax.commands import export, main
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.report import card
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import open_run
 
 EXPERIMENT = small_experiment.experiment
 INTERVAL = {"mean": 0.75, "low": 0.5, "high": 0.875}

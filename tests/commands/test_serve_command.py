@@ -4,8 +4,7 @@ import json
 import shlex
 
 import pytest
-
-from gspax.commands import main
+from api import main
 
 FILE = "experiments/sort_gspo.py"
 

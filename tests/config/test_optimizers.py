@@ -10,16 +10,11 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import TrainedPolicy, abstract_state, adapters, learning_rate, make_optimizer, partition, sharding, transformer
 
 from gspax import config
 from gspax.config import optimizers
 from gspax.experiment.plan import plan
-from gspax.learner import adapters
-from gspax.learner.optimizer import learning_rate, make_optimizer
-from gspax.learner.state import TrainedPolicy, abstract_state
-from gspax.model import transformer
-from gspax.model.low_rank import partition
-from gspax.parallel import sharding
 
 MODEL = replace(tiny.MOE, num_hidden_layers=1, num_experts=4, attention_bias=True)
 TRANSFORMS = {

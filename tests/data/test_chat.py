@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from api import Skipped, make_mesh, warm_start
 from chat_folder import write_folder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,13 +20,8 @@ from small_experiment import experiment
 from gspax.data import HFTokenizer, Problem, hf_chat, hf_tokenizer, reward_answer, split_thinking
 from gspax.data.tasks import sort
 from gspax.errors import UserError
-from gspax.experiment.description import describe
-from gspax.experiment.overrides import override
-from gspax.experiment.validation import validate
+from gspax.experiment import describe, override, validate
 from gspax.experiment.validation.chats import chat_warnings
-from gspax.parallel.sharding import make_mesh
-from gspax.rollout.problems import Skipped
-from gspax.training import warm_start
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TURNS = [

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import chat_table
 import numpy as np
 import pytest
+from api import episodes, find_tokenizer, start_rewards, tasks
 from chat_table import TOOLS, Talk
 from chat_templates import PUBLISHED, write_folder
 
@@ -17,14 +18,10 @@ from gspax.data import Problem, hf_chat, hf_tokenizer, split_thinking, templates
 from gspax.data.chat import end_before
 from gspax.data.chat_template import opening_of, write_call
 from gspax.errors import UserError
-from gspax.evaluation import tasks
-from gspax.evaluation.checkpoint import find_tokenizer
-from gspax.experiment.description import describe
-from gspax.experiment.overrides import as_recorded, override
+from gspax.experiment import describe, override
+from gspax.experiment.overrides import as_recorded
 from gspax.experiment.validation.chats import chat_problems, chat_warnings
 from gspax.rewards.environments import Step, parse_gemma
-from gspax.rollout import episodes
-from gspax.rollout.grading import start_rewards
 from gspax.run.recorded import read_tokenizer
 
 USER = [{"role": "user", "content": "1 + 1?"}]

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from api import open_run
 from small_experiment import experiment
 
 from gspax import data
@@ -21,7 +22,6 @@ from gspax.data.tasks import sort
 from gspax.errors import UserError
 from gspax.experiment import RESUMABLE, describe, difference, load, override, validate, warnings
 from gspax.experiment.plan import plan
-from gspax.run.directory import open_run
 
 ROWS = [{"question": f"{a}+{b}?", "answer": f"so #### {a + b}", "level": a} for a in range(20) for b in range(20)]
 

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import abstract, main, named_shapes, to_json, write_adapters
 from test_chat import write_folder
 
-from gspax.commands import main
 from gspax.config import ModelConfig
 from gspax.data.problem import encode_prompt
 from gspax.experiment import describe, load, override, validate
-from gspax.hf.config_json import to_json
-from gspax.hf.parameters import named_shapes
-from gspax.hf.peft import write_adapters
-from gspax.learner.adapters import abstract
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from gspax.data import Problem
+from gspax.data import Problem, Schema
 from gspax.data.problem import encode_prompt
-from gspax.data.sources.schema import Schema
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -11,30 +11,35 @@ import jax
 import published
 import pytest
 import tiny
+from api import (
+    Completion,
+    InProcess,
+    PhaseBar,
+    RunDir,
+    Texts,
+    checkpoint,
+    evaluate_task,
+    grading,
+    in_process,
+    loop,
+    make_mesh,
+    make_sampler,
+    read_rows,
+)
+from api import main as program
 from small_experiment import experiment
 from stub_experiment import experiment as stub
 
 from gspax import config
 from gspax.commands import eval as eval_command
-from gspax.commands import main as program
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.evaluation import benchmark, checkpoint
-from gspax.evaluation.checkpoint import evaluate_task
+from gspax.evaluation import benchmark
 from gspax.experiment import validate
-from gspax.parallel.sharding import make_mesh
 from gspax.report import evaluation_page
 from gspax.report.run_page import describe_task
 from gspax.report.run_page import write as write_report
 from gspax.rewards.scores import Score
-from gspax.rollout import grading, in_process
-from gspax.rollout.completion import Completion, Texts
-from gspax.rollout.in_process import InProcess
-from gspax.run.directory import RunDir
-from gspax.run.progress import PhaseBar
-from gspax.run.record import read_rows
-from gspax.sampler.placement import make_sampler
-from gspax.training import loop
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
+from api import tasks
 
 from gspax import data
 from gspax.commands.eval import find_task
 from gspax.config import Task
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.evaluation import tasks
 from gspax.experiment import describe
 from gspax.rewards.program_tests import from_answer
 

@@ -6,21 +6,14 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import InProcess, PhaseBar, Rollout, in_process, make_mesh, make_sampler, progress, sampler
 from small_experiment import experiment
 
 from gspax import config
 from gspax.evaluation import benchmark
 from gspax.evaluation.benchmark import EvaluatedPolicy, split_problems
-from gspax.parallel.sharding import make_mesh
 from gspax.report import statistics
 from gspax.rewards.scores import reward_calls
-from gspax.rollout import in_process
-from gspax.rollout.in_process import InProcess
-from gspax.run import progress
-from gspax.run.progress import PhaseBar
-from gspax.sampler import sampler
-from gspax.sampler.placement import make_sampler
-from gspax.types import Rollout
 
 PROBLEMS, SAMPLES = 10, 2
 

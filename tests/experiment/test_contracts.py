@@ -234,7 +234,7 @@ def test_an_environment_whose_reset_breaks_its_contract_is_found(environment, sa
     ],
 )
 def test_the_dry_run_gives_one_sentence_and_exits_2(changes, capsys):
-    from gspax.commands import main
+    from api import main
 
     file = Path(__file__).parents[1] / "small_experiment.py"
     assert main.main(["train", str(file), "--dry-run", *changes.split()]) == 2

@@ -6,8 +6,8 @@ import pytest
 from small_experiment import experiment
 
 from gspax.config import Engine, Mesh, PartialRollouts, Placement
-from gspax.experiment import plan, validate, warnings
-from gspax.experiment.description import describe, difference, resumable
+from gspax.experiment import describe, difference, plan, validate, warnings
+from gspax.experiment.description import resumable
 from gspax.experiment.plan import render
 
 SERVED = replace(experiment, engine=Engine(addresses=("http://10.0.0.1:8000", "http://10.0.0.2:8000")))

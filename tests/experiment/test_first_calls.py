@@ -11,18 +11,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from api import loop, main, tasks
 from chat_templates import PUBLISHED, write_folder
 from small_experiment import experiment
 
 from gspax import advantages, data, losses
-from gspax.commands import main
 from gspax.config import Evaluation, Grading, Reference, Task, WarmStart
-from gspax.data import CharChat, CharTokenizer, hf_chat
-from gspax.data.chat import reward_answer
-from gspax.data.problem import Problem
+from gspax.data import CharChat, CharTokenizer, Problem, hf_chat, reward_answer
 from gspax.data.tasks import sort
 from gspax.errors import UserError, how_to_install
-from gspax.evaluation import tasks
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.losses import kl, shaping
 from gspax.rewards import code, http, math
@@ -30,7 +27,6 @@ from gspax.rewards.calls import Batched
 from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.environments import Step, ToolUse, python
 from gspax.rewards.guard import guard
-from gspax.training import loop
 
 FILE = Path(__file__).parents[1] / "small_experiment.py"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import optax
 import pytest
 import stub_experiment
+from api import presets, tasks
 from averages import Averages
 from tethers import Tether
 
@@ -15,12 +16,10 @@ from gspax import data, losses
 from gspax.config import Evaluation, Lora, Reference, Task, Teacher, optimizers
 from gspax.data.sources.tables import JsonLines
 from gspax.errors import UserError
-from gspax.evaluation import tasks
 from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.description import SOURCE
 from gspax.experiment.overrides import SYNONYMS, as_recorded, keys, without_effect
 from gspax.losses import distill
-from gspax.model import presets
 from gspax.rewards import math
 from gspax.rewards.environments import ToolUse, calculator
 

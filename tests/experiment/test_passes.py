@@ -4,11 +4,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from api import Passes
 from small_experiment import experiment as small
 
 from gspax import advantages, config, losses
 from gspax.losses import kl, selection
-from gspax.model.passes import Passes
 
 LATER, ALL, NONE = range(1, 2), range(2), range(0)
 LOAD, COVARIANCE = config.Regularizers(load_balance=0.1), config.Regularizers(kl_cov=config.CovarianceKL())

@@ -10,32 +10,34 @@ import jax
 import jax.numpy as jnp
 import pytest
 import stub_experiment
+from api import (
+    LOGIT_BUDGET,
+    USABLE,
+    abstract_inference_weights,
+    active_parameter_count,
+    adapters,
+    choose_sampler_layout,
+    decoding,
+    device_bytes,
+    inference_weights_bytes,
+    logit_chunk,
+    make_mesh,
+    parameter_count,
+    presets,
+    sampler_bytes,
+    sampler_sizes,
+    sharding,
+    trained_count,
+    transformer,
+)
 from tiny import CONFIGS, DELTA, OTHERS, one_device
 
 from gspax import config
 from gspax.config import layers_of
 from gspax.data.tasks import sort
-from gspax.experiment import load, override
+from gspax.experiment import load, override, validate
 from gspax.experiment.plan import memory_problems, overview, plan, render
-from gspax.experiment.validation import validate
-from gspax.learner import adapters
-from gspax.model import decoding, presets, transformer
-from gspax.model.sizes import (
-    LOGIT_BUDGET,
-    USABLE,
-    active_parameter_count,
-    choose_sampler_layout,
-    inference_weights_bytes,
-    logit_chunk,
-    parameter_count,
-    sampler_bytes,
-    sampler_sizes,
-    trained_count,
-)
-from gspax.parallel import sharding
-from gspax.parallel.sharding import make_mesh
-from gspax.sampler.inference_weights import abstract_inference_weights, convert
-from gspax.tools.aot.programs import device_bytes
+from gspax.sampler.inference_weights import convert
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import optax
 import pytest
+from api import open_run
 
 from gspax import losses
 from gspax.errors import UserError
-from gspax.experiment import describe, load
-from gspax.experiment.description import RESUMABLE, SOURCE, difference, source_hash
-from gspax.run.directory import open_run
+from gspax.experiment import RESUMABLE, describe, difference, load
+from gspax.experiment.description import SOURCE, source_hash
 
 HEAD = (
     "from dataclasses import replace\nfrom functools import partial\nfrom stub_experiment import experiment as stub\n"

@@ -10,9 +10,8 @@ import small_experiment
 from gspax import advantages, losses
 from gspax.config import Reference, Teacher
 from gspax.data import CharTokenizer
-from gspax.experiment.description import describe
+from gspax.experiment import describe, validate
 from gspax.experiment.plan import plan, render
-from gspax.experiment.validation.rules import validate
 from gspax.hf import hf
 from gspax.losses import distill, kl
 

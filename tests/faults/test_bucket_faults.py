@@ -11,11 +11,11 @@ from collections import Counter
 import gcs
 import pytest
 import runs
+from api import finished_steps, main
 from runs import STEPS
 from test_killed_hosts import PATIENCE, start
 
-from gspax.commands import check, main
-from gspax.run.manifest import finished_steps
+from gspax.commands import check
 from gspax.storage.paths import to_path
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import runs
+from api import finished_steps
 from moments import BEGIN, REPEATED, SPAN, Kill
 from runs import STEPS
-
-from gspax.run.manifest import finished_steps
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 KILLS = int(os.environ.get("FAULTS_KILLS", "50"))

@@ -10,15 +10,12 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from api import MANIFEST, Checkpoints, RunDir, find_damage, main, manifest, write_manifest
+from api import checkpoints as checkpoints_module
 from runs import VICTIM
 
-from gspax.commands import check, main
+from gspax.commands import check
 from gspax.errors import FailureError, UserError
-from gspax.run import checkpoints as checkpoints_module
-from gspax.run import manifest
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir
-from gspax.run.manifest import MANIFEST, find_damage, write_manifest
 
 WANTED = {"params/w": jax.ShapeDtypeStruct((50,), jnp.float32)}
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import families as families_of_tests
 import pytest
 import tiny
+from api import config_json, presets, read_config, to_json
 
 from gspax.config import LongRope, ModelConfig, Yarn, layers_of
 from gspax.config.model import architecture_problems
 from gspax.errors import UserError
-from gspax.hf import config_json, families
-from gspax.hf.config_json import read_config, to_json
-from gspax.model import presets
+from gspax.hf import families
 
 NEWEST = "5.23"  # the transformers whose families and keys these tables have
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "qwen3_configs"

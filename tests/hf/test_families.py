@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import families
 import pytest
+from api import parameter_count, to_json
 from published import load, same_bytes
 
-from gspax.hf.config_json import to_json
 from gspax.hf.families import FAMILIES
-from gspax.model.sizes import parameter_count
 
 pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 pytest.importorskip("transformers")

@@ -9,12 +9,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from api import named_leaves, parameters, tensors
 from published import load
 from safetensors.numpy import save_file
 
 from gspax.errors import UserError
-from gspax.hf import packed, parameters, tensors
-from gspax.types import named_leaves
+from gspax.hf import packed
 
 QUANTIZED = {
     "activation_scheme": "dynamic",

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import convert, family_of, main, read_config
 from safetensors.numpy import load_file
 
-from gspax.commands import convert, main
-from gspax.data.tokenizer import hf_tokenizer
+from gspax.data import hf_tokenizer
 from gspax.errors import UserError
 from gspax.hf import hf
-from gspax.hf.config_json import family_of, read_config
 from gspax.hf.gguf import llama3_scaling, unpack
 from gspax.hf.gguf_tokenizer import merges
 

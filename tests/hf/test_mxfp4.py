@@ -6,11 +6,11 @@ import families
 import jax
 import numpy as np
 import pytest
+from api import parameters
 from published import load
 from safetensors.numpy import save_file
 
 from gspax.errors import UserError
-from gspax.hf import parameters
 from gspax.hf.packed import unpack
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")

@@ -5,12 +5,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from api import names, parameter_shapes, presets, tensors
 from published import published, random_params
 from safetensors.numpy import load_file
 
-from gspax.hf import names, rows, tensors
-from gspax.hf.parameters import parameter_shapes
-from gspax.model import presets
+from gspax.hf import rows
 
 CONFIGS = {**tiny.CONFIGS, "the 0.6B": presets.qwen3_0_6b, "the 30B": presets.qwen3_30b_a3b}
 ROWS = [*rows.OUTER, *rows.LAYER, *rows.DENSE, *rows.SPARSE, *rows.FUSED_EXPERTS]

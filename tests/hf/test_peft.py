@@ -9,20 +9,26 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import (
+    abstract_adapters,
+    adapter_count,
+    adapters,
+    dense,
+    load_adapters,
+    make_mesh,
+    named_leaves,
+    named_shapes,
+    peft,
+    read_adapters,
+    transformer,
+    write_adapters,
+    write_checkpoint,
+)
 from published import load, published, random_params
 from safetensors.numpy import load_file, save_file
 
 from gspax.config import Lora, Mesh, Multipliers, StateSpace, adapted_weights
 from gspax.errors import UserError
-from gspax.hf import peft
-from gspax.hf.parameters import named_leaves, named_shapes, write_checkpoint
-from gspax.hf.peft import read_adapters, write_adapters
-from gspax.learner import adapters
-from gspax.learner.state import abstract_adapters, load_adapters
-from gspax.model import transformer
-from gspax.model.low_rank import dense
-from gspax.model.sizes import adapter_count
-from gspax.parallel.sharding import make_mesh
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
 LORA = Lora(rank=3, alpha=6.0)

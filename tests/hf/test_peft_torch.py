@@ -11,16 +11,21 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import (
+    adapters,
+    dense,
+    named_leaves,
+    named_shapes,
+    peft,
+    read_adapters,
+    read_config,
+    write_adapters,
+    write_checkpoint,
+)
 from published import random_params
 
 from gspax.config import Lora
 from gspax.errors import UserError
-from gspax.hf import peft
-from gspax.hf.config_json import read_config
-from gspax.hf.parameters import named_leaves, named_shapes, write_checkpoint
-from gspax.hf.peft import read_adapters, write_adapters
-from gspax.learner import adapters
-from gspax.model.low_rank import dense
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")

@@ -8,14 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from api import abstract_params, make_mesh, names, parameter_shapes, parameters, tensors
 from published import published, random_params, save
 
 from gspax import config as experiment_config
 from gspax.errors import UserError
-from gspax.hf import names, parameters, tensors
-from gspax.hf.parameters import parameter_shapes
-from gspax.learner.state import abstract_params
-from gspax.parallel.sharding import make_mesh
 
 CONFIGS = {
     name: tiny.CONFIGS[name]

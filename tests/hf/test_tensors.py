@@ -6,10 +6,10 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from api import tensors
 from safetensors.numpy import load_file, save_file
 
 from gspax.errors import UserError
-from gspax.hf import tensors
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 RNG = np.random.default_rng(0)

@@ -8,17 +8,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from api import (
+    abstract_params,
+    convert,
+    export,
+    make_mesh,
+    parameter_count,
+    parameters,
+    read_config,
+    read_params,
+    to_json,
+    transformer,
+)
 from published import load, published, random_params, same_bytes
 
-from gspax.commands import convert, export
 from gspax.config import Mesh
-from gspax.hf import parameters
-from gspax.hf.config_json import read_config, to_json
-from gspax.hf.parameters import read_params
-from gspax.learner.state import abstract_params
-from gspax.model import transformer
-from gspax.model.sizes import parameter_count
-from gspax.parallel.sharding import make_mesh
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")

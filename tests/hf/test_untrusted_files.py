@@ -10,11 +10,10 @@ import time
 import numpy as np
 import pytest
 import tiny
+from api import read_config, tensors, to_json
 
 from gspax.data import HFTokenizer, files, hf_chat
 from gspax.errors import UserError
-from gspax.hf import tensors
-from gspax.hf.config_json import read_config, to_json
 from gspax.hf.peft import peft
 from gspax.hf.source import copy_companions, locate
 

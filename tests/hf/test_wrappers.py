@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import families
 import pytest
+from api import convert, export, read_config, to_json
 from published import load
 
-from gspax.commands import convert, export
 from gspax.errors import UserError
-from gspax.hf.config_json import read_config, to_json
 from gspax.hf.source import hf
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")

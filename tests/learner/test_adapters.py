@@ -10,30 +10,44 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import (
+    Batch,
+    Checkpoints,
+    Inputs,
+    RunDir,
+    Skipped,
+    TrainedPolicy,
+    abstract_state,
+    adapters,
+    add_adapters,
+    combine,
+    dense,
+    enter_run,
+    evaluate_run,
+    forward,
+    init_state,
+    is_low_rank,
+    load_first,
+    loop,
+    make_inference_weights,
+    make_runtime,
+    new_state,
+    objective,
+    partition,
+    peft,
+    record,
+    sampler,
+    sharding,
+    train_step,
+    transformer,
+    write_adapters,
+)
+from api import named_leaves as by_path
 from orbax.checkpoint import PyTreeCheckpointer
 from small_experiment import experiment
 
 from gspax import config, losses
-from gspax.evaluation.checkpoint import evaluate_run
-from gspax.experiment.description import describe
-from gspax.hf import peft
-from gspax.hf.parameters import named_leaves as by_path
-from gspax.hf.peft import write_adapters
-from gspax.learner import adapters, objective, train_step
-from gspax.learner.forward import Inputs, forward
-from gspax.learner.state import TrainedPolicy, abstract_state, add_adapters, init_state, load_first, new_state
-from gspax.model import transformer
-from gspax.model.low_rank import combine, dense, is_low_rank, partition
-from gspax.parallel import sharding
-from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import make_runtime
-from gspax.run import record
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, enter_run
-from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.training import loop
-from gspax.types import Batch
+from gspax.experiment import describe
 
 LORA = config.Lora(rank=3, alpha=6.0)
 CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts

@@ -9,19 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from api import StepSettings, TrainedPolicy, abstract_state, minibatches, new_state, sharding, train_step, transformer
 from small_experiment import experiment, objective_with
 from test_packing import ALONE, MESHES, MODEL, SAMPLING, SCHEDULE, SHARED, N, assert_close, moved, rollout, start
 
 from gspax import config, losses
 from gspax.config import Schedule, row_shape
-from gspax.experiment.validation import validate
-from gspax.learner import minibatches, train_step
-from gspax.learner.forward import StepSettings
+from gspax.experiment import validate
 from gspax.learner.hidden import make_hidden
-from gspax.learner.state import TrainedPolicy, abstract_state, new_state
-from gspax.model import transformer
 from gspax.model.terms.centering import CenteringTerm, CompareWithSampler, token_weight
-from gspax.parallel import sharding
 
 LOSSES = {
     "grpo": partial(losses.grpo, clip_low=0.1, clip_high=0.15, dual_clip=1.2),
@@ -148,7 +144,7 @@ LORA = config.Lora(rank=2, alpha=2.0)
 @functools.cache
 def whole(masks=False, lora=None):
     """Loss and gradient from logits [B, T, V] and the equation of the page."""
-    from gspax.model.low_rank import combine, partition
+    from api import combine, partition
 
     data = rollout(sets=masks)
     tokens, mask = jnp.asarray(data.tokens_BT), jnp.asarray(data.mask_BT)

@@ -7,17 +7,23 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import (
+    Adapted,
+    Batch,
+    RunDir,
+    adapt_range,
+    first_adapted,
+    loop,
+    noise_floor,
+    noise_warnings,
+    objective,
+    read_metrics,
+)
 from small_experiment import experiment, objective_with
 
 from gspax import losses
 from gspax.config import Calibration, Regularizers
 from gspax.experiment import load, override
-from gspax.learner import objective
-from gspax.learner.updates import adapt_range, first_adapted, noise_floor, noise_warnings
-from gspax.run.directory import RunDir
-from gspax.run.record import read_metrics
-from gspax.training import loop
-from gspax.types import Adapted, Batch
 
 SETTINGS = Calibration(share=0.25, tolerance=0.05, gain=1.0)
 LOSS = partial(losses.gspo, clip_low=0.01, clip_high=0.02)

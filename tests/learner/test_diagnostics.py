@@ -10,16 +10,20 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import (
+    Batch,
+    Steps,
+    diagnostics,
+    is_measured,
+    make_objective,
+    new_state,
+    run_updates,
+    sharding,
+    train_step,
+    transformer,
+)
 
 from gspax import config, losses
-from gspax.learner import diagnostics, train_step
-from gspax.learner.objective import make_objective
-from gspax.learner.state import new_state
-from gspax.learner.updates import Steps, run_updates
-from gspax.model import transformer
-from gspax.parallel import sharding
-from gspax.training.step import is_measured
-from gspax.types import Batch
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2)
 E, A = CONFIG.num_experts, CONFIG.num_experts_per_tok

@@ -2,9 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-
-from gspax.learner.diagnostics import changed_by_layer, router_confidence
-from gspax.learner.metrics import changed_share, expert_load
+from api import changed_by_layer, changed_share, expert_load, router_confidence
 
 # one layer, one row, four tokens, two experts each, of three; the last token is padding (id 3)
 IDS = jnp.array([[[[0, 1], [1, 0], [1, 2], [3, 3]]]])

@@ -8,17 +8,16 @@ import equations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Passes
 from small_experiment import experiment
 from test_objective import CASES
 from tethers import Tether
 
 from gspax import advantages, losses
 from gspax.config import Calibration, Reference, Regularizers, RouterShift, Teacher, Turns
-from gspax.experiment import explanation
-from gspax.experiment.overrides import override
+from gspax.experiment import explanation, override
 from gspax.losses import correction, distill, kl, selection, shaping
 from gspax.losses.formulas import formula_of
-from gspax.model.passes import Passes
 from gspax.model.terms import MAKERS
 from gspax.model.terms.correction import CorrectionTerm
 

@@ -8,18 +8,15 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import StepSettings, minibatches, new_state, train_step, transformer
 from small_experiment import objective_with
 from test_packing import ALONE, SAMPLING, SCHEDULE, SHARED, C, N, assert_close, rollout
 from test_teacher import MODEL, SEPARATE, TEACHER, all_logp, token_divergence
 
 from gspax import losses
 from gspax.config import Teacher, row_shape, teacher_row_shape
-from gspax.learner import minibatches, train_step
-from gspax.learner.forward import StepSettings
 from gspax.learner.lessons import as_sampled, number_tokens, read_lessons, with_prompts
-from gspax.learner.state import new_state
 from gspax.learner.teacher import make_passes
-from gspax.model import transformer
 from gspax.model.terms.teacher import TeacherTerm
 
 OTHER = replace(TEACHER, hidden_size=16, tie_word_embeddings=False)

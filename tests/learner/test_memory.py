@@ -10,17 +10,23 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import (
+    Batch,
+    Checkpoints,
+    TrainedPolicy,
+    abstract_state,
+    init_state,
+    make_mesh,
+    make_objective,
+    make_optimizer,
+    make_train_step,
+    named_sharding,
+    transformer,
+    with_master,
+)
 
 from gspax import config, losses
 from gspax.config.optimizers import adamw
-from gspax.learner.objective import make_objective
-from gspax.learner.optimizer import make_optimizer, with_master
-from gspax.learner.state import TrainedPolicy, abstract_state, init_state
-from gspax.learner.train_step import make_train_step
-from gspax.model import transformer
-from gspax.parallel.sharding import make_mesh, named_sharding
-from gspax.run.checkpoints import Checkpoints
-from gspax.types import Batch
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, num_experts=0)
 MESH = make_mesh(config.Mesh(), jax.devices()[:4])

@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from gspax.learner import metrics
-from gspax.learner.train_step import Scores
-from gspax.types import Batch, Rollout
+from api import Batch, Rollout, Scores, metrics
 
 
 def test_metrics_of_several_updates_are_extremes_means_or_sums():

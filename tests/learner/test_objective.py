@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Adapted, Batch, Routing, objective
 from small_experiment import experiment, objective_of
 
 from gspax import losses
 from gspax.config import AdaptiveEntropy, Calibration, CovarianceKL, Reference, Regularizers
-from gspax.learner import objective
 from gspax.losses import correction, kl, regularizers
-from gspax.model.moe import Routing
-from gspax.types import Adapted, Batch
 
 L, B, T, E, A = 2, 6, 7, 4, 2
 

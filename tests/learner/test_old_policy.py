@@ -9,21 +9,30 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import (
+    Adapted,
+    Batch,
+    Inputs,
+    Outputs,
+    Rollout,
+    Routing,
+    UpdateConstants,
+    forward,
+    make_objective,
+    make_optimizer,
+    minibatches,
+    new_state,
+    router_logp,
+    sharding,
+    train_step,
+)
 from small_experiment import objective_with
 
 from gspax import config, losses
 from gspax.config import Optimizer, RouterShift, RowShape
 from gspax.config.optimizers import adamw
 from gspax.errors import UserError
-from gspax.learner import minibatches, train_step
-from gspax.learner.forward import Inputs, forward
-from gspax.learner.objective import Outputs, UpdateConstants, make_objective, router_logp
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import new_state
 from gspax.losses.router_shift import log_factor
-from gspax.model.moe import Routing
-from gspax.parallel import sharding
-from gspax.types import Adapted, Batch, Rollout
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2)
 N, T, L, A, E = 6, 9, 2, 2, MODEL.num_experts

@@ -11,6 +11,7 @@ import optax
 import pytest
 import tethers
 import tiny
+from api import Batch, Passes, StepSettings, new_state, parameter_count, resident_bytes, train_step, transformer
 from small_experiment import experiment, objective_of
 from test_objective import BATCH, CONSTANTS, LOGP, MASK, OUTPUTS
 from test_packing import ALONE, assert_close
@@ -19,17 +20,8 @@ from tethers import Tether
 from gspax import advantages, config, losses
 from gspax.config.term import Comparison
 from gspax.errors import UserError
-from gspax.experiment.description import describe
-from gspax.experiment.overrides import override
-from gspax.experiment.validation import validate
-from gspax.learner import train_step
-from gspax.learner.forward import StepSettings
-from gspax.learner.state import new_state
-from gspax.model import transformer
-from gspax.model.passes import Passes
-from gspax.model.sizes import parameter_count, resident_bytes
+from gspax.experiment import describe, override, validate
 from gspax.model.terms import MAKERS
-from gspax.types import Batch
 
 SIZES = dict.fromkeys(("slice", "data", "fsdp", "expert", "context", "tensor"), 1)
 

@@ -11,12 +11,29 @@ import optax
 import pytest
 import reference
 import tiny
+from api import (
+    Adapted,
+    Inputs,
+    Rollout,
+    RunDir,
+    StepSettings,
+    TrainedPolicy,
+    abstract_state,
+    adapters,
+    forward,
+    loop,
+    metrics,
+    minibatches,
+    new_state,
+    record,
+    segment_ids,
+    sharding,
+    train_step,
+)
 from small_experiment import experiment, objective_with
 
 from gspax import config, losses
 from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
-from gspax.learner import adapters, metrics, minibatches, train_step
-from gspax.learner.forward import Inputs, StepSettings, forward
 from gspax.learner.packing import (
     Piece,
     first_fit_decreasing,
@@ -26,14 +43,8 @@ from gspax.learner.packing import (
     unit_length,
 )
 from gspax.learner.prefixes import Tokens, separate_sequences, share_prefixes, split_sequences
-from gspax.learner.state import TrainedPolicy, abstract_state, new_state
 from gspax.losses import correction, kl
 from gspax.model.terms.reference import ReferenceTerm
-from gspax.parallel import sharding
-from gspax.run import record
-from gspax.run.directory import RunDir
-from gspax.training import loop
-from gspax.types import Adapted, Rollout, segment_ids
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient

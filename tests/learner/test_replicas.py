@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from api import (
+    Batch,
+    TrainedPolicy,
+    abstract_state,
+    device_bytes,
+    hlo,
+    make_objective,
+    make_optimizer,
+    make_train_step,
+    sharding,
+)
 
 from gspax import config, losses
 from gspax.config import Mesh
-from gspax.learner.objective import make_objective
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import TrainedPolicy, abstract_state
-from gspax.learner.train_step import make_train_step
-from gspax.parallel import sharding
-from gspax.tools.aot import hlo
-from gspax.tools.aot.programs import device_bytes
-from gspax.types import Batch
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, remat="full")
 MICROBATCHES, ROWS, LENGTH = 3, 24, 8

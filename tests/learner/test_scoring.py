@@ -12,15 +12,22 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import (
+    Batch,
+    OtherRows,
+    Scoring,
+    Target,
+    TrainedPolicy,
+    abstract_state,
+    head_logp,
+    hlo,
+    objective,
+    sharding,
+    train_step,
+)
 
 from gspax import config, losses
 from gspax.config import Mesh
-from gspax.learner import objective, train_step
-from gspax.learner.forward import OtherRows, Scoring, Target, head_logp
-from gspax.learner.state import TrainedPolicy, abstract_state
-from gspax.parallel import sharding
-from gspax.tools.aot import hlo
-from gspax.types import Batch
 
 V, D, B, T, CHUNK = 1000, 16, 16, 12, 3
 MODEL = replace(tiny.MOE, num_experts=0, num_hidden_layers=1, vocab_size=V)

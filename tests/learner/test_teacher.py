@@ -9,21 +9,16 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import Batch, Passes, StepSettings, abstract_params, minibatches, new_state, sharding, train_step, transformer
 from small_experiment import experiment, objective_with
 from test_packing import ALONE, MESHES, SAMPLING, SCHEDULE, SHARED, N, assert_close, moved, rollout
 
 from gspax import config, losses
 from gspax.config import Schedule, Teacher, row_shape
-from gspax.learner import minibatches, teacher, train_step
-from gspax.learner.forward import StepSettings
-from gspax.learner.state import abstract_params, new_state
+from gspax.learner import teacher
 from gspax.learner.teacher import fill_teacher, fingerprint, load_teacher, make_teach
 from gspax.losses import distill
-from gspax.model import transformer
-from gspax.model.passes import Passes
 from gspax.model.terms.teacher import TeacherTerm
-from gspax.parallel import sharding
-from gspax.types import Batch
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
 TEACHER = replace(tiny.MOE, num_experts=0, hidden_size=24, num_hidden_layers=1, vocab_size=24, tie_word_embeddings=True)

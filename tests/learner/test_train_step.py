@@ -11,22 +11,34 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import (
+    Adapted,
+    Batch,
+    Inputs,
+    TrainedPolicy,
+    abstract_state,
+    applied_updates,
+    expert_counts,
+    expert_load,
+    forward,
+    init_state,
+    learning_rate,
+    make_optimizer,
+    make_route,
+    moe,
+    new_state,
+    objective,
+    sharding,
+    train_step,
+    transformer,
+    warm_start,
+)
 from small_experiment import experiment, objective_of
 
 from gspax import config, losses
 from gspax.config import optimizers
 from gspax.config.optimizers import adamw
-from gspax.learner import objective, train_step
-from gspax.learner.diagnostics import make_route
-from gspax.learner.forward import Inputs, forward
-from gspax.learner.metrics import expert_counts, expert_load
-from gspax.learner.optimizer import learning_rate, make_optimizer
-from gspax.learner.state import TrainedPolicy, abstract_state, applied_updates, init_state, new_state
 from gspax.losses import correction, kl
-from gspax.model import moe, transformer
-from gspax.parallel import sharding
-from gspax.training import warm_start
-from gspax.types import Adapted, Batch
 
 CONFIG = tiny.MOE
 B, T = 16, 12

@@ -5,13 +5,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 import optax
 import pytest
+from api import Adapted, Batch, Readings, Scores, Steps, TrainState, run_updates
+from api import updates as updating
 
 from gspax.config import Calibration
-from gspax.learner import updates as updating
-from gspax.learner.diagnostics import Readings
-from gspax.learner.train_step import Scores
-from gspax.learner.updates import Steps, run_updates
-from gspax.types import Adapted, Batch, TrainState
 
 ZERO_BT = jnp.zeros((1, 2))
 BATCH = Batch(tokens_BT=ZERO_BT, segment_BT=ZERO_BT, mask_BT=ZERO_BT, old_logp_BT=ZERO_BT, advantage=ZERO_BT)

@@ -163,9 +163,9 @@ def test_mismatch_metrics_of_packed_rows_equal_one_row_per_sequence(name):
 
 def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
     """Advantages [B, T] mark a batch of packed rows."""
+    from api import Adapted, Batch, objective
+
     from gspax.config import Calibration, Reference, Regularizers
-    from gspax.learner import objective
-    from gspax.types import Adapted, Batch
 
     packed = PACKED["some_empty-0.3"]
     x = packed.case

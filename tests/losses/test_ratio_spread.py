@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import sharding
 
 from gspax import config
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
-from gspax.parallel import sharding
 
 B, T = 16, 24
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import expert_load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from pair_cases import MASKS, held, pair
 
 from gspax import losses
-from gspax.learner.metrics import expert_load
 from gspax.losses import kl, regularizers
 
 L, B, T, E, A = 3, 8, 9, 5, 2

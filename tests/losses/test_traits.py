@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Adapted, Batch, noise_warnings, objective
 from loss_cases import CASES, FAMILY
 from small_experiment import experiment, objective_with
 
@@ -15,11 +16,8 @@ from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.config.functions import title_of
 from gspax.experiment import validate, warnings
-from gspax.learner import objective
-from gspax.learner.updates import noise_warnings
 from gspax.losses import correction, kl
 from gspax.losses.traits import aggregate_of, level_of
-from gspax.types import Adapted, Batch
 
 BUILT_IN = tuple({member.function: None for member in FAMILY})
 

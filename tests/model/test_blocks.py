@@ -9,15 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import LayerCache, Slots, chips, decoding, make_mesh, programs, references, segments
 from small_experiment import experiment
 
 from gspax.config import NO_WINDOW, Mesh, Sampling
-from gspax.model import decoding
-from gspax.model.decoding import LayerCache, Slots
-from gspax.model.kernels import decode_attention, segments
-from gspax.parallel.sharding import make_mesh
-from gspax.tools.aot import chips, programs
-from gspax.tools.doctor import references
+from gspax.model.kernels import decode_attention
 
 P, G, N, K, M, H, S, C = 2, 4, 4, 2, 3, 8, 10, 9
 PROMPT_LENGTH = np.repeat([10, 3], G)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import reference_model
 import tiny
+from api import presets
 from flax import nnx
 
 from gspax.config import GatedDelta, StateSpace
-from gspax.model import presets
 from gspax.model.delta_net import GatedDeltaNet
 from gspax.model.state_space import StateSpaceNet
 

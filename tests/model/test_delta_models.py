@@ -10,19 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import Quantized, Slots, chips, decoding, make_inference_weights, programs, sampler_sizes, sharding
 from small_experiment import experiment
 
 from gspax.config import GatedDelta, Lora, Mesh, Sampling, StateSpace, Turns, layer_groups, layers_of
 from gspax.experiment import validate
-from gspax.model import decoding
-from gspax.model.decoding import Slots
 from gspax.model.delta_net import DeltaState
-from gspax.model.kernels.quantization import Quantized
-from gspax.model.sizes import sampler_sizes
-from gspax.parallel import sharding
 from gspax.rewards.environments import ToolUse
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.tools.aot import chips, programs
 
 DELTA = tiny.DELTA
 SPACE = replace(tiny.CONFIGS["dense"], mixer=StateSpace(groups=2, heads=4, state_dim=6, head_dim=8), mixer_layers=(0,))

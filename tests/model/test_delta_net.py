@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import names, presets, tensors
 from flax import nnx
 
 from gspax.config import GatedDelta
-from gspax.hf import names, rows, tensors
-from gspax.model import presets
+from gspax.hf import rows
 from gspax.model.delta_net import GatedDeltaNet
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")

@@ -5,12 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-
-from gspax.hf.config_json import read_config
-from gspax.hf.parameters import read_params
-from gspax.learner.state import abstract_params
-from gspax.model import transformer
-from gspax.parallel.sharding import single_device_mesh
+from api import abstract_params, read_config, read_params, single_device_mesh, transformer
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 

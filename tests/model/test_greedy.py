@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import reference_model
 import tiny
+from api import make_inference_weights, sample
 
 from gspax.config import Sampling
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import sample
 
 CONFIGS = tiny.TOGETHER | {"a shared expert": tiny.CONFIGS["a shared expert"]}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "a shared expert")]

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import reference_model
 import tiny
+from api import adapter_count, adapters, parameter_count, parameters, transformer
 from published import load, published, random_params, same_bytes
 
 from gspax.config import Lora, layer_groups, layer_places
-from gspax.hf import parameters
-from gspax.learner import adapters
-from gspax.model import transformer
-from gspax.model.sizes import adapter_count, parameter_count
 
 MOE, DENSE = tiny.MOE, tiny.CONFIGS["dense"]
 ALTERNATING = tiny.CONFIGS["layers that alternate"]  # dense, sparse, dense, sparse, dense

@@ -8,13 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import AXES, decoding, find_mismatches, make_inference_weights, sampler_sizes, transformer
 
 from gspax.config import Latent, Sampling, layers_of
 from gspax.config.model import architecture_problems
-from gspax.model import decoding, transformer
-from gspax.model.sizes import sampler_sizes
-from gspax.parallel.sharding import AXES, find_mismatches
-from gspax.sampler.inference_weights import make_inference_weights
 
 MODEL = tiny.CONFIGS["latent attention"]
 PLAIN = replace(MODEL, latent=replace(MODEL.latent, query_rank=0), rope_scaling=None, rope_interleaved=False)

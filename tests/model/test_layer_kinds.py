@@ -11,20 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import (
+    Slots,
+    config_json,
+    decoding,
+    make_inference_weights,
+    names,
+    parameter_count,
+    parameters,
+    sharding,
+    transformer,
+)
 from averages import Averages
 from small_experiment import experiment
 
 from gspax.config import Engine, Feature, Mesh, ModelConfig, Multipliers, StateSpace, layers_of, obstacle
 from gspax.config.functions import parse
 from gspax.errors import UserError
-from gspax.experiment import validate
-from gspax.experiment.description import describe
-from gspax.hf import config_json, names, parameters
-from gspax.model import decoding, transformer
-from gspax.model.decoding import Slots
-from gspax.model.sizes import parameter_count
-from gspax.parallel import sharding
-from gspax.sampler.inference_weights import make_inference_weights
+from gspax.experiment import describe, validate
 
 PLAIN = replace(tiny.MOE, num_experts=0, num_hidden_layers=1)
 SINKS = replace(tiny.OTHERS["sinks and biased experts"], num_hidden_layers=1, sliding_window=0, sliding_layers=())

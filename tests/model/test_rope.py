@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference_model
+from api import qwen3_0_6b
 
 from gspax.config import LongRope, Yarn, layers_of
 from gspax.model.layers import attention_factor, rotary_frequencies
-from gspax.model.presets import qwen3_0_6b
 
 QWEN3 = qwen3_0_6b  # theta 1e6, 64 pairs
 YARNS = {
@@ -51,10 +51,9 @@ def test_yarn_equals_the_reference(name):
 @pytest.mark.parametrize("name", YARNS)
 def test_yarn_equals_transformers(name):
     pytest.importorskip("torch", reason="torch is not installed")
+    from api import to_json
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    from gspax.hf.config_json import to_json
 
     config = replace(QWEN3, rope_scaling=YARNS[name])
     theirs, their_factor = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(**to_json(config)))
@@ -84,10 +83,9 @@ def test_frequencies_by_hand():
 def test_longrope_equals_transformers(longest, changes):
     """With sequences of at most 64 tokens, and with longer ones."""
     pytest.importorskip("torch", reason="torch is not installed")
+    from api import to_json
     from transformers import Phi3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    from gspax.hf.config_json import to_json
 
     short, long = ([each + n / 8 for n in range(64)] for each in (1.0, 3.0))
     sizes = {"original_max_position_embeddings": 64, "max_position_embeddings": 256} | changes

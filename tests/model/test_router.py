@@ -11,17 +11,14 @@ import pytest
 import reference_model
 import stub_experiment
 import tiny
+from api import Routing, choose_experts, make_optimizer, router_logp, scores_of, transformer
 
 from gspax import config
 from gspax.config import Optimizer, Router
 from gspax.config.model import architecture_problems
 from gspax.config.optimizers import adamw, everything
-from gspax.experiment.validation import validate
-from gspax.learner.objective import router_logp
-from gspax.learner.optimizer import make_optimizer
+from gspax.experiment import validate
 from gspax.losses.regularizers import load_balance
-from gspax.model import transformer
-from gspax.model.moe import Routing, choose_experts, scores_of
 from gspax.model.router_scores import log_scores, softmax_logits
 
 SIGMOIDS = tiny.CONFIGS["a router of sigmoids"]

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import reference_model
 import tiny
+from api import RULES, decoding, make_inference_weights, spec, transformer
 
-from gspax.model import decoding, transformer
 from gspax.model.kernels.trees import positions
-from gspax.parallel.sharding import RULES, spec
-from gspax.sampler.inference_weights import make_inference_weights
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
 prefill = jax.jit(decoding.prefill, static_argnames=("config", "mesh"))

@@ -10,16 +10,12 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from api import Batch, TrainedPolicy, abstract_state, new_state, objective, sampler, sharding, train_step
 from jax.sharding import AxisType, Mesh
 
 from gspax import losses
 from gspax.config import Latent, Sampling
-from gspax.learner import objective, train_step
-from gspax.learner.state import TrainedPolicy, abstract_state, new_state
-from gspax.parallel import sharding
-from gspax.sampler import sampler
 from gspax.sampler.inference_weights import convert
-from gspax.types import Batch
 
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
 B, T = 8, 21  # no axis of 2, 4 or 8 divides T

@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from api import multihost
 from jax._src.clusters import cloud_tpu_cluster
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspax.errors import FailureError, UserError
-from gspax.experiment.description import difference
-from gspax.parallel import joining, multihost
+from gspax.experiment import difference
+from gspax.parallel import joining
 from gspax.parallel.connections import Channel
 from gspax.parallel.joining import ProcessInfo, find_process, rendezvous
 

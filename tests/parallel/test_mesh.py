@@ -13,20 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import (
+    Batch,
+    TrainedPolicy,
+    abstract_inference_weights,
+    abstract_params,
+    abstract_state,
+    adapters,
+    copier,
+    decoding,
+    make_inference_weights,
+    make_objective,
+    make_optimizer,
+    make_train_step,
+    new_state,
+    sampler,
+    sharding,
+)
 
 from gspax import config, losses
 from gspax.config import Mesh, Sampling
 from gspax.config.optimizers import adamw
-from gspax.learner import adapters
-from gspax.learner.objective import make_objective
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import TrainedPolicy, abstract_params, abstract_state, new_state
-from gspax.learner.train_step import make_train_step
-from gspax.model import decoding
-from gspax.parallel import sharding
-from gspax.sampler import sampler
-from gspax.sampler.inference_weights import abstract_inference_weights, copier, make_inference_weights
-from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
 GLOBAL = tiny.OTHERS["global heads and normed experts"]

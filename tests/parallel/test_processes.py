@@ -15,27 +15,33 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from api import (
+    Checkpoints,
+    InFlight,
+    RunDir,
+    Skipped,
+    TrainedPolicy,
+    abstract_state,
+    evaluate_task,
+    init_state,
+    loop,
+    main,
+    make_mesh,
+    make_optimizer,
+    make_runtime,
+    newest_step,
+    record,
+    restore_state,
+    run_step,
+)
 from processes import finished, free_port, variables
 from published import published, random_params, save
 from small_experiment import Spoiled, experiment
 
 from gspax import config
-from gspax.commands import main
 from gspax.config.optimizers import adamw
 from gspax.evaluation.benchmark import EvaluatedPolicy
-from gspax.evaluation.checkpoint import evaluate_task
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import TrainedPolicy, abstract_state, init_state, restore_state
 from gspax.losses import kl
-from gspax.parallel.sharding import make_mesh
-from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import make_runtime
-from gspax.run import record
-from gspax.run.checkpoints import Checkpoints, newest_step
-from gspax.run.directory import RunDir
-from gspax.training import loop
-from gspax.training.in_flight import InFlight
-from gspax.training.step import run_step
 
 FILE = str(Path(__file__).parents[1] / "small_experiment.py")
 CLOCKS = ("time/", "cpu/", "perf/")

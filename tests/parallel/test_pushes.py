@@ -9,12 +9,10 @@ from pathlib import Path
 import fake_vllm
 import jax
 import numpy as np
+from api import Writer, tensors
 from processes import free_port, run_two, variables
 from published import random_params
 from small_experiment import experiment
-
-from gspax.hf import tensors
-from gspax.rollout.servers.weights import Writer
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from test_weights import BFLOAT16, read

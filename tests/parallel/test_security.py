@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gspax.errors import UserError
-from gspax.experiment.description import difference
+from gspax.experiment import difference
 from gspax.parallel import connections, joining, secret, wire
 from gspax.parallel.joining import ProcessInfo
 from gspax.parallel.wire import MessageError

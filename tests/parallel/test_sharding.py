@@ -6,13 +6,12 @@ from dataclasses import replace
 import jax
 import pytest
 import tiny
+from api import presets, sharding
 from jax.sharding import PartitionSpec
 
 from gspax import config
 from gspax.config import Mesh
 from gspax.errors import UserError
-from gspax.model import presets
-from gspax.parallel import sharding
 
 ONES = dict.fromkeys(sharding.AXES, 1)
 

@@ -6,11 +6,11 @@ import time
 
 import jax.numpy as jnp
 import pytest
+from api import Answer, Ask
 
 from gspax.config import Sampling
 from gspax.parallel import timeline
 from gspax.rollout.servers.failover import Servers
-from gspax.rollout.servers.server import Answer, Ask
 
 
 def events_in(lines):

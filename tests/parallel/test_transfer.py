@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import chips, programs
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspax.parallel import transfer
-from gspax.tools.aot import chips, programs
 
 DEVICES = jax.devices()
 VALUES = np.arange(2 * 24 * 12, dtype=np.float32).reshape(2, 24, 12)

@@ -6,8 +6,9 @@ import time
 
 import jax.numpy as jnp
 import pytest
+from api import multihost
 
-from gspax.parallel import multihost, watchdog
+from gspax.parallel import watchdog
 
 SCRIPT = """
 import ctypes, sys, threading, time

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from gspax.run.record import read_metrics
+from api import read_metrics
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 THRESHOLD = 0.65

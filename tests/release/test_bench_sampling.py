@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import tiny
+from api import Limits, single_device_mesh
 from small_experiment import experiment
-
-from gspax.parallel.sharding import single_device_mesh
-from gspax.tools.benchmarks import Limits
 
 FILE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "bench_sampling.py"
 spec = importlib.util.spec_from_file_location("bench_sampling", FILE)

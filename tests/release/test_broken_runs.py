@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import small_experiment
+from api import train
 
 from gspax import losses
 from gspax.config import Optimizer
 from gspax.tools.diagnosis import find_causes, read_record
-from gspax.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

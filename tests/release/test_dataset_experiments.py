@@ -10,10 +10,10 @@ from pathlib import Path
 
 import equations
 import pytest
+from api import main as program
+from api import read_rows
 
 from gspax import experiment as experiments
-from gspax.commands import main as program
-from gspax.run.record import read_rows
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"

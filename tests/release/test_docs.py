@@ -17,17 +17,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from api import main as program
+from api import presets, to_json
 from few_devices import few_devices
 from latex2mathml.converter import convert
 
 from gspax import advantages, config, data, losses
 from gspax import experiment as experiments
-from gspax.commands import main as program
 from gspax.config import optimizers
 from gspax.config.functions import keywords
-from gspax.data.sources import huggingface
-from gspax.hf.config_json import to_json
-from gspax.model import presets
+from gspax.data import huggingface
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "experiments")

@@ -13,27 +13,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import (
+    Passes,
+    SampleOptions,
+    Skipped,
+    TrainedPolicy,
+    abstract_params,
+    abstract_state,
+    batch_shards,
+    fill_old_logp,
+    head_params,
+    make_optimizer,
+    make_runtime,
+    make_train_step,
+    minibatches,
+    read_config,
+    sampler,
+    warm_start,
+)
 
 from gspax.config import layers_of, row_shape
-from gspax.data import hf_tokenizer
-from gspax.data.problem import Problem
+from gspax.data import Problem, hf_tokenizer
 from gspax.experiment import describe, load, validate
 from gspax.experiment.explanation import explain
 from gspax.experiment.loading import MODULE
-from gspax.hf.config_json import read_config
-from gspax.learner import minibatches
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import TrainedPolicy, abstract_params, abstract_state
 from gspax.learner.teacher import make_passes
-from gspax.learner.train_step import fill_old_logp, make_train_step
-from gspax.model.passes import Passes
-from gspax.model.transformer import head_params
-from gspax.parallel.sharding import batch_shards
-from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import make_runtime
-from gspax.sampler import sampler
-from gspax.sampler.continuous_batching import SampleOptions
-from gspax.training import warm_start
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"

@@ -13,12 +13,11 @@ import venv
 from pathlib import Path
 
 import pytest
+from api import RunDir
 from few_devices import few_devices
 
 import gspax
-from gspax.experiment import load, override
-from gspax.experiment.description import describe
-from gspax.run.directory import RunDir
+from gspax.experiment import describe, load, override
 
 ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "docker" / "cpu.Dockerfile"

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
+from api import main
 
 from gspax import experiment as experiments
-from gspax.commands import main
 from gspax.experiment.overrides import keys
 
 FILE = str(Path(__file__).parents[2] / "experiments" / "sort_gspo.py")

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import equations
 import pytest
+from api import main as program
+from api import presets, to_json
 from chat_folder import write_folder
 
-from gspax.commands import main as program
 from gspax.data import Problem
 from gspax.experiment import load, validate
-from gspax.hf.config_json import to_json
-from gspax.model import presets
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "experiments" / "smollm2_constraints.py"

@@ -14,9 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from gspax.run import record
-from gspax.run.directory import RunDir
+from api import RunDir, record
 
 VLLM = os.environ.get("VLLM", "")
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "sort_gspo.py"

@@ -8,9 +8,9 @@ import equations
 import numpy as np
 import pytest
 import word_problems
+from api import main as program
 from word_problems import Problems, types
 
-from gspax.commands import main as program
 from gspax.data import hf_tokenizer
 from gspax.experiment import load, override, validate
 from gspax.rewards import math

@@ -6,10 +6,7 @@ import shutil
 from functools import partial
 
 import pytest
-
-from gspax.commands import main
-from gspax.run.directory import RunDir, open_run
-from gspax.run.record import Recorder
+from api import Recorder, RunDir, main, open_run
 
 PIPE, LOOP = object(), object()
 SUMMARY = {"problems": 2, "samples": 1, "reward": {"mean": 0.5, "low": None, "high": None}, "truncated": 0.0}

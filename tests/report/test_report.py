@@ -6,12 +6,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from api import Recorder, RunDir, open_run
 
 from gspax.errors import UserError
 from gspax.report import run_page
 from gspax.report.curves import draw_panel
-from gspax.run.directory import RunDir, open_run
-from gspax.run.record import Recorder
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202egnp.exe\x00\n'\""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
 from gspax.rewards import math
 from gspax.rewards.answers import canonical, compare, extract, find_problem, reference

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gspax.config import Grading
-from gspax.data.chat import reward_answer
+from gspax.data import reward_answer
 from gspax.errors import UserError
 from gspax.rewards import calls as module
 from gspax.rewards import format, length

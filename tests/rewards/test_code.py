@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards import code
 from gspax.rewards.code import Limits, Sandbox
 from gspax.rewards.program_tests import Tests

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gspax import advantages
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards import format, length, math
 from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.scores import Result, Score, to_result

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards import format, length
 
 PROBLEM = Problem("?", "!")

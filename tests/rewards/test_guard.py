@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards import guard as module
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Result, to_result

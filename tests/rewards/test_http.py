@@ -12,7 +12,7 @@ import local_server
 import pytest
 
 from gspax.config import Grading
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
 from gspax.experiment import describe
 from gspax.rewards import http

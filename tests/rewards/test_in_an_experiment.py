@@ -12,7 +12,7 @@ from gspax import experiment as experiments
 from gspax import rewards
 from gspax.config import Evaluation, Grading, Task
 from gspax.data import reward_answer
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards import code, format, length, math
 from gspax.rewards.calls import Batched
 from gspax.rewards.combination import combine, weighted_sum

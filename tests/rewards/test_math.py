@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards import math
 from gspax.rewards.calls import Failure
 from gspax.rewards.scores import Grade

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from gspax.data.problem import Problem
+from gspax.data import Problem
 from gspax.errors import UserError
 from gspax.rewards import program_tests
 from gspax.rewards.program_tests import (

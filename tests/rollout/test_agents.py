@@ -15,6 +15,7 @@ import fake_vllm
 import jax
 import numpy as np
 import pytest
+from api import InFlight, Rollout, grade, init_state, loop, make_runtime, next_rollout, read_rows
 from chat_templates import PUBLISHED, write_folder
 from few_devices import few_devices
 from small_experiment import Countdown
@@ -22,20 +23,13 @@ from small_experiment import experiment as small
 
 from gspax import advantages
 from gspax.config import Engine, Evaluation, Sampling, Turns
-from gspax.data import CharChat, hf_chat
-from gspax.data.problem import Problem
-from gspax.experiment.validation import validate
-from gspax.learner.state import init_state
+from gspax.data import CharChat, Problem, hf_chat
+from gspax.experiment import validate
 from gspax.rewards.environments import Agent, Command, calculator, parse_brackets
 from gspax.rollout.agents import openai as protocol
 from gspax.rollout.agents.conversation import Conversation, Limits
 from gspax.rollout.agents.openai import Refusal
 from gspax.rollout.agents.sequences import with_sequences
-from gspax.rollout.runtime import make_runtime
-from gspax.run.record import read_rows
-from gspax.training import loop
-from gspax.training.in_flight import InFlight, grade, next_rollout
-from gspax.types import Rollout
 
 # --- conversations, without HTTP -------------------------------------------------------------------------------------
 

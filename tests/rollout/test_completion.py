@@ -5,9 +5,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
+from api import Completion, GradedTurns, Samples, Texts, to_line
 
-from gspax.rollout.completion import Completion, GradedTurns, Samples, Texts, to_json
-from gspax.run.record import to_line
+from gspax.rollout.completion import to_json
 
 PLAIN = Completion(length=3, finished=True, rewards=(0.5,), texts=Texts("1+1=", "2", "3"))
 LINE = {"prompt": "1+1=", "answer": "2", "completion": "3", "reward": 0.5, "length": 3, "finished": True}

@@ -4,15 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Compared, Completion, GradedTurns, Rollout, credit_turns, make_mesh, minibatches
 
 from gspax import advantages, config, losses
 from gspax.config import RowShape
 from gspax.errors import UserError
-from gspax.learner import minibatches
-from gspax.parallel.sharding import make_mesh
-from gspax.rollout.completion import Completion, GradedTurns
-from gspax.rollout.grading import Compared, credit_turns
-from gspax.types import Rollout
 
 G = 4
 SPANS = [[[0, 2], [4, 5]], [[0, 3]], [[0, 1], [2, 4], [5, 8]], [[0, 4], [5, 6]]] * 2

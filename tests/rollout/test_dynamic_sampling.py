@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Completion, GradedTurns, Rollout, make_mesh, named_sharding
 from small_experiment import experiment
 
 from gspax.config import Mesh, Placement
 from gspax.data import Problem
 from gspax.experiment import validate
-from gspax.parallel.sharding import make_mesh, named_sharding
-from gspax.rollout.completion import Completion, GradedTurns
 from gspax.rollout.dynamic_sampling import GradedBatch, find_constant_groups, plan_refill, refill, replace_groups
-from gspax.types import Rollout
 
 G = experiment.sampling.group
 MESH = make_mesh(Mesh(), jax.devices()[:8])

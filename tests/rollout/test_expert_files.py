@@ -7,9 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-
-from gspax.model.presets import tiny_moe
-from gspax.rollout.servers.server import read_experts
+from api import read_experts, tiny_moe
 
 
 def test_many_threads_read_experts_at_once():

@@ -4,13 +4,12 @@ import threading
 import time
 
 import pytest
+from api import Answer, Ask, UnreachableError
 
 from gspax.config import Sampling
 from gspax.errors import FailureError
-from gspax.http_client import UnreachableError
 from gspax.rollout.servers import failover
 from gspax.rollout.servers.failover import Servers
-from gspax.rollout.servers.server import Answer, Ask
 
 ASK = Ask([1, 2], 1, 0, Sampling(), False, (), False)
 ADDRESS = "http://127.0.0.1:1"

@@ -7,27 +7,29 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from small_experiment import experiment
-
-from gspax import advantages
-from gspax.config import Grading, Turns
-from gspax.data import CharChat, CharTokenizer
-from gspax.data.problem import Problem
-from gspax.errors import UserError
-from gspax.rewards.calls import Batched
-from gspax.rewards.environments import Step
-from gspax.rewards.scores import Score, reward_calls
-from gspax.rollout.completion import Completion, Texts
-from gspax.rollout.episodes import Episode, _take_step, begin
-from gspax.rollout.grading import (
+from api import (
     Compared,
+    Completion,
+    Episode,
     FailedRewardsError,
+    Rollout,
+    Texts,
+    _take_step,
+    begin,
     check_batch,
     compute_advantages,
     reward_completions,
     reward_metrics,
 )
-from gspax.types import Rollout
+from small_experiment import experiment
+
+from gspax import advantages
+from gspax.config import Grading, Turns
+from gspax.data import CharChat, CharTokenizer, Problem
+from gspax.errors import UserError
+from gspax.rewards.calls import Batched
+from gspax.rewards.environments import Step
+from gspax.rewards.scores import Score, reward_calls
 
 STOP = experiment.tokenizer.stop_ids[0]
 PROBLEMS = [Problem(prompt="21=", answer="12"), Problem(prompt="9870=", answer="0789")]

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import Ask, RefusedError, UnreachableError, Written, http_client, longest_answer
 from small_experiment import experiment
 
-from gspax import http_client
 from gspax.config import Sampling
-from gspax.http_client import RefusedError, UnreachableError
 from gspax.rollout.servers import sglang, vllm
-from gspax.rollout.servers.server import Ask, longest_answer
-from gspax.rollout.servers.weights import Written
 
 ADDRESS = "http://127.0.0.1:1"
 MODEL = replace(experiment.model, hidden_size=64, head_dim=32)  # of the recorded conversation

@@ -4,8 +4,8 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
+from api import Completion
 
-from gspax.rollout.completion import Completion
 from gspax.rollout.dynamic_sampling import find_constant_groups
 from gspax.rollout.lost_samples import FATES, fate_of, lost_metrics
 

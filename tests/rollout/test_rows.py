@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import make_inference_weights, make_mesh, place_prompts, sample, split_groups
 from small_experiment import experiment
 
 from gspax import config
@@ -13,9 +14,6 @@ from gspax.config import Mesh, Sampling
 from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.experiment.plan import plan
-from gspax.parallel.sharding import make_mesh
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import place_prompts, sample, split_groups
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=1)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10]]

@@ -14,23 +14,28 @@ import jax
 import numpy as np
 import pytest
 import small_experiment
+from api import (
+    Checkpoints,
+    InFlight,
+    RunDir,
+    UnreachableError,
+    abstract_state,
+    finished_steps,
+    init_state,
+    loop,
+    make_runtime,
+    receive,
+    record,
+    run_step,
+    start_rollout,
+    tensors,
+    weights,
+)
 from small_experiment import Countdown
 
 from gspax.config import Engine, Turns
 from gspax.data import CharChat
 from gspax.errors import FailureError, UserError
-from gspax.hf import tensors
-from gspax.http_client import UnreachableError
-from gspax.learner.state import abstract_state, init_state
-from gspax.rollout.runtime import make_runtime
-from gspax.rollout.servers import weights
-from gspax.run import record
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir
-from gspax.run.manifest import finished_steps
-from gspax.training import loop
-from gspax.training.in_flight import InFlight, receive, start_rollout
-from gspax.training.step import run_step
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

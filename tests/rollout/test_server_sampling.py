@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 import reference
 import tiny
+from api import InFlight, init_state, make_runtime, pad_replies, receive, run_step, server, start_rollout
 from small_experiment import experiment
 
 from gspax.config import Engine
 from gspax.errors import FailureError
-from gspax.learner.state import init_state
-from gspax.rollout.runtime import make_runtime
-from gspax.rollout.servers import rows, server
-from gspax.sampler.sampler import pad_replies
-from gspax.training.in_flight import InFlight, receive, start_rollout
-from gspax.training.step import run_step
+from gspax.rollout.servers import rows
 
 FOLDER = "weights"
 

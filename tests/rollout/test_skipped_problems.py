@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from api import FIRST, Skipped, multihost, read_usable
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspax.errors import UserError
-from gspax.parallel import multihost
-from gspax.rollout.problems import FIRST, Skipped, read_usable
 
 HERE = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec("x"))
 

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import fake_vllm
 import numpy as np
+from api import Answer, Ask, Written, http_client
 from small_experiment import experiment
 
-from gspax import http_client
 from gspax.config import Sampling
 from gspax.rollout.servers import vllm
-from gspax.rollout.servers.server import Answer, Ask
-from gspax.rollout.servers.weights import Written
 
 EXCHANGES = json.loads(Path(__file__).with_name("vllm_conversation.json").read_text())["exchanges"]
 MODEL = replace(experiment.model, hidden_size=64, head_dim=32)

@@ -8,13 +8,11 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import Writer, parameters, tensors, weights
 from published import random_params
 from small_experiment import experiment
 
 from gspax.config import Multipliers, StateSpace, layers_of
-from gspax.hf import parameters, tensors
-from gspax.rollout.servers import weights
-from gspax.rollout.servers.weights import Writer
 
 worker = fake_vllm.worker
 BFLOAT16 = replace(experiment.model, dtype="bfloat16")

@@ -14,16 +14,26 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore
+from api import (
+    Checkpoints,
+    Recorder,
+    RunDir,
+    append_line,
+    atomic_folder,
+    enter_run,
+    manifest,
+    open_array,
+    read_metrics,
+    save,
+    take_traffic,
+    write_atomically,
+)
 from etils import epath
 from event_files import scalar_steps
 from fsspec.registry import _registry
 
 from gspax.errors import FailureError, UserError
-from gspax.run import growing, lock, manifest
-from gspax.run.checkpoints import Checkpoints, open_array, save, take_traffic
-from gspax.run.directory import RunDir, enter_run
-from gspax.run.folders import append_line, atomic_folder, write_atomically
-from gspax.run.record import Recorder, read_metrics
+from gspax.run import growing, lock
 from gspax.storage import object_files, objects, paths
 from gspax.storage.paths import require_usable, to_path
 

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from api import Adapted, Checkpoints, TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspax.errors import UserError
-from gspax.run.checkpoints import Checkpoints
-from gspax.types import Adapted, TrainState
 
 
 def sharding(devices, *spec):

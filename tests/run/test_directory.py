@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from api import directory, folders, manifest, open_run, record
 
 from gspax.errors import UserError
 from gspax.report import run_page
-from gspax.run import directory, folders, manifest, record
-from gspax.run.directory import open_run
 
 DESCRIPTION = {"name": "sort", "optimizer": {"learning_rate": 3e-4}, "schedule": {"steps": 10}}
 

@@ -10,9 +10,7 @@ import threading
 from concurrent import futures
 
 import pytest
-
-from gspax.run import interrupt
-from gspax.run.interrupt import Interrupted
+from api import Interrupted, interrupt
 
 # argv: the file that a save writes; steps, terminal (steps, with stdin as the controlling terminal) or hang (in C code)
 CHILD = """

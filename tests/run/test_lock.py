@@ -10,13 +10,10 @@ import threading
 
 import jax.numpy as jnp
 import pytest
+from api import Checkpoints, Recorder, RunDir, directory, enter_run, save, write_atomically
 
 from gspax.errors import FailureError
-from gspax.run import directory, lock
-from gspax.run.checkpoints import Checkpoints, save
-from gspax.run.directory import RunDir, enter_run
-from gspax.run.folders import write_atomically
-from gspax.run.record import Recorder
+from gspax.run import lock
 
 DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}
 CHILD = """

@@ -4,9 +4,7 @@ import json
 import os
 
 import pytest
-
-from gspax.run import manifest
-from gspax.run.manifest import MANIFEST, find_damage, write_manifest
+from api import MANIFEST, find_damage, manifest, write_manifest
 
 
 @pytest.fixture

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 import stub_experiment
+from api import RunDir, directory, loop, main, open_run, warm_start
 
-from gspax.commands import main
 from gspax.errors import UserError
 from gspax.experiment import describe, load
 from gspax.experiment.origin import LARGEST, find_origin
 from gspax.report import card
-from gspax.run import directory
-from gspax.run.directory import RunDir, open_run
-from gspax.training import loop, warm_start
 
 FILE = """
 from dataclasses import replace

@@ -6,9 +6,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from api import progress
 from rich.console import Console
 
-from gspax.run import progress
 from gspax.run.compilation import Compilations
 
 

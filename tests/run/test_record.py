@@ -11,10 +11,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Recorder, RunDir, read_metrics, read_rows
 from event_files import read_events, scalar_steps
-
-from gspax.run.directory import RunDir
-from gspax.run.record import Recorder, read_metrics, read_rows
 
 
 @pytest.fixture

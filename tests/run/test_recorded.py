@@ -5,9 +5,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from api import RunDir, describe_generation
 from small_experiment import experiment
 
-from gspax.commands.export import describe_generation
 from gspax.config import Lora
 from gspax.config.model import architecture_problems
 from gspax.data import CharChat
@@ -16,7 +16,6 @@ from gspax.experiment import describe
 from gspax.experiment.validation.fields import range_problems, type_problems
 from gspax.rewards.environments import ToolUse
 from gspax.rewards.environments.tools import calculator
-from gspax.run.directory import RunDir
 from gspax.run.recorded import read_recorded, read_tokenizer
 from gspax.tools.prompt_form import read_forms
 

@@ -6,9 +6,9 @@ import time
 from dataclasses import fields, is_dataclass
 
 import pytest
+from api import RunDir, open_run
 
 from gspax import config
-from gspax.run.directory import RunDir, open_run
 from gspax.run.redaction import is_secret, recorded_variables, redact, redact_arguments
 
 HARMLESS = [

@@ -3,14 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from api import Checkpoints, Recorder, RunDir, append_line, atomic_folder, enter_run, manifest, read_metrics
 from flat_files import FlatFiles
 
 from gspax.errors import UserError
-from gspax.run import growing, manifest
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, enter_run
-from gspax.run.folders import append_line, atomic_folder
-from gspax.run.record import Recorder, read_metrics
+from gspax.run import growing
 from gspax.storage import files
 from gspax.storage.local import Local
 

@@ -7,12 +7,11 @@ import time
 from functools import partial
 
 import pytest
+from api import Recorder, RunDir
 from fake_trackers import FAKES, install
 
 from gspax.errors import UserError, how_to_install
 from gspax.run import trackers
-from gspax.run.directory import RunDir
-from gspax.run.record import Recorder
 from gspax.run.trackers import Trackers
 
 DESCRIPTION = {"name": "sums", "seed": 3, "loss": {"function": "gspax.losses.gspo", "clip_low": 0.25}}
@@ -179,8 +178,7 @@ def test_metrics_that_are_not_finite_are_given_as_they_are(fake, tmp_path):
 
 def test_trackers_that_are_not_there_are_one_sentence(monkeypatch, capsys):
     import stub_experiment
-
-    from gspax.commands import main
+    from api import main
 
     for name, sentence in (
         ("wand", "--report-to: wanted some of tensorboard, wandb, trackio, mlflow, or none, got 'wand'"),

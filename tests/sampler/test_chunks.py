@@ -9,18 +9,23 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import (
+    Started,
+    interrupt,
+    lengths_to_host,
+    make_inference_weights,
+    make_mesh,
+    reward_completions,
+    sample,
+    sampler,
+    start_rewards,
+)
 from small_experiment import experiment
 
 from gspax.config import Grading, Mesh, Placement, Sampling
 from gspax.errors import UserError
 from gspax.experiment import validate
-from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
-from gspax.rollout.grading import Started, reward_completions, start_rewards
-from gspax.run import interrupt
-from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import lengths_to_host, sample
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=1, num_experts=0)
 SAMPLING = Sampling(prompts=4, group=2, max_prompt_tokens=4, max_tokens=12)

@@ -8,13 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import adapters, decoding, make_inference_weights, sampler, segments, transformer
 
 from gspax.config import Lora, Sampling
-from gspax.learner import adapters
-from gspax.model import decoding, transformer
-from gspax.model.kernels import segments
-from gspax.sampler import sampler
-from gspax.sampler.inference_weights import convert, make_inference_weights
+from gspax.sampler.inference_weights import convert
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]

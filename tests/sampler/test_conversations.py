@@ -10,26 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import (
+    Inputs,
+    Prompts,
+    assemble,
+    begin_conversation,
+    check_batch,
+    forward,
+    interact,
+    make_inference_weights,
+    make_mesh,
+    make_sampler,
+    pad_replies,
+    reward_completions,
+    reward_metrics,
+    sample_conversations,
+    sample_tokens,
+    sampler,
+    transformer,
+)
 from eight_bits import rounded
 
 from gspax import config, losses
 from gspax.config import Grading, Sampling, Turns
 from gspax.data import CharChat, Problem
 from gspax.errors import UserError
-from gspax.learner.forward import Inputs, forward
-from gspax.model import transformer
-from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import concurrent
 from gspax.rewards.environments import Step
 from gspax.rewards.scores import reward_calls
-from gspax.rollout.episodes import begin_conversation, interact, sample_conversations
-from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
-from gspax.sampler import sampler, stops
-from gspax.sampler.continuous_batching import Prompts
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.placement import make_sampler
-from gspax.sampler.sampler import assemble, pad_replies
-from gspax.sampler.token_sampling import sample_tokens
+from gspax.sampler import stops
 
 P, G = 3, 2
 STOPS = (0, 1, 2, 3)

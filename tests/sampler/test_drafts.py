@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import make_inference_weights, make_mesh, sampler, segments
 from small_experiment import experiment
 
 from gspax.config import Mesh, Sampling
 from gspax.experiment import validate
-from gspax.model.kernels import segments
-from gspax.parallel.sharding import make_mesh
-from gspax.sampler import drafts, sampler
-from gspax.sampler.inference_weights import make_inference_weights
+from gspax.sampler import drafts
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=12)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]

@@ -9,25 +9,29 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import (
+    InFlight,
+    Quantized,
+    adapters,
+    decoding,
+    init_state,
+    low_rank,
+    make_inference_weights,
+    make_mesh,
+    make_runtime,
+    run_step,
+    sampler,
+    segments,
+    transformer,
+)
 from eight_bits import rounded
 from small_experiment import experiment
 
 from gspax import losses
 from gspax.config import Latent, Lora, Mesh, Sampling
 from gspax.experiment import validate
-from gspax.learner import adapters
-from gspax.learner.state import init_state
 from gspax.losses import correction
-from gspax.model import decoding, low_rank, transformer
-from gspax.model.kernels import segments
-from gspax.model.kernels.quantization import Quantized
 from gspax.model.kernels.weights import is_compound
-from gspax.parallel.sharding import make_mesh
-from gspax.rollout.runtime import make_runtime
-from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.training.in_flight import InFlight
-from gspax.training.step import run_step
 
 SAMPLING = Sampling(group=4, max_prompt_tokens=16, max_tokens=10)
 EIGHT = {"weights_dtype": "int8", "kv_cache_dtype": "int8"}

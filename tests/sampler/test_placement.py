@@ -7,30 +7,39 @@ import jax
 import numpy as np
 import optax
 import pytest
+from api import (
+    InFlight,
+    InProcess,
+    RunDir,
+    TrainedPolicy,
+    add_adapters,
+    checkpoint,
+    evaluate,
+    find_last_ahead,
+    in_flight,
+    init_state,
+    loop,
+    make_inference_weights,
+    make_mesh,
+    make_meshes,
+    make_optimizer,
+    make_runtime,
+    make_sampler,
+    open_run,
+    record,
+    reshape_mesh,
+    reward_completions,
+    run_step,
+    sampler,
+    start_rollout,
+)
 from small_experiment import experiment
 
 from gspax import config
 from gspax.config import Lora, Mesh, Placement
 from gspax.errors import UserError
-from gspax.evaluation import checkpoint
-from gspax.evaluation.checkpoint import evaluate
-from gspax.experiment.description import describe
-from gspax.experiment.validation import validate, warnings
-from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import TrainedPolicy, add_adapters, init_state
+from gspax.experiment import describe, validate, warnings
 from gspax.losses.correction import truncate_geometric
-from gspax.parallel.sharding import make_mesh, reshape_mesh
-from gspax.rollout.grading import reward_completions
-from gspax.rollout.in_process import InProcess
-from gspax.rollout.runtime import make_runtime
-from gspax.run import record
-from gspax.run.directory import RunDir, open_run
-from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.placement import find_last_ahead, make_meshes, make_sampler
-from gspax.training import in_flight, loop
-from gspax.training.in_flight import InFlight, start_rollout
-from gspax.training.step import run_step
 
 # The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
 DISAGGREGATED = replace(

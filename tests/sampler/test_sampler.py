@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import reference
 import tiny
+from api import make_inference_weights, sampler, sharding, token_sampling, transformer
 
 from gspax import losses
 from gspax.config import Mesh, Sampling
 from gspax.errors import UserError
-from gspax.model import transformer
-from gspax.parallel import sharding
-from gspax.sampler import sampler, token_sampling
-from gspax.sampler.inference_weights import convert, make_inference_weights
+from gspax.sampler.inference_weights import convert
 
 CONFIG = tiny.first_layers(tiny.MOE, 2)
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)

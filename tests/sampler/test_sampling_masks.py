@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 import reference
 import tiny
+from api import (
+    Inputs,
+    Prompts,
+    forward,
+    make_inference_weights,
+    pad_replies,
+    sampler,
+    sharding,
+    token_sampling,
+    transformer,
+)
 
 from gspax.config import Mesh, Sampling, sampling_mask_size, token_id_dtype
-from gspax.learner.forward import Inputs, forward
-from gspax.model import transformer
-from gspax.parallel import sharding
-from gspax.sampler import sampler, token_sampling
-from gspax.sampler.continuous_batching import Prompts
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import pad_replies
 
 MODEL = tiny.first_layers(tiny.MOE, 1)
 FILTERS = [(0, 0.75, 0.0), (3, 1.0, 0.0), (0, 1.0, 0.1), (6, 0.9, 0.05), (0, 1e-6, 0.0)]

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import Answer, Ask, check_answer, make_inference_weights, make_mesh, sampler
 from small_experiment import experiment
 
 from gspax.config import Mesh, Sampling
@@ -15,10 +16,6 @@ from gspax.data import CharTokenizer, hf_tokenizer
 from gspax.data.token_bytes import read_token_bytes
 from gspax.errors import UserError
 from gspax.experiment import validate
-from gspax.parallel.sharding import make_mesh
-from gspax.rollout.servers.server import Answer, Ask, check_answer
-from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.stops import always_stopping, find_stop, make_matcher, stop_ids
 
 QWEN = Path(__file__).parents[3] / "shared" / "data" / "qwen3_tokenizer"

@@ -5,13 +5,10 @@ from dataclasses import replace
 
 import pytest
 import tiny
+from api import Limits, benchmarks, forward_flops, main, make_runtime, table
 from small_experiment import experiment
 
-from gspax.commands import main
-from gspax.model.sizes import forward_flops
-from gspax.rollout.runtime import make_runtime
-from gspax.tools import bench, benchmarks
-from gspax.tools.benchmarks import Limits, table
+from gspax.tools import bench
 
 # tiny.MOE: D 16, N 4, K 2, H 8, E 5 (2 active), F 12, V 23, 3 layers
 ATTENTION = 16 * 32 + 2 * 16 * 16 + 32 * 16  # query, key and value, out

@@ -11,22 +11,26 @@ import jax
 import numpy as np
 import pytest
 import small_experiment
+from api import (
+    Checkpoints,
+    adapters,
+    dense,
+    main,
+    make_mesh,
+    open_run,
+    partition,
+    save_start,
+    single_device_mesh,
+    transformer,
+)
 from chat_folder import write_folder
 from published import published, random_params, save
 from rich.console import Console
 
 import gspax.data
-from gspax.commands import main
 from gspax.config import Lora, Mesh, Sampling
 from gspax.errors import printable
-from gspax.experiment.description import describe
-from gspax.learner import adapters
-from gspax.learner.state import save_start
-from gspax.model import transformer
-from gspax.model.low_rank import dense, partition
-from gspax.parallel.sharding import make_mesh, single_device_mesh
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import open_run
+from gspax.experiment import describe
 from gspax.tools import chat
 from gspax.tools.dialogue import Dialogue
 from gspax.tools.terminal import dim_thinking

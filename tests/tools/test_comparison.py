@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from api import main
 from matplotlib.figure import Figure
 
-from gspax.commands import main
 from gspax.errors import UserError
 from gspax.tools.comparison import (
     common_tokens,

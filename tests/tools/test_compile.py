@@ -13,19 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_experiment
+from api import AXES, Collective, Compiled, Memory, chips, forward_flops, main, make_mesh, parameter_count, programs
 
-from gspax.commands import main
 from gspax.config import Mesh, PartialRollouts, Placement, Sampling
 from gspax.errors import how_to_install
 from gspax.experiment import load
-from gspax.model.sizes import forward_flops, parameter_count
-from gspax.parallel.sharding import AXES, make_mesh
-from gspax.tools.aot import chips, programs
 from gspax.tools.aot import compile_report as report
 from gspax.tools.aot.chips import Target
 from gspax.tools.aot.compile_report import Phase, Times
-from gspax.tools.aot.hlo import Collective
-from gspax.tools.aot.programs import Compiled, Memory
 
 ROOT = Path(__file__).parents[2]
 SMALL = small_experiment.__file__

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import Recorder, main, open_run
 
-from gspax.commands import main
-from gspax.run.directory import open_run
-from gspax.run.record import Recorder
 from gspax.tools.diagnosis import CHECKS, Record, estimate_epochs, find_causes, read_record
 
 STEPS = 50

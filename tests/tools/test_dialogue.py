@@ -8,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import make_inference_weights, make_mesh, sample_tokens, transformer
 
 from gspax.config import Mesh, Sampling
 from gspax.data import CharChat, CharTokenizer
 from gspax.errors import UserError
 from gspax.losses import token_logp
-from gspax.model import transformer
-from gspax.parallel.sharding import make_mesh
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.token_sampling import sample_tokens
 from gspax.tools.dialogue import Dialogue
 
 KEY = jax.random.key(5)

@@ -14,17 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import Limits, Sampler, doctor, expert_ffn, main, manifest, quantization, segments, train_step
 from jax import lax
 
-from gspax.commands import main
-from gspax.learner import train_step
 from gspax.model import latent_attention
-from gspax.model.kernels import attention, expert_ffn, expert_parallel, gated_delta, quantization, segments
+from gspax.model.kernels import attention, expert_parallel, gated_delta
 from gspax.parallel import watchdog
-from gspax.run import manifest
-from gspax.sampler.placement import Sampler
-from gspax.tools import doctor
-from gspax.tools.benchmarks import Limits
 from gspax.tools.doctor import checklist, hardware, kernels, results, training
 from gspax.tools.doctor.results import Result, compare, merge, rate
 

@@ -9,8 +9,9 @@ import threading
 import time
 
 import pytest
+from api import main
 
-from gspax.commands import main, train
+from gspax.commands import train
 from gspax.tools import launch
 
 # Writes down what it was started with, and exits with the code of its attempt and index. A code below 0 is a signal

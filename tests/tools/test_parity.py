@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import reference_model
 import tiny
+from api import main
 
-from gspax.commands import main
 from gspax.errors import how_to_install
 from gspax.tools import parity
 

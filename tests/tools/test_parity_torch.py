@@ -11,16 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import (
+    abstract_params,
+    decoding,
+    main,
+    make_inference_weights,
+    read_config,
+    read_params,
+    sample,
+    to_json,
+    transformer,
+)
 
-from gspax.commands import main
 from gspax.config import Sampling, Yarn
-from gspax.hf.config_json import read_config, to_json
-from gspax.hf.parameters import read_params
-from gspax.learner.state import abstract_params
-from gspax.model import decoding, transformer
 from gspax.model.kernels.trees import positions
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import sample
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")
@@ -139,7 +143,7 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
 
 
 def test_the_command_accepts_an_unchanged_checkpoint_and_finds_a_changed_layer(tmp_path, capsys, monkeypatch):
-    from gspax.hf import parameters
+    from api import parameters
 
     make_pair(CONFIGS["dense"], tmp_path)
     assert main.main(["parity", str(tmp_path)]) == 0

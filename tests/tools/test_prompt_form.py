@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from api import begin, begin_conversation
 from chat_templates import PUBLISHED, write_folder
 
 from gspax.data import hf_chat, mixture, sequence
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards.environments import ToolUse, calculator
-from gspax.rollout.episodes import begin, begin_conversation
 from gspax.tools.prompt_form import read_forms
 
 ROWS = [{"prompt": prompt, "answer": "2"} for prompt in ("1 + 1?", "0 + 2?")]

@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
+from api import main
 
-from gspax.commands import main
 from gspax.tools import samples
 
 

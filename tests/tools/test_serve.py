@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from api import make_inference_weights, make_options, sample
 
 from gspax.config import Sampling
 from gspax.data import CharChat
 from gspax.rollout.agents.openai import Refusal, read_chat, read_completion
-from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.sampler import make_options, sample
 from gspax.tools.desk import Desk, sample_orders
 from gspax.tools.policy import LoadedPolicy
 

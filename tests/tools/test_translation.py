@@ -6,8 +6,8 @@ test_gspo_3b_math.sh (709c8dfb), TRL's examples/scripts/gspo.py (07e1b4fe), tuni
 """
 
 import pytest
+from api import main as program
 
-from gspax.commands import main as program
 from gspax.errors import UserError
 from gspax.experiment import load, override
 from gspax.tools import explain

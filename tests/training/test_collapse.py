@@ -7,20 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from api import Checkpoints, RunDir, Samples, StepResult, loop, main, record
 from small_experiment import experiment
 
 from gspax import config
-from gspax.commands import main
 from gspax.config import Collapse, Guard
 from gspax.errors import DivergedError
-from gspax.rollout.completion import Samples
-from gspax.run import record
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir
-from gspax.training import loop
 from gspax.training import run_guard as guards
 from gspax.training.run_guard import Watch
-from gspax.training.step import StepResult
 
 pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 

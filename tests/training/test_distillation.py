@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import small_experiment
+from api import RunDir, abstract_params, load_model, loop, record, single_device_mesh
 from test_loop import final_state
 
 from gspax import losses
@@ -18,13 +19,8 @@ from gspax.data.tasks import sort
 from gspax.errors import FailureError, UserError
 from gspax.experiment import validate
 from gspax.hf import hf
-from gspax.learner.state import abstract_params, load_model
 from gspax.losses import distill
-from gspax.parallel.sharding import single_device_mesh
 from gspax.rollout.servers import scoring
-from gspax.run import record
-from gspax.run.directory import RunDir
-from gspax.training import loop
 from gspax.training.teaching import score_all
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -5,16 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from api import Rollout, RunDir, loop, record
 from small_experiment import experiment
 
 from gspax.config import Evaluation, Optimizer, Sampling
 from gspax.data.tasks import sort
 from gspax.rollout import earlier
 from gspax.rollout.earlier import EarlierTexts
-from gspax.run import record
-from gspax.run.directory import RunDir
-from gspax.training import loop
-from gspax.types import Rollout
 
 pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 

@@ -21,17 +21,16 @@ if __name__ == "__main__" and not sys.argv[1:]:
 import numpy as np
 import optax
 import pytest
+from api import loop, multihost, named_leaves, record
 from few_devices import few_devices
 from pair_options import OPTIONS, combined, problems
 from processes import run_two
 
 from gspax import config
 from gspax.losses import kl
-from gspax.parallel import joining, multihost
-from gspax.run import record
-from gspax.training import loop, open_training
+from gspax.parallel import joining
+from gspax.training import open_training
 from gspax.training.run_log import RunLog
-from gspax.types import named_leaves
 
 # Adam would divide rounding by rounding where a gradient is nearly 0.
 OPTIONS["SGD"] = {"optimizer": {"transform": optax.sgd, "learning_rate": 0.1}}

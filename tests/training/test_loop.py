@@ -21,6 +21,39 @@ import numpy as np
 import optax
 import pytest
 import small_experiment
+from api import (
+    Checkpoints,
+    InFlight,
+    Rollout,
+    RunDir,
+    Runtime,
+    Samples,
+    Skipped,
+    StepResult,
+    Steps,
+    StepSettings,
+    TrainedPolicy,
+    TrainState,
+    abstract_state,
+    checkpoint,
+    evaluate_run,
+    in_process,
+    interrupt,
+    loop,
+    make_mesh,
+    make_runtime,
+    make_steps,
+    manifest,
+    minibatches,
+    open_run,
+    placement,
+    progress,
+    record,
+    run_step,
+    train_step,
+    updates,
+    warm_start,
+)
 from fake_trackers import install
 
 from gspax import config, losses
@@ -28,30 +61,12 @@ from gspax.config import RowShape
 from gspax.data import Problem
 from gspax.data.tasks import sort
 from gspax.errors import UserError
-from gspax.evaluation import checkpoint
-from gspax.evaluation.checkpoint import evaluate_run
-from gspax.experiment.description import describe
-from gspax.learner import minibatches, train_step, updates
-from gspax.learner.forward import StepSettings
-from gspax.learner.state import TrainedPolicy, abstract_state
-from gspax.learner.updates import Steps, make_steps
+from gspax.experiment import describe
 from gspax.losses import kl
-from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
-from gspax.rollout import in_process
-from gspax.rollout.completion import Samples
-from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import Runtime, make_runtime
-from gspax.run import interrupt, manifest, progress, record
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, open_run
-from gspax.sampler import placement
-from gspax.training import loop, open_training, run_guard, run_log, warm_start
+from gspax.training import open_training, run_guard, run_log
 from gspax.training import replay as replaying
-from gspax.training.in_flight import InFlight
 from gspax.training.run_log import RunLog
-from gspax.training.step import StepResult, run_step
-from gspax.types import Rollout, TrainState
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

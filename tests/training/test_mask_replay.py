@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import RunDir, loop, record
 from few_devices import few_devices
 from small_experiment import Countdown, experiment
 
@@ -12,9 +13,6 @@ from gspax import config, losses
 from gspax.config import Optimizer, Reference, Sampling
 from gspax.data import CharChat
 from gspax.losses import kl
-from gspax.run import record
-from gspax.run.directory import RunDir
-from gspax.training import loop
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
 

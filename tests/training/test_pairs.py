@@ -14,16 +14,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from api import first_adapted, loop, make_steps, multihost, named_sharding, record, step
 from few_devices import few_devices
 from pair_options import OBJECTIVE, OPTIONS, REST, combined, device_count, problems
 
 from gspax import config
 from gspax.experiment.validation.first_calls import check_calls
-from gspax.learner.updates import first_adapted, make_steps
-from gspax.parallel import multihost
-from gspax.parallel.sharding import named_sharding
-from gspax.run import record
-from gspax.training import loop, step
 
 SAMPLE, SIZES = 1, (9, 3, 8)  # runs of the release tier; settings and objectives of each, settings of an objective
 

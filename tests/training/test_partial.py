@@ -7,26 +7,30 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from api import (
+    InFlight,
+    Rollout,
+    RunDir,
+    Skipped,
+    grade,
+    init_state,
+    loop,
+    make_runtime,
+    next_rollout,
+    record,
+    staleness_metrics,
+    start_rollout,
+)
 from few_devices import few_devices
 from small_experiment import Countdown, Spoiled, experiment
 
 from gspax import config, losses
 from gspax.config import GatedDelta, Grading, Lora, PartialRollouts, Placement, Sampling, Turns
-from gspax.data import CharChat
-from gspax.data.problem import Problem
-from gspax.experiment.validation import validate
-from gspax.learner.metrics import staleness_metrics
-from gspax.learner.state import init_state
+from gspax.data import CharChat, Problem
+from gspax.experiment import validate
 from gspax.losses import correction, selection
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.group_pool import FREE, choose_groups, new_pool
-from gspax.rollout.problems import Skipped
-from gspax.rollout.runtime import make_runtime
-from gspax.run import record
-from gspax.run.directory import RunDir
-from gspax.training import loop
-from gspax.training.in_flight import InFlight, grade, next_rollout, start_rollout
-from gspax.types import Rollout
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
 

@@ -6,14 +6,11 @@ import fake_vllm
 import jax
 import numpy as np
 import pytest
+from api import RunDir, loop, make_runtime, record
 from small_experiment import experiment
 from test_partial import CARRIED, CLOCKS, PARTIAL, STEPS, TALKING, check_problems, completions, draw_batches
 
 from gspax.config import Engine, PartialRollouts
-from gspax.rollout.runtime import make_runtime
-from gspax.run import record
-from gspax.run.directory import RunDir
-from gspax.training import loop
 
 pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 

@@ -8,25 +8,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import (
+    Adapted,
+    Batch,
+    Checkpoints,
+    RunDir,
+    Samples,
+    StepResult,
+    TrainState,
+    abstract_state,
+    finished_steps,
+    interrupt,
+    is_healthy,
+    loop,
+    main,
+    make_runtime,
+    record,
+)
 from small_experiment import experiment
 
 from gspax import config
-from gspax.commands import main
 from gspax.config import Guard
 from gspax.errors import DivergedError, UserError
-from gspax.learner.state import abstract_state
-from gspax.learner.train_step import is_healthy
-from gspax.rollout.completion import Samples
-from gspax.rollout.runtime import make_runtime
-from gspax.run import interrupt, record
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir
-from gspax.run.manifest import finished_steps
-from gspax.training import loop
 from gspax.training import run_guard as guards
 from gspax.training.run_guard import Watch, check_finite, count_skipped, is_sound
-from gspax.training.step import StepResult
-from gspax.types import Adapted, Batch, TrainState
 
 pytestmark = pytest.mark.usefixtures("one_device", "unevaluated")
 

@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import RunDir, loop, record, step, transformer
 from few_devices import few_devices
 from small_experiment import experiment as small
 from test_loop import final_state
 
 from gspax import losses
 from gspax.config import Placement
-from gspax.model import transformer
-from gspax.run import record
-from gspax.run.directory import RunDir
-from gspax.training import loop, step
 
 DENSE = replace(small.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
 BASE = replace(small, model=DENSE, warm_start=None, loss=losses.importance_sampling, center_scores=True)

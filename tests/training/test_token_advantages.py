@@ -6,18 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import (
+    InFlight,
+    assign_advantages,
+    grade,
+    init_state,
+    make_runtime,
+    next_rollout,
+    prepare_minibatches,
+    single_device_mesh,
+    transformer,
+)
 from small_experiment import Countdown, experiment
 
 from gspax import advantages, config, losses
 from gspax.config import Sampling
 from gspax.data import CharChat
 from gspax.experiment import validate
-from gspax.learner.state import init_state
-from gspax.model import transformer
-from gspax.parallel.sharding import single_device_mesh
-from gspax.rollout.runtime import make_runtime
-from gspax.training.in_flight import InFlight, grade, next_rollout
-from gspax.training.step import assign_advantages, prepare_minibatches
 
 
 def remainder(problem, completion):

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Skipped, loop, make_mesh, warm_start
 from small_experiment import experiment
 
 from gspax import config
 from gspax.errors import DivergedError, UserError
-from gspax.parallel.sharding import make_mesh
-from gspax.rollout.problems import Skipped
-from gspax.training import loop, warm_start
 
 LENGTH = 9
 STOP = experiment.tokenizer.stop_ids[0]

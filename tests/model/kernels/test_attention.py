@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from api import references
 from jax.sharding import Mesh
 from tiny import equations
 
@@ -25,7 +26,6 @@ from gspax.model.kernels.attention import (
     xla_kernel,
 )
 from gspax.model.kernels.trees import make_tree, positions
-from gspax.tools.doctor import references
 
 
 def by_rows(attention, q, k, v, segment_BT, layer, *, sharding=None, sinks_N=None, prefix_BT=None, **how):

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import quantize, references, segments
 from jax.sharding import Mesh, PartitionSpec
 
 from gspax.model.kernels import decode_attention as module
-from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
-from gspax.model.kernels.quantization import quantize
-from gspax.tools.doctor import references
 
 decode_attention = partial(module.decode_attention, interpret=True)
 START = np.array([0, 0, 0, 5, 9, 16, 3])
@@ -193,7 +191,7 @@ def test_heads_that_do_not_divide():
 )
 def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quantized, latent, monkeypatch):
     pytest.importorskip("libtpu")
-    from gspax.tools.aot import chips
+    from api import chips
 
     monkeypatch.undo()  # blocks of the usual size
     (device, *_) = chips.describe_devices(chips.parse_topology(topology))

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import quantize, sort_keys
 from test_expert_ffn import with_biases
 from test_expert_parallel import ROUTINGS, ROWS, A, E, K, N, X, assert_close, emulated, expert_ffn, make_case
 from test_expert_parallel import on_mesh as mapped
 
 from gspax.model.kernels import expert_parallel as module
-from gspax.model.kernels.expert_ffn import sort_keys
-from gspax.model.kernels.quantization import quantize
 
 EXCHANGES = {"gathered": module.gathered, "to_experts": partial(module.to_experts, exchange=emulated)}
 

@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import BLOCK, BLOCKED, GELU_TANH, RAGGED, Experts, quantize, references, sort_by_expert
+from api import expert_ffn as module
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-
-from gspax.model.kernels import expert_ffn as module
-from gspax.model.kernels.expert_ffn import BLOCK, BLOCKED, GELU_TANH, RAGGED, Experts, sort_by_expert
-from gspax.model.kernels.quantization import quantize
-from gspax.tools.doctor import references
 
 
 def by_matrix(ffn):

@@ -11,18 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Experts, chips, moe, sharding
+from api import expert_ffn as local
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_expert_ffn import with_biases
 
 from gspax import config
-from gspax.model import moe
-from gspax.model.kernels import expert_ffn as local
 from gspax.model.kernels import expert_parallel as parallel
-from gspax.model.kernels.expert_ffn import Experts
-from gspax.parallel import sharding
-from gspax.tools.aot import chips
 
 X, N, A, K, D, F = 4, 6, 2, 2, 6, 10  # devices of the axis, rows and choices on each, experts on each
 E = X * K

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import make_mesh
 
 from gspax.config import Mesh
 from gspax.model.kernels.gated_delta import (
@@ -17,7 +18,6 @@ from gspax.model.kernels.gated_delta import (
     rule_over_devices,
     unit_lower_inverse,
 )
-from gspax.parallel.sharding import make_mesh
 
 K, R, H, U = 2, 2, 8, 12  # key heads, value heads of each, dimensions of a key and of a value
 CHUNK = 16

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Quantized, quantize
 
-from gspax.model.kernels.quantization import Quantized, quantize
 from gspax.model.kernels.weights import cast, contract, look_up
 
 KEY = jax.random.key(0)

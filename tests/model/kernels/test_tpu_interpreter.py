@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import test_attention
 import test_decode_attention as decoding
+from api import quantize
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
 from gspax.model.kernels import attention, decode_attention
-from gspax.model.kernels.quantization import quantize
 
 CORES = 2  # as the chips have whose kernels are split over two cores
 

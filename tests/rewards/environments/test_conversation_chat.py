@@ -6,11 +6,11 @@ from pathlib import Path
 import calculations
 import numpy as np
 import pytest
+from api import encode_demonstration
 
 from gspax.data import CharChat, Problem, hf_chat
 from gspax.errors import UserError
 from gspax.rewards.environments import ToolUse, calculator, parse_brackets
-from gspax.rollout.episodes import encode_demonstration
 
 QWEN3 = Path(__file__).parents[4] / "shared" / "data" / "qwen3_tokenizer"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'

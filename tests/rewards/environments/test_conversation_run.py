@@ -6,16 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api import loop, read_rows
 
 from gspax import advantages, losses
 from gspax.config import Placement, Reference, Turns
 from gspax.data.tasks import sort
-from gspax.experiment.description import describe, flatten
-from gspax.experiment.loading import load
-from gspax.experiment.validation import validate
+from gspax.experiment import describe, flatten, load, validate
 from gspax.rewards.environments import ToolUse
-from gspax.run.record import read_rows
-from gspax.training import loop
 
 FILE = Path(__file__).parents[3] / "experiments" / "calculator_gspo_token.py"
 

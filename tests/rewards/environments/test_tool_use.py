@@ -9,7 +9,7 @@ import pytest
 
 from gspax.data import Problem
 from gspax.errors import UserError
-from gspax.experiment.description import describe
+from gspax.experiment import describe
 from gspax.rewards.environments import Tool, ToolError, ToolUse, calculator, python, tools
 from gspax.rewards.environments.tool_calls import Call, Malformed, parse_brackets, parse_hermes
 from gspax.rewards.environments.tools import calculate

@@ -25,18 +25,17 @@ except ImportError:
 
     IS_REAL = False
 import verifiers_examples
+from api import encode_demonstration
 from local_server import serve
 
 from gspax.config.protocols import Problem, Step
-from gspax.data import GeneratedProblems, hf_chat, sequence
-from gspax.data.chat import split_thinking
+from gspax.data import GeneratedProblems, hf_chat, sequence, split_thinking
 from gspax.rewards.calls import Batched
 from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.environments import ToolUse, calculator
 from gspax.rewards.environments.to_verifiers import offer
 from gspax.rewards.environments.verifiers import VerifiersEnvironment, no_reward, problems
 from gspax.rewards.scores import Score
-from gspax.rollout.episodes import encode_demonstration
 
 QWEN3 = Path(__file__).parents[4] / "shared" / "data" / "qwen3_tokenizer"
 

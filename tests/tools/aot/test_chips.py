@@ -5,9 +5,9 @@ import os
 import re
 
 import pytest
+from api import chips
 
 from gspax.errors import UserError, how_to_install
-from gspax.tools.aot import chips
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"

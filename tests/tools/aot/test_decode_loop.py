@@ -3,15 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from api import AXES, Collective, fetched_at, hlo, inference_weights_bytes, presets, programs, traffic
 
 from gspax.config import GatedDelta, Sampling, layers_of
-from gspax.model import presets
-from gspax.model.sizes import inference_weights_bytes
-from gspax.parallel.sharding import AXES
 from gspax.tools.aot import compile_report as report
-from gspax.tools.aot import hlo, programs
 from gspax.tools.aot.compile_report import Phase
-from gspax.tools.aot.hlo import Collective, fetched_at, traffic
 
 ONES = dict.fromkeys(AXES, 1)
 PAPER = Sampling(prompts=128, group=16, max_prompt_tokens=1024, max_tokens=7168)

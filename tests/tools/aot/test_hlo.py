@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from api import Collective, Program, chips, compile_program, hlo
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from gspax.tools.aot import chips, hlo
-from gspax.tools.aot.hlo import Collective
-from gspax.tools.aot.programs import Program, compile_program
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"

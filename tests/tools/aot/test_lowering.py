@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_experiment
+from api import programs, sharding
 from jax import export
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from gspax import config
-from gspax.parallel import sharding
 from gspax.rewards.environments import ToolUse
-from gspax.tools.aot import programs
 
 SMALL = replace(
     small_experiment.experiment,

@@ -8,16 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_experiment
+from api import (
+    Passes,
+    Rollout,
+    abstract_inference_weights,
+    make_mesh,
+    make_optimizer,
+    minibatches,
+    programs,
+    train_step,
+)
 
 from gspax import config, losses
-from gspax.learner import minibatches, train_step
-from gspax.learner.optimizer import make_optimizer
-from gspax.model.passes import Passes
-from gspax.parallel.sharding import make_mesh
 from gspax.rewards.environments import ToolUse
-from gspax.sampler.inference_weights import abstract_inference_weights
-from gspax.tools.aot import programs
-from gspax.types import Rollout
 
 SMALL = small_experiment.experiment
 EXPERIMENTS = {

@@ -7,11 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 import small_experiment
+from api import UNKNOWN, chips
 
 from gspax.config import Mesh, Placement, Sampling
 from gspax.errors import UserError
-from gspax.tools.aot import chips
-from gspax.tools.aot.hlo import UNKNOWN
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"

@@ -1,9 +1,7 @@
 """Bytes moved between memory and cores, against counts made by hand."""
 
 import pytest
-
-from gspax.tools.aot import hlo
-from gspax.tools.aot.hlo import traffic
+from api import hlo, traffic
 
 INSIDE = """
 %sums (p0: f32[64], p1: f32[64]) -> f32[64] {
