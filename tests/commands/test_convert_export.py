@@ -426,7 +426,7 @@ def test_the_base_of_an_adapter_is_found_from_any_working_directory(tmp_path, mo
     assert export._find_base("../gone") == ("../gone", None)
     assert "base_model_name_or_path names no model that PEFT could load: ../gone" in capsys.readouterr().err
     assert export._find_base("") == (None, None)
-    assert "the adapters have no base: the run started from random parameters" in capsys.readouterr().err
+    assert "the adapters have no published base (random start)" in capsys.readouterr().err
 
 
 def started_from(folder, model):

@@ -416,7 +416,7 @@ def test_settings_without_names_are_of_the_tasks_of_the_experiment():
     [
         (["--tasks", "gsm8k"], "wanted the FILE of an experiment, or --from HF without one"),
         (["x.py", "--from", "y"], "wanted the FILE of an experiment, or --from HF without one"),
-        (["--from", "y"], "wanted --tasks beside --from"),
+        (["--from", "y"], "wanted --tasks with --from"),
         (["--from", "y", "--tasks", "gsm8k", "--step", "3"], "--step is for the checkpoints of a run, not for --from"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_run_with_servers_is_valid():
         ),
         (
             {"engine": Engine(staleness=1, partial=PartialRollouts())},
-            "sampling.chunk: wanted the tokens between two renewals of the parameters, with engine.partial, got 0",
+            "sampling.chunk: wanted at least 1 with engine.partial, which renews parameters every chunk, got 0",
         ),
     ],
 )

@@ -89,7 +89,7 @@ WRONG = [
     ),
     (
         {"loss": losses.dis, "correction": correction.truncate_geometric},
-        "correction: wanted a loss with old log-probs of the learner, got gspax.losses.dis, with which no log-probs",
+        "correction: wanted a loss with old log-probs of the learner, got gspax.losses.dis, so the learner ",
     ),
     (
         {"loss": losses.ipo, "schedule": replace(experiment.schedule, epochs=2)},
@@ -100,7 +100,7 @@ WRONG = [
         {"regularizers": Regularizers(kl_cov=CovarianceKL(share=0.0))},
         "regularizers.kl_cov.share: wanted above 0 and at most 1, got 0",
     ),
-    (UNSCORED | TOP, "selection: wanted old_logp=learner, got sampler, with which no log-probs are computed"),
+    (UNSCORED | TOP, "selection: wanted old_logp=learner, got sampler, so the learner computes no log-probs"),
     ({"loss": own_loss, "selection": TOP["selection"]}, "selection: wanted a loss that takes a `correction`"),
     (
         {"loss": losses.grpo, "selection": partial(selection.top_entropy, share=2.0)},
@@ -124,7 +124,7 @@ WRONG = [
     ),
     (
         {"old_logp": "interpolated", "placement": STALE} | TOP,
-        "selection: wanted old_logp=learner, got interpolated, with which no log-probs are computed",
+        "selection: wanted old_logp=learner, got interpolated, so the learner computes no log-probs",
     ),
     (
         {"advantage": advantages.otb},
@@ -132,7 +132,7 @@ WRONG = [
     ),
     (
         UNSCORED | {"advantage": advantages.otb, "loss": losses.grpo},
-        "advantage: wanted old_logp=learner, got sampler, with which no log-probs are computed",
+        "advantage: wanted old_logp=learner, got sampler, so the learner computes no log-probs",
     ),
     (
         {"advantage": lambda reward, *, score_norm_PGN: reward, "loss": losses.gspo_token},

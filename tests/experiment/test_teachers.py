@@ -169,7 +169,7 @@ def test_every_form_is_valid(experiment):
         ),
         (
             replace(taught(), sampling=replace(taught().sampling, max_refills=2)),
-            "sampling.max_refills: wanted 0 with a teacher, who teaches where rewards are equal too, got 2",
+            "sampling.max_refills: wanted 0 with a teacher, which also trains on groups of equal rewards, got 2",
         ),
         (
             replace(taught(), sampling=replace(taught().sampling, group=1, prompts=32, max_refills=2)),

@@ -73,7 +73,7 @@ def test_a_signal_ends_the_run_at_its_next_stop_point_after_a_save(child, tmp_pa
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert (tmp_path / "saved").read_text() == "saved"
-    assert "SIGTERM: ending the run after what it is computing; again" in errors and "Traceback" not in errors
+    assert "SIGTERM: the run ends after its current computation; send it again" in errors and "Traceback" not in errors
 
 
 def test_a_second_signal_ends_a_process_that_hangs_in_c_code(child, tmp_path):
@@ -130,7 +130,7 @@ def test_the_previous_handlers_are_restored(capfd):
         with pytest.raises(Interrupted, match=r"^SIGTERM: the server has ended$"):
             interrupt.stop_point()
     errors = capfd.readouterr().err
-    assert errors.count("SIGTERM: ending the run") == 2 and errors.count("SIGTERM: ending the server after") == 1
+    assert errors.count("SIGTERM: the run ends") == 2 and errors.count("SIGTERM: the server ends after") == 1
     assert not [each for each in threading.enumerate() if each.name == "gspax_signals"]
 
 

@@ -305,7 +305,7 @@ def test_staleness_of_a_rollout_without_versions_is_that_of_its_parameters():
         ({"staleness": 1, "ahead": 0}, []),
         (
             {"chunk": 0},
-            ["sampling.chunk: wanted the tokens between two renewals of the parameters, with placement.partial, got 0"],
+            ["sampling.chunk: wanted at least 1 with placement.partial, which renews parameters every chunk, got 0"],
         ),
         (
             {"max_refills": 1},

@@ -94,7 +94,7 @@ def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
     from gspax.experiment.validation import check_published
 
     if options.tasks is None:
-        raise UserError("wanted --tasks beside --from (see `gspax eval --help`)")
+        raise UserError("wanted --tasks with --from (see `gspax eval --help`)")
     if options.step is not None:
         raise UserError("--step is for the checkpoints of a run, not for --from")
     tasks = find_tasks(options.tasks, (), generation_settings(options.source) | settings)

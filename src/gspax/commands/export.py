@@ -334,7 +334,7 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     if name and not is_run and open_storage(folder).has_folders and folder.is_dir():
         return str(folder.resolve()), None
     if not name:
-        warn("the adapters have no base: the run started from random parameters; without --adapter the model is whole")
+        warn("the adapters have no published base (random start): export without --adapter")
         return None, None
     if is_run or not HUB_NAME.fullmatch(name):
         what = f"{name} is a run, whose `gspax export` it can load" if is_run else f"{name} is not here"

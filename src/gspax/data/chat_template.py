@@ -270,7 +270,7 @@ def check_date(folder: Path, where: str, date: str | None) -> None:
     """Raise a UserError if a template prints today's date and `date` is None."""
     text = "".join(read_templates(folder, where).values())
     if f"{CLOCK}(" in _CLOCK_CALL.sub("", text):
-        raise UserError(f'the chat template in {where}: wanted {CLOCK}("...") with its format, got another call of it')
+        raise UserError(f"the chat template in {where}: wanted {CLOCK} with a format in quotes, got another call")
     if date is None and prints_date(folder, where):
         raise UserError(
             f"the chat template in {where} prints today's date ({CLOCK}), so that a run resumed on another day would "

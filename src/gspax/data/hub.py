@@ -53,7 +53,7 @@ def _why(problem: Exception) -> str:
     """Explain why a download failed, in a few words. The library's messages list addresses and every remedy."""
     kinds = {kind.__name__ for kind in type(problem).__mro__}
     if "GatedRepoError" in kinds:
-        return "the Hub gives this name only to those who have asked for access: `hf auth login`, or HF_TOKEN"
+        return "access must be requested on the page of this name on the Hub; then `hf auth login`, or set HF_TOKEN"
     if "RepositoryNotFoundError" in kinds:
         return "the Hub has no such name, or it is private: `hf auth login`, or HF_TOKEN"
     if "RevisionNotFoundError" in kinds:

@@ -275,13 +275,10 @@ def _explain_sampler(plan: Plan) -> list[str]:
         of_its_own = " of its own" if experiment.placement is not None else ""
         reasons = _explain_sampler_mesh(plan.sampler_mesh, experiment.model)
         return [f"Sampler     {_axes(plan.sampler_mesh)}{of_its_own}", *(f"            {reason}" for reason in reasons)]
-    program = "vLLM"
-    changes = "the first one; later ones have what changed, if that is less; the folder has three times as much at most"
-    if engine.server == "sglang":
-        program, changes = "SGLang", "the folder has two versions at most"
+    program, weights = "SGLang" if engine.server == "sglang" else "vLLM", f"{experiment.model.dtype} weights"
     return [
         f"Sampler     {program} at {', '.join(engine.addresses)} (`gspax serve-command` prints how to start it)",
-        f"Each push   {_bytes(plan.push)} of {experiment.model.dtype} weights in {engine.folder}, {changes}",
+        f"Each push   {_bytes(plan.push)} of {weights} in {engine.folder}, which holds at most two versions",
         f"            at 1 GB/s {plan.push / 1e9:.2g} s to write, and as long to read",
     ]
 

@@ -21,7 +21,7 @@ class Aside:
             self.reasons[number] = reason = reasons[number]
             address = self.addresses[number - 1]
             multihost.warn_from_primary(
-                f"engine: {address} is set aside: {reason}; its samples are drawn again elsewhere"
+                f"engine: {address} is set aside: {reason}; other servers sample again what it sampled"
             )
 
     def numbers(self) -> frozenset[int]:

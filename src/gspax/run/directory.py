@@ -277,7 +277,7 @@ def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
 def _require_same(run: RunDir, old: Mapping[str, object], new: Mapping[str, object]) -> None:
     if different := difference(old, new, ignore=resumable(new)):
         only_bits = not difference(old, new, ignore=(*resumable(new), *SPLITS))
-        why = ". The sums then round differently, and a resumed run has the bits of an uninterrupted one"
+        why = ". With them sums round differently, but a resumed run must be bit-identical to an uninterrupted one"
         raise UserError(
             f"{run.path} holds another experiment; take another directory or undo: {_list(different)}"
             f"{why if only_bits else ''}"

@@ -58,7 +58,7 @@ class _Listener:
                 self.receive(signum)
                 name = signal.Signals(signum).name
                 what = self.other or "the run"
-                _write(f"\n{name}: ending {what} after what it is computing; again to end at once\n")
+                _write(f"\n{name}: {what} ends after its current computation; send it again to end at once\n")
             elif time.monotonic() - self._first > SAME:
                 self._end_now(signum)
 

@@ -46,7 +46,7 @@ def probe_loss(context: Context, warn: Callable[[str], None]) -> Iterator[str]:
         yield f"{name}: wanted a finite value and gradient where the policy has not changed, got others"
         return
     if not np.any(np.asarray(evaluate(LOGP, LOGP)[1])[MASK]):
-        warn(f"{name}: its gradient is 0 for every token where the policy has not changed: nothing would be learnt")
+        warn(f"{name}: its gradient is 0 for every token where the policy has not changed: nothing would be learned")
     if not is_finite(np.where(MASK, LOGP, np.float32(np.nan))):
         warn(
             f"{name}: not finite where log-probs outside the mask are NaN; choose with jnp.where(mask, …, 0) before "

@@ -395,7 +395,7 @@ def _partial_rollouts(sampling: Sampling, sampler: Placement | Engine) -> Iterat
             f"got {staleness}"
         )
     if not sampling.chunk:
-        yield f"sampling.chunk: wanted the tokens between two renewals of the parameters, with {key}.partial, got 0"
+        yield f"sampling.chunk: wanted at least 1 with {key}.partial, which renews parameters every chunk, got 0"
 
 
 def _packing(schedule: Schedule, loss: Loss, terms: Functions) -> Iterator[str]:

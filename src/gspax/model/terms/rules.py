@@ -36,7 +36,7 @@ def scored_problems(field: str, passes: Passes) -> Iterator[str]:
     wanted = f"old_logp=learner, got {old_logp}"
     if old_logp == "learner":
         wanted = f"a loss with old log-probs of the learner, got {title_of(loss)}"
-    yield f"{field}: wanted {wanted}, with which no log-probs are computed before the updates"
+    yield f"{field}: wanted {wanted}, so the learner computes no log-probs before the updates"
 
 
 def level_warnings(field: str, function: Function, passes: Passes, more: str = "") -> Iterator[str]:

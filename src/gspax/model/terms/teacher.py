@@ -84,7 +84,7 @@ class TeacherTerm(Term):
 
     @property
     def signal(self) -> str:
-        return "a teacher, who teaches where rewards are equal too"
+        return "a teacher, which also trains on groups of equal rewards"
 
     @property
     def of_tokens(self) -> str:

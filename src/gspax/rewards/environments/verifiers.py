@@ -127,7 +127,7 @@ class VerifiersEnvironment:
         await asyncio.wait({playing})
         read = tuple(map(_to_chat, agent.messages))
         if read[: len(state.read)] != state.read:
-            raise ValueError("the environment took another course when it was played again with the same answers")
+            raise ValueError("the environment is not deterministic: with the same answers it behaved differently")
         if not has_ended:
             return Step(state._replace(read=read), read[len(state.read) + bool(state.answers) :])
         rewards = {name: reward.score for name, reward in agent.trace.rewards.items() if reward is not None}
