@@ -85,7 +85,7 @@ WRONG = [
     ({"router_shift": RouterShift(floor=0.0)}, "router_shift.floor: wanted above 0 and at most 1, got 0"),
     (
         UNSCORED | {"correction": correction.truncate_geometric},
-        "correction: wanted old_logp=learner, got sampler, with",
+        "correction: wanted old_logp=learner, got sampler, so the learner computes no log-probs",
     ),
     (
         {"loss": losses.dis, "correction": correction.truncate_geometric},

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from gspax.learner.minibatches import Layout
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
 from gspax.types import Batch, Params, TrainState
+
+
+class GradedStep(NamedTuple):
+    """A step before its updates: the state that they update, and the rollout that they train on."""
+
+    runtime: Runtime
+    state: TrainState
+    graded: GradedBatch
+    layouts: Sequence[Layout]  # of its minibatches
+
 
 NO_ENTRIES: Mapping[str, str] = MappingProxyType({})
 
@@ -33,14 +44,7 @@ class Opened:
         """Say in one sentence that an entry of `identity` differs from the recorded one."""
         return f"terms: wanted {type(self).__name__} as in the run so far ({recorded}), got {dict(self.identity)}"
 
-    def fill(
-        self,
-        runtime: Runtime,
-        state: TrainState,
-        graded: GradedBatch,
-        batches: list[Batch],
-        layouts: Sequence[Layout],
-    ) -> list[Batch]:
+    def fill(self, step: GradedStep, batches: list[Batch]) -> list[Batch]:
         """Fill the term's columns of the minibatches, before their updates. Collective."""
         return batches
 

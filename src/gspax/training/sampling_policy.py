@@ -5,20 +5,17 @@ A checkpoint stores nothing of it: no rollout is carried over one, so a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from gspax.learner.hidden import make_hidden
-from gspax.learner.minibatches import Layout
 from gspax.model.low_rank import combine, partition
 from gspax.model.transformer import head_params
-from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt
-from gspax.training.opened import Opened
+from gspax.training.opened import GradedStep, Opened
 from gspax.types import Batch, Params, TrainState
 
 
@@ -40,16 +37,9 @@ class SamplingPolicy(Opened):
         """The head of the policy that sampled."""
         return self.head
 
-    def fill(
-        self,
-        runtime: Runtime,
-        state: TrainState,
-        graded: GradedBatch,
-        batches: list[Batch],
-        layouts: Sequence[Layout],
-    ) -> list[Batch]:
+    def fill(self, step: GradedStep, batches: list[Batch]) -> list[Batch]:
         """Fill the minibatches with the hidden states of the policy that sampled, and copy its head. Collective."""
-        params = self._params(state, count_rollouts(runtime, state), graded.policy)
+        params = self._params(step.state, count_rollouts(step.runtime, step.state), step.graded.policy)
         # Updates donate the state's own arrays.
         self.head = (jax.tree.map(jnp.copy, head_params(params)),)
         filled = []

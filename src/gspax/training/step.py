@@ -52,6 +52,7 @@ from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.judging import judge
 from gspax.training.open_terms import Opened, after_step, heads_of
+from gspax.training.opened import GradedStep
 from gspax.training.rollouts import Rollouts
 from gspax.types import Batch, Params, Rollout, Stream, TrainState
 
@@ -162,7 +163,7 @@ def prepare_minibatches(
     batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, first, batches, which)
     jax.block_until_ready(batches)
     for term in opened:
-        batches = term.fill(runtime, state, graded, batches, layouts)
+        batches = term.fill(GradedStep(runtime, state, graded, layouts), batches)
     return batches, scores, layouts
 
 

@@ -31,7 +31,7 @@ from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Completion
 from gspax.rollout.dynamic_sampling import GradedBatch
 from gspax.rollout.runtime import Runtime
-from gspax.training.opened import Opened
+from gspax.training.opened import GradedStep, Opened
 from gspax.types import Batch, Params, TrainState
 
 
@@ -67,30 +67,24 @@ class Teaching(Opened):
             f"({self.teachers.identity}) from {paths}"
         )
 
-    def fill(
-        self,
-        runtime: Runtime,
-        state: TrainState,
-        graded: GradedBatch,
-        batches: list[Batch],
-        layouts: Sequence[Layout],
-    ) -> list[Batch]:
+    def fill(self, step: GradedStep, batches: list[Batch]) -> list[Batch]:
         """Fill the minibatches with the teacher arrays that their updates read. Collective."""
-        experiment, teacher, mesh = runtime.experiment, self.settings, runtime.mesh
+        experiment, teacher, mesh = step.runtime.experiment, self.settings, step.runtime.mesh
         if teacher.score is not None:
-            return ask_teacher(teacher.score, prepare_lessons(runtime, teacher, graded), batches, layouts)
-        params = self.teachers.params or (earlier_parameters(state),)
+            lessons = prepare_lessons(step.runtime, teacher, step.graded)
+            return ask_teacher(teacher.score, lessons, batches, step.layouts)
+        params = self.teachers.params or (earlier_parameters(step.state),)
         shape = self.shape
         if shape is None:
             return fill_teacher(self.passes[0], params[0], batches)
-        lessons = prepare_lessons(runtime, teacher, graded)
-        number_N = number_responses(teacher, graded.problems, experiment.sampling.group)
+        lessons = prepare_lessons(step.runtime, teacher, step.graded)
+        number_N = number_responses(teacher, step.graded.problems, experiment.sampling.group)
         width = max(model.hidden_size for model in teacher_models(teacher) or (experiment.model,))
         for number, (read, own) in enumerate(zip(self.passes, params, strict=True)):
-            places = list(zip(batches, layouts, strict=True))
+            places = list(zip(batches, step.layouts, strict=True))
             batches = read_lessons(read, own, lessons, number_N == number, places, shape=shape, width=width, mesh=mesh)
         compares = any(batch.teacher_hidden_BTE is not None for batch in batches)
-        return number_tokens(batches, layouts, number_N) if compares and len(self.passes) > 1 else batches
+        return number_tokens(batches, step.layouts, number_N) if compares and len(self.passes) > 1 else batches
 
     def as_read(self, batch: Batch) -> Batch:
         """Return a minibatch that was read from a dump, with hidden states in the teachers' dtype."""

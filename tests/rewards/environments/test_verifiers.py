@@ -125,7 +125,7 @@ def test_another_course_with_the_same_answers_is_an_error(monkeypatch):
     environment, problem = VerifiersEnvironment(settings("toy_guesses")), problems(settings("toy_guesses"))[5]
     state = play(environment, problem, "2")[-1].state
     monkeypatch.setattr(verifiers_examples.Game, "run", verifiers_examples.vf.SingleAgentEnv.run)
-    with pytest.raises(ValueError, match="another course"):
+    with pytest.raises(ValueError, match="is not deterministic"):
         environment.step(state, "7")
 
 
