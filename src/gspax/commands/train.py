@@ -84,15 +84,18 @@ def program() -> list[str]:
 
 
 def own_kind(mixer: object) -> str:
-    """Return the file of a layer kind of the user's own; empty for a kind of gspax and without one."""
+    """Return the folder that a layer kind of the user's own is imported from; empty for gspax's and without one."""
     module = type(mixer).__module__
-    return "" if mixer is None or module.split(".")[0] == "gspax" else str(sys.modules[module].__file__)
+    if mixer is None or module.split(".")[0] == "gspax":
+        return ""
+    file = Path(str(sys.modules[module].__file__)).resolve()
+    return str(file.parents[module.count(".") + (file.stem == "__init__")])
 
 
-def next_commands(options: argparse.Namespace, steps: int, problems: int, kind: str = "") -> str:
+def next_commands(options: argparse.Namespace, steps: int, problems: int, kinds: str = "") -> str:
     """Return the commands to run next: more steps, a larger evaluation, and commands that show and export the run.
 
-    With `kind`, the file of a layer kind of the user's own, no format has the model, and a chat imports the file.
+    With `kinds`, the folder of a layer kind of the user's own, a chat imports it, and no format has the model.
     """
 
     def command(name: str, key: str, value: int) -> str:
@@ -100,13 +103,13 @@ def next_commands(options: argparse.Namespace, steps: int, problems: int, kind: 
         return shlex.join([*program(), name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
 
     folder = str(options.workdir)
-    path = f"PYTHONPATH={shlex.quote(str(Path(kind).parent))} " if kind else ""
+    path = f"PYTHONPATH={shlex.quote(kinds)} " if kinds else ""
     lines = [
         command("train", "schedule.steps", steps),
         command("eval", "evaluation.problems", problems),
         shlex.join([*program(), "samples", folder, "--best", "5"]),
         path + shlex.join([*program(), "chat", folder]),
     ]
-    if not kind:
+    if not kinds:
         lines.append(shlex.join([*program(), "export", "--from", folder, "--to", f"exported/{options.workdir.name}"]))
     return "\n  ".join(["Next:", *lines])
