@@ -72,7 +72,7 @@ GEMMA4 = (
     + """{%- for m in messages %}{%- if m.role not in ['system', 'tool'] %}{%- set place = loop.index0 %}
 {%- if m.role != 'assistant' or ns.role != 'assistant' %}
 {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{%- endif %}
-{%- set ns.role = m.role %}{%- set ns.last = '' %}{%- if m.reasoning_content and place > ns.user %}
+{%- set ns.role = m.role %}{%- set ns.last = '' %}{%- if m.reasoning_content and m.tool_calls and place > ns.user %}
 {{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{%- endif %}
 {%- for call in m.tool_calls or [] %}{%- set ns.last = 'call' %}{%- if call.function.arguments is string %}
 {{- raise_exception('arguments must be a mapping') }}{%- endif %}
@@ -87,7 +87,8 @@ GEMMA4 = (
 {%- endfor %}{%- for part in m.content.split('<channel|>') %}{{ part.split('<|channel>')[0]|trim }}{%- endfor %}
 {%- if ns.last == 'call' %}{{ '<|tool_response>' }}{%- elif m.role == 'assistant' and next.role == 'assistant' %}
 {%- elif ns.last != 'reply' or m.content|trim or next.role %}{{ '<turn|>\n' }}{%- endif %}{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{%- if not ns.last %}{{ '<|turn>model\n' }}
+{%- if add_generation_prompt %}{%- if not ns.last %}
+{{- '<|turn>model\n' + ('' if thinks else '<|channel>thought\n<channel|>') }}
 {%- elif ns.last == 'reply' and thinks %}{{ '<|channel>thought\n' }}{%- endif %}{%- endif %}"""
 )
 PHI3 = """{%- for m in messages %}{%- if m.role in ['system', 'user', 'assistant'] %}
@@ -220,8 +221,17 @@ ERNIE = """{{ cls_token or '<|begin_of_sentence|>' }}{%- for m in messages %}{%-
 {{- 'User: ' + m.content + '\n' }}{%- elif m.role == 'assistant' %}
 {{- 'Assistant: ' + m.content + '<|end_of_sentence|>' }}{%- else %}{{ m.content + '\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant: ' }}{%- endif %}"""
-HUNYUAN = """{%- for m in messages %}{%- if m.role == 'user' %}{{ '<|startoftext|>' + m.content + '<|extra_0|>' }}
-{%- elif m.role == 'assistant' %}{{ m.content + '<|eos|>' }}{%- elif m.role == 'tool' %}{{ m.content + '<|extra_0|>' }}
+# with tools its turns are written differently, a tool's reply too
+HUNYUAN = """{%- if tools %}
+{{- '<|startoftext|>Tools: ' + tools|tojson + '\n' + strftime_now('%Y-%m-%d') + '<|extra_4|>' }}{%- endif %}
+{%- for m in messages %}{%- if m.role == 'user' %}
+{{- ('User: ' if tools else '<|startoftext|>') + m.content + '<|extra_0|>' }}
+{%- elif m.role == 'assistant' %}{{ m.content }}{%- if tools and m.tool_calls %}{{ '<tool_calls>[' }}
+{%- for call in m.tool_calls %}{%- set text = call.function.arguments %}{{ ', ' if not loop.first else '' }}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + (text if text is string else text|tojson) + '}' }}
+{%- endfor %}{{ ']</tool_calls>' }}{%- endif %}{{ '<|eos|>' }}
+{%- elif m.role == 'tool' %}
+{{- ('<tool_response>' + m.content + '</tool_response>' if tools else m.content) + '<|extra_0|>' }}
 {%- else %}{{ '<|startoftext|>' + m.content + '<|extra_4|>' }}{%- endif %}{%- endfor %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n' }}{%- endif %}"""
 DOTS = """{%- for m in messages %}{%- set name = {'user': 'userprompt', 'assistant': 'response'}.get(m.role, m.role) %}
@@ -360,7 +370,8 @@ PUBLISHED = {
         source="transformers' tokenization_ernie4_5.py",
     ),
     "Hunyuan-A13B": Published(
-        "hunyuan_v1_moe", HUNYUAN, ("<|eos|>",), ("<|startoftext|>", "<|extra_0|>", "<|extra_4|>"), source=VLLM
+        "hunyuan_v1_moe", HUNYUAN, ("<|eos|>",), ("<|startoftext|>", "<|extra_0|>", "<|extra_4|>"), date="2026-01-31",
+        source=VLLM,
     ),
     "OLMo 2": Published("olmo2, olmoe", TULU, ("<|endoftext|>",), (), bos="<|endoftext|>", source=COPIES),
     "Olmo 3": Published(
@@ -370,11 +381,12 @@ PUBLISHED = {
         "gemma3_text", GEMMA3, ("<eos>", "<end_of_turn>"), ("<start_of_turn>",), bos="<bos>", source=TRL
     ),
     "Gemma 4": Published(
-        "none", GEMMA4, ("<eos>", "<turn|>", "<|tool_response>"), GEMMA4_TOKENS, eos="<turn|>", bos="<bos>", source=TRL
+        "gemma4_text", GEMMA4, ("<eos>", "<turn|>", "<|tool_response>"), GEMMA4_TOKENS, eos="<turn|>", bos="<bos>",
+        source=LLAMA_CPP,
     ),
     "Gemma 4, thinking": Published(
-        "none", GEMMA4, ("<eos>", "<turn|>", "<|tool_response>"), GEMMA4_TOKENS, eos="<turn|>", bos="<bos>",
-        thinking=True, source=TRL,
+        "gemma4_text", GEMMA4, ("<eos>", "<turn|>", "<|tool_response>"), GEMMA4_TOKENS, eos="<turn|>", bos="<bos>",
+        thinking=True, source=LLAMA_CPP,
     ),
     "gpt-oss": Published(
         "gpt_oss", GPT_OSS, ("<|return|>", "<|endoftext|>", "<|call|>"),

@@ -13,7 +13,7 @@ from api import episodes, find_tokenizer, start_rewards, tasks
 from chat_table import TOOLS, Talk
 from chat_templates import PUBLISHED, write_folder
 
-from gspax.config import Turns
+from gspax.config import Grading, Turns
 from gspax.data import Problem, hf_chat, hf_tokenizer, split_thinking, templates
 from gspax.data.chat import end_before
 from gspax.data.chat_template import opening_of, write_call
@@ -21,7 +21,9 @@ from gspax.errors import UserError
 from gspax.experiment import describe, override
 from gspax.experiment.overrides import as_recorded
 from gspax.experiment.validation.chats import chat_problems, chat_warnings
-from gspax.rewards.environments import Step, parse_gemma
+from gspax.rewards.environments import Step, parse_gemma, parse_list
+from gspax.rollout.agents import history
+from gspax.rollout.agents.openai import Asked
 from gspax.run.recorded import read_tokenizer
 
 USER = [{"role": "user", "content": "1 + 1?"}]
@@ -207,6 +209,16 @@ def test_a_dry_run_tells_where_a_template_writes_no_call(form, sentence, tmp_pat
     assert re.search(sentence, told)
 
 
+def test_a_dry_run_tells_what_a_template_writes_at_the_end_of_a_conversation(tmp_path):
+    template = (
+        PUBLISHED["SmolLM2"].template
+        + "{%- if messages[1:] and messages[1].content == 'answer' %}{{ 'Go on.' }}{%- endif %}"
+    )
+    chat = hf_chat(write_folder(tmp_path, PUBLISHED["SmolLM2"]._replace(template=template)))
+    (told,) = chat_warnings(chat, Talk())
+    assert told.endswith("would write: '', not 'Go on.'")
+
+
 def test_a_reply_names_the_tool_where_the_template_writes_its_name(folders):
     tokenizer = hf_chat(folders["gpt-oss"], date="2026-01-31")
     said = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
@@ -220,7 +232,7 @@ def test_a_reply_names_the_tool_where_the_template_writes_its_name(folders):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_call_and_its_reply_are_the_text_of_the_whole_chat(folders, name):
-    """As transformers renders them at its end."""
+    """As transformers renders them at its end, with the tools, on which Hunyuan's replies depend."""
     published = PUBLISHED[name]
     tokenizer = hf_chat(folders[name], thinking=published.thinking, date=published.date)
     reply = {"role": "tool", "content": "42", "name": "calculator", "tool_call_id": "call00000"}
@@ -229,13 +241,34 @@ def test_a_call_and_its_reply_are_the_text_of_the_whole_chat(folders, name):
     if REFUSED.get(name, (None,) * 3)[2]:
         return
     try:
-        whole = by_transformers(tokenizer, [*USER, said, reply], add_generation_prompt=True)
+        whole = by_transformers(tokenizer, [*USER, said, reply], add_generation_prompt=True, tools=TOOLS.schemas())
     except Exception:  # it wants the arguments as a text
         text = [{**CALL, "arguments": json.dumps(CALL["arguments"])}]
         said["tool_calls"] = [{"id": "call00000", "type": "function", "function": one} for one in text]
-        whole = by_transformers(tokenizer, [*USER, said, reply], add_generation_prompt=True)
+        whole = by_transformers(tokenizer, [*USER, said, reply], add_generation_prompt=True, tools=TOOLS.schemas())
+    tokenizer = tokenizer.with_tools(TOOLS.schemas())
     kept = [end_before(tokenizer, [reply]), *tokenizer.encode_reply([reply])]
     assert whole.endswith(tokenizer._tokenizer.decode(kept))
+
+
+def test_a_run_writes_replies_with_its_tools(folders):
+    """The reply that Hunyuan's template writes depends on them: of demonstrations, conversations, and other agents."""
+    chat, tools = hf_chat(folders["Hunyuan-A13B"], date="2026-01-31"), replace(TOOLS, parse=parse_list)
+    call = '<tool_calls>[{"name": "calculator", "arguments": {"expression": "6 * 7"}}]</tool_calls>'
+    tokens, _ = episodes.encode_demonstration(tools, chat, Problem("6 * 7?", "42"), [call, "42"])
+    own = episodes.interact(tools, chat, None, Turns(), Grading()).tokenizer
+    asked = Asked(messages=(*USER, {"role": "assistant", "content": call}), tools=tuple(TOOLS.schemas()))
+    more = replace(asked, messages=(*asked.messages, {"role": "tool", "content": "42"}))
+    added, _ = history.read_more(chat, history.History(asked.messages, asked.tools), more)
+    for ids in (tokens, own.encode_reply([{"role": "tool", "content": "42"}]), added):
+        assert "<tool_response>42</tool_response><|extra_0|>" in chat._tokenizer.decode(ids)
+
+
+def test_a_template_that_measures_its_tools_has_none_of_them(tmp_path):
+    """As FunctionGemma's, which fails in transformers without tools."""
+    template = "{{ tools|length }}" + PUBLISHED["SmolLM2"].template
+    chat = hf_chat(write_folder(tmp_path, PUBLISHED["SmolLM2"]._replace(template=template)))
+    assert chat.render(USER)[0] == "0" and chat.render(USER, TOOLS.schemas())[0] == "1"
 
 
 def test_a_date_that_an_override_removes_or_spoils_is_refused(folders):

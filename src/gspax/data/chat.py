@@ -7,12 +7,13 @@ a reward removes it with `split_thinking`, or is wrapped: `partial(reward_answer
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from gspax.config.protocols import ConversationTokenizer, Message, Problem
@@ -122,6 +123,12 @@ class ChatTokenizer(HFTokenizer):
             text = text.replace(mark, f"{mark[:1]} {mark[1:]}")
         return text
 
+    def with_tools(self, tools: Sequence[Mapping[str, object]]) -> ChatTokenizer:
+        """Return this tokenizer for replies in a conversation with these tools, by which some templates write them."""
+        other = copy.copy(self)
+        other.__dict__["template"] = replace(self.template, tools=tuple(tools))  # in the place of the cached property
+        return other
+
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
         """Render the chat as text. UserError if the template is missing, rejects the messages or does not end."""
         return self.template.render(messages, tools)
@@ -200,6 +207,13 @@ def hf_chat(
         return ChatTokenizer(found.path, system, thinking, date, variables)
     except ValueError as problem:
         raise UserError(f"date: {problem}") from None
+
+
+def with_tools(tokenizer: ConversationTokenizer, tools: Sequence[Mapping[str, object]]) -> ConversationTokenizer:
+    """Return the tokenizer of a conversation with these tools: from `with_tools` if defined, else the same."""
+    bind: Callable[[Sequence[Mapping[str, object]]], ConversationTokenizer] | None
+    bind = getattr(tokenizer, "with_tools", None)
+    return bind(tools) if bind is not None and tools else tokenizer
 
 
 def end_before(tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> int:

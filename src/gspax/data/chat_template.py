@@ -61,6 +61,7 @@ class ChatTemplate:
       stops: the texts of the tokenizer's stop ids.
       thinking: the value of the template's `enable_thinking`.
       variables: other variables.
+      tools: JSON schemas of a conversation's tools, on which the replies of some templates depend.
     """
 
     where: str
@@ -70,30 +71,30 @@ class ChatTemplate:
     stops: tuple[str, ...]
     thinking: bool = False
     variables: Mapping[str, Value] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, object]] = ()
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = (), *, prompt: bool = True
     ) -> str:
         """Render the chat as text, up to the start of the assistant's turn if `prompt`.
 
-        The arguments of calls are passed unchanged, then as JSON, then as objects, until the template accepts them.
+        The arguments of calls are passed unchanged, then as JSON, then as objects, until the template accepts them; no
+        tools are None, then an empty list.
         UserError if the template rejects the messages, does not end, or needs too much memory.
         """
         name = "tool_use" if tools and "tool_use" in self.texts else "default"
-        variables: dict[str, object] = {
-            **self.special,
-            **self.variables,
-            "tools": [dict(tool) for tool in tools] or None,
-            "documents": None,
-        }
+        variables: dict[str, object] = {**self.special, **self.variables, "documents": None}
         variables |= {"add_generation_prompt": prompt, "enable_thinking": self.thinking}
         variables |= {"thinking": self.thinking}  # DeepSeek-V3.1's name for `enable_thinking`
         problem: templates.TemplateError | None = None
         for form in _forms([_as_transformers(message) for message in messages]):
-            try:
-                return templates.render(self.texts[name], variables | {"messages": form})
-            except templates.TemplateError as error:
-                problem = problem or error
+            for given in [[dict(tool) for tool in tools]] if tools else (None, []):
+                try:
+                    return templates.render(self.texts[name], variables | {"messages": form, "tools": given})
+                except templates.TemplateError as error:
+                    problem = problem or error
+                    if "NoneType" not in str(error):
+                        break
         raise UserError(f"the chat template in {self.where} failed: {problem}") from problem
 
     @functools.cached_property
@@ -148,7 +149,7 @@ class ChatTemplate:
             if end := self._first_stop(after) if called else self._first_token(after):
                 return end, after.partition(end)[2]
             if called:
-                raise self._no_stop(after)
+                raise _no_stop(self, after)
             problem = problem or UserError(
                 f"the chat template in {self.where}: wanted a token that ends the turn after the content of an "
                 f"assistant's message, got {after[:40]!r}"
@@ -172,10 +173,10 @@ class ChatTemplate:
         made = [_with_argument(call, lambda _: {"mark": mark + _CALLED}) for call in calls]
         said: Message = {"role": "assistant", "content": mark, **({"tool_calls": made} if made else {})}
         asked: Message = {"role": "user", "content": "?"}
-        text = self.render([asked, said, *messages], prompt=prompt)
+        text = self.render([asked, said, *messages], self.tools, prompt=prompt)
         if made and not text.rpartition(mark)[2].startswith(_CALLED) and mark + _CALLED in text:
             # the template writes the content after the calls and their replies, as Gemma 4's
-            text = self.render([asked, {**said, "content": ""}, *messages], prompt=prompt)
+            text = self.render([asked, {**said, "content": ""}, *messages], self.tools, prompt=prompt)
         before, _, after = text.rpartition(mark)
         if not before:
             raise UserError(f"the chat template in {self.where} writes nothing of an assistant's message")
@@ -191,13 +192,14 @@ class ChatTemplate:
         ends, text = {*self.stops, *([self.end] if self.end else [])}, text.partition(_REPLY)[0]
         return min((end for end in ends if end in text), key=text.index, default=None)
 
-    def _no_stop(self, after: str) -> UserError:
-        between = after.partition(_REPLY)[0]
-        tokens = sorted((token for token in self.added if token.strip() and token in between), key=between.index)
-        return UserError(
-            f"the chat template in {self.where}: wanted a stop id between a call and its reply, got "
-            f"{', '.join(map(repr, tokens)) or 'no token'}: add one to eos_token_id of its generation_config.json"
-        )
+
+def _no_stop(template: ChatTemplate, after: str) -> UserError:
+    between = after.partition(_REPLY)[0]
+    tokens = sorted((token for token in template.added if token.strip() and token in between), key=between.index)
+    return UserError(
+        f"the chat template in {template.where}: wanted a stop id between a call and its reply, got "
+        f"{', '.join(map(repr, tokens)) or 'no token'}: add one to eos_token_id of its generation_config.json"
+    )
 
 
 def opened_by(text: str) -> str:
@@ -371,7 +373,8 @@ def lead_of(template: ChatTemplate, **thinking: str) -> str:
     """
     asked: Message = {"role": "user", "content": "?"}
     said: Message = {"role": "assistant", "content": _MARK, **thinking}
-    prompt, written = template.render([asked]), template.render([asked, said], prompt=False)
+    prompt = template.render([asked], template.tools)
+    written = template.render([asked, said], template.tools, prompt=False)
     return written[len(prompt) :].partition(_MARK)[0] if written.startswith(prompt) and _MARK in written else ""
 
 
@@ -389,22 +392,39 @@ def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:
     """
     user: Message = {"role": "user", "content": "?"}
     reply: Message = {"role": role, "content": "reply", "name": _MARK, "tool_call_id": _call_id(0)}
-    start, (end, rest) = template.render([user]), template.reply([reply])
+    start, (end, rest) = template.render([user], template.tools), template.reply([reply])
     said: Message = {"role": "assistant", "content": "answer"}
     turn = f"{plain_lead(template)}answer"
     if template.thinking or template.opening:
         if "thought" in (lead := lead_of(template, reasoning_content="thought")):
             said, turn = {**said, "reasoning_content": "thought"}, f"{lead}answer"
-        elif template.opening or any(CLOSE in text for text in template.texts.values()):  # another one knows no tags
-            said = {**said, "content": f"{OPEN}\nthought\n{CLOSE}\n\nanswer"}
+        elif template.opening or _tags(template, role):  # another one knows no tags
+            opening, close = _tags(template, role) or (OPEN, CLOSE)
+            said = {**said, "content": f"{opening}\nthought\n{close}\n\nanswer"}
             turn = said["content"].removeprefix(template.opening)
     if role == "tool":
         call = {"id": _call_id(0), "type": "function", "function": {"name": _MARK, "arguments": {}}}
         calls: Message = {**said, "content": said["content"].removesuffix("answer"), "tool_calls": [call]}
-        written = _continued(start, template.render([user, calls], prompt=False)).partition(end)[0]
+        written = _continued(start, template.render([user, calls], template.tools, prompt=False)).partition(end)[0]
         if _MARK in written:
             said, turn = calls, written
-    return start + turn + end + rest, template.render([user, said, reply])
+    return start + turn + end + rest, template.render([user, said, reply], template.tools)
+
+
+def _tags(template: ChatTemplate, role: str) -> tuple[str, str] | None:
+    """Return what thinking in the content of a message begins and ends with, as the template's text says, or None.
+
+    `role` is that of the reply: only `<think>` is written in the content of a call.
+    """
+    text = "".join(template.texts.values())
+    return next(
+        (
+            tags
+            for tags in THINKING.items()
+            if tags[1] in text and (tags[0] == OPEN or (role != "tool" and tags[0] in text))
+        ),
+        None,
+    )
 
 
 def _continued(prompt: str, written: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from gspax.config import Grading, Turns
 from gspax.config.protocols import ConversationTokenizer, Environment, Message, Problem, Step, Tokenizer
-from gspax.data.chat import end_before
+from gspax.data.chat import end_before, with_tools
 from gspax.data.chat_template import opening_of
 from gspax.data.problem import encode_prompt
 from gspax.data.tokenizer import check_ids
@@ -100,7 +100,8 @@ def interact(
     """Make the interaction with an environment, whose steps are called as `grading` says."""
     steps = Calls(environment.step, grading, read=read_step, fail=Failure)
     # that the tokenizer has templates of conversations is checked by `experiment.validation`
-    return Interaction(environment, steps, rewards, cast(ConversationTokenizer, tokenizer), turns)
+    chat = with_tools(cast(ConversationTokenizer, tokenizer), tools_of(environment))
+    return Interaction(environment, steps, rewards, chat, turns)
 
 
 def begin(problem: Problem, tokenizer: Tokenizer) -> Ready:
@@ -126,8 +127,13 @@ def begin_conversation(problem: Problem, interaction: Interaction) -> Ready:
 
 def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:
     """Encode a conversation's first messages; `environment.schemas()`, if any, are the template's tools."""
+    return list(tokenizer.encode_chat(messages, tools_of(environment)))
+
+
+def tools_of(environment: Environment) -> Sequence[Mapping[str, object]]:
+    """Return the JSON schemas of an environment's tools; empty if it has none."""
     schemas = getattr(environment, "schemas", None)
-    return list(tokenizer.encode_chat(messages, schemas() if schemas is not None else ()))
+    return schemas() if schemas is not None else ()
 
 
 def encode_demonstration(
@@ -138,6 +144,7 @@ def encode_demonstration(
     The conversation ends after the last message, or where the environment ends it. UserError if the environment's
     `step` gives no `Step`.
     """
+    tokenizer = with_tools(tokenizer, tools_of(environment))
     state, first = environment.reset(problem)
     tokens = encode_first(environment, tokenizer, first)
     sampled = [False] * len(tokens)

@@ -38,6 +38,7 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
         return
     if environment is not None:
         yield from missing
+        tokenizer = tokenizer.with_tools(_schemas(environment))
         try:
             yield from _reply_problems(tokenizer, environment)
         except UserError as problem:
@@ -76,7 +77,9 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
     if environment is None:
         yield from missing_stops(tokenizer, stop_ids)
         return
-    template, tools, role = tokenizer.template, _schemas(environment), _role(environment)
+    tools, role = _schemas(environment), _role(environment)
+    tokenizer = tokenizer.with_tools(tools)
+    template = tokenizer.template
     if tools and not shows_tools(template, tools):
         yield (
             f"tokenizer: the chat template in {tokenizer.path} writes no tools, so the policy does not see those of "
@@ -89,7 +92,9 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
     except UserError:  # the template requires its own form of calls before a reply
         return
     if kept != written:
-        place = whole_tag(kept, next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), 0))
+        shared = min(len(kept), len(written))
+        differ = (i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b)
+        place = whole_tag(kept, next(differ, shared))
         yield (
             f"tokenizer: a conversation keeps what was sampled, so from its second turn on it is not what the chat "
             f"template in {tokenizer.path} would write: {kept[place:][:_SHOWN]!r}, not {written[place:][:_SHOWN]!r}"

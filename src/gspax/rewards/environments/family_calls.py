@@ -13,6 +13,7 @@ from typing import Any
 from gspax.rewards.environments.tool_calls import DECODER, SPACE, Call, Malformed, parse_hermes, read_call
 
 _PYTHON = "<|python_tag|>"
+_LISTS = re.compile(r"<tool_calls>|<\|tool_call\|>|<TOOLCALL>")
 _BETWEEN = re.compile(r"[\s;]*")
 _NAME = r"[\w.\-]{1,200}"
 _MISTRAL = re.compile(rf"\[TOOL_CALLS\]\s*(?:({_NAME})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?=\{{))?")
@@ -71,6 +72,38 @@ def parse_llama(text: str) -> list[Call | Malformed]:
             return calls
         calls.append(read_call(value))
         position = _BETWEEN.match(message, position).end()  # type: ignore[union-attr]
+    return calls
+
+
+def parse_list(text: str) -> list[Call | Malformed]:
+    """Parse a list of calls in JSON: after `<tool_calls>` as in Hunyuan, `<|tool_call|>` as in Granite 3, or alone.
+
+    A message that is a list of anything else is an answer. Calls without the brackets may follow each other.
+
+    >>> parse_list('<tool_calls>[{"name": "add", "arguments": {"a": 1}}]</tool_calls>')
+    [Call(name='add', arguments={'a': 1}, as_texts=False)]
+    >>> parse_list("[1, 2]")
+    []
+    """
+    message = text.strip()
+    if message.startswith("["):
+        values, _ = _read_json(message, 0, "a message")
+        named = (
+            isinstance(values, list) and values and all(isinstance(each, dict) and "name" in each for each in values)
+        )
+        return [read_call(each) for each in values] if named else []
+    calls: list[Call | Malformed] = []
+    position = 0
+    while match := _LISTS.search(message, position):
+        position = SPACE.match(message, match.end()).end()  # type: ignore[union-attr]
+        count = len(calls)
+        while len(calls) == count or message.startswith("{", position):
+            value, position = _read_json(message, position, match[0])
+            if isinstance(value, Malformed):
+                calls.append(value)
+                break
+            calls += map(read_call, value if isinstance(value, list) and value else [value])
+            position = SPACE.match(message, position).end()  # type: ignore[union-attr]
     return calls
 
 
@@ -195,7 +228,7 @@ def _as_json(text: str, start: int) -> tuple[str, int]:
 
 PARSERS = (
     *(parse_hermes, parse_llama, parse_mistral, parse_glm, parse_minimax, parse_deepseek, parse_harmony),
-    parse_gemma,
+    *(parse_gemma, parse_list),
 )
 
 

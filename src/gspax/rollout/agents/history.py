@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gspax.config.protocols import CompletionTokenizer, ConversationTokenizer, Message
-from gspax.data.chat import ChatTokenizer, end_before, split_thinking
+from gspax.data.chat import ChatTokenizer, end_before, split_thinking, with_tools
 from gspax.rewards.environments.agents import typed_calls
 from gspax.rewards.environments.tool_calls import START, Call, Malformed
 from gspax.rollout.agents.openai import Answered, Asked, Refusal
@@ -62,6 +62,7 @@ def read_more(tokenizer: ConversationTokenizer, history: History, asked: Asked) 
     new = _named(asked.messages, len(history.messages))
     if not new:
         raise Refusal("messages: wanted one after the policy's last message, got none", param="messages")
+    tokenizer = with_tools(tokenizer, asked.tools)
     reply, end = list(tokenizer.encode_reply(new)), end_before(tokenizer, new)
     return (reply if history.last == end else [end, *reply]), [str(message["content"]) for message in new]
 
