@@ -3,9 +3,11 @@
 import asyncio
 import json
 import queue
+import socket
 import sys
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,12 +24,14 @@ from small_experiment import Countdown
 from small_experiment import experiment as small
 
 from gspax import advantages
-from gspax.config import Engine, Evaluation, Sampling, Turns
+from gspax.config import Engine, Evaluation, Grading, Sampling, Turns
 from gspax.data import CharChat, Problem, hf_chat
+from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.rewards.environments import Agent, Command, calculator, parse_brackets
 from gspax.rollout.agents import openai as protocol
 from gspax.rollout.agents.conversation import Conversation, Limits
+from gspax.rollout.agents.interaction import employ
 from gspax.rollout.agents.openai import Refusal
 from gspax.rollout.agents.sequences import with_sequences
 
@@ -237,6 +241,12 @@ def test_what_does_not_fit_an_agent_is_refused_at_the_dry_run():
     assert any("timeout" in each for each in validate(replace(COUNTING, environment=Agent(run=print, timeout=0))))
 
 
+def test_several_processes_are_refused_before_anything_is_sampled(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"^environment: wanted one process with an Agent, .*, got 2$"):
+        employ(Agent(run=print), CHAT, None, Turns(), Grading(), Sampling())
+
+
 # --- rollouts --------------------------------------------------------------------------------------------------------
 
 COUNTING = replace(
@@ -364,6 +374,11 @@ class Misbehaved:
         return 1.0
 
     def returns_a_reward(self, prompt, endpoint):
+        """Vanish amid the body of a request first."""
+        address = urllib.parse.urlsplit(endpoint.base_url)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {endpoint.api_key}\r\n"
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         ask(endpoint, prompt)
         return {"speed": 0.25}
 
@@ -376,7 +391,7 @@ class Misbehaved:
         return object()
 
 
-def test_what_programs_do_wrong_fails_their_own_rollouts_in_a_sentence():
+def test_what_programs_do_wrong_fails_their_own_rollouts_in_a_sentence(caplog):
     agent = Misbehaved()
     experiment = replace(
         COUNTING,
@@ -387,6 +402,7 @@ def test_what_programs_do_wrong_fails_their_own_rollouts_in_a_sentence():
         environment=Agent(run=agent, timeout=10.0),
     )
     rollout, graded = sample_once(experiment)
+    assert not caplog.records, "of a client that has gone"
     by_kind = dict(zip(agent.kinds, graded, strict=True))
     errors = {kind: each.error for kind, each in by_kind.items()}
     assert errors["never_asks"] == "the agent ended without an answer of the policy"

@@ -78,7 +78,8 @@ def open_door(find: Callable[[str], Talks], model: str, host: str = "127.0.0.1",
 def make_app(find: Callable[[str], Talks], model: str) -> Starlette:
     """Make the application that answers requests."""
     from starlette.applications import Starlette
-    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     def key_of(request: Request) -> str:
@@ -111,6 +112,9 @@ def make_app(find: Callable[[str], Talks], model: str) -> Starlette:
         known = problem if isinstance(problem, Refusal) else Refusal(describe_error(problem), status=500)
         return JSONResponse(known.body, status_code=known.status)
 
+    async def gone(request: Request, problem: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
     async def missing(request: Request, problem: Exception) -> Response:
         code = getattr(problem, "status_code", 404)
         wanted = "POST /v1/chat/completions, POST /v1/completions or GET /v1/models"
@@ -122,7 +126,8 @@ def make_app(find: Callable[[str], Talks], model: str) -> Starlette:
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
     ]
-    return Starlette(routes=routes, exception_handlers={Refusal: refuse, 404: missing, 405: missing, 500: refuse})
+    handlers = {Refusal: refuse, ClientDisconnect: gone, 404: missing, 405: missing, 500: refuse}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 _EVENTS = "text/event-stream"
