@@ -597,7 +597,7 @@ def test_streams_and_errors_are_what_openais_client_reads():
     def run(problem, endpoint):
         client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
         user = {"role": "user", "content": problem.prompt}
-        for name, fields in {"n": {"n": 2}, "image": {"messages": [{"role": "user", "content": [IMAGE]}]}}.items():
+        for name, fields in REFUSED.items():
             with pytest.raises(openai.BadRequestError) as refused:
                 client.chat.completions.create(**{"model": "policy", "messages": [user], **fields})
             seen[name] = refused.value.body["message"]
@@ -624,10 +624,19 @@ def test_streams_and_errors_are_what_openais_client_reads():
     assert not any(each.error for each in graded), [each.error for each in graded]
     assert all(len(each.turns.spans) == 2 for each in graded)
     assert seen["n"] == "n: wanted 1 or none, got 2" and "text, which is all" in seen["image"]
+    assert seen["bias"].startswith("logit_bias: wanted {} or none") and "writes no tools" in seen["tools"]
+    assert seen["long"].startswith("wanted at most 4 tokens in the first request (sampling.max_prompt_tokens), got ")
     assert seen["usage"][0] >= 1 and 0 < seen["usage"][1] <= 4
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+REFUSED = {
+    "n": {"n": 2},
+    "image": {"messages": [{"role": "user", "content": [IMAGE]}]},
+    "bias": {"logit_bias": {"5": 1}},
+    "tools": {"tools": TOOLS},
+    "long": {"messages": [{"role": "user", "content": "1234567"}]},
+}
 
 
 def test_agents_on_servers_sample_what_the_environment_does_there(tmp_path, monkeypatch):
