@@ -67,6 +67,14 @@ class StepResult(NamedTuple):
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
 
+class Prepared(NamedTuple):
+    """The minibatches of a rollout before its updates."""
+
+    batches: list[Batch]
+    scores: dict[int, Scores]  # of passes of their own, by the minibatch
+    layouts: list[Layout]
+
+
 def run_step(
     runtime: Runtime, state: TrainState, first: Params | None, rollouts: Rollouts, opened: Sequence[Opened] = ()
 ) -> StepResult:
@@ -77,33 +85,14 @@ def run_step(
       rollouts: what gives the rollout; updated to what comes after this step.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
-    rate = learning_rate(experiment.optimizer)
-    graded = rollouts.take(runtime, state, clock)
-    while True:
-        progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-        batches, scores, layouts = prepare_minibatches(runtime, state, first, opened, graded)
-        by_source, wrong = judge(runtime, graded.rollout, batches, layouts)
-        again = rollouts.take_again(runtime, state, wrong, clock) if wrong else None
-        if again is None:
-            break
-        graded = again
+    graded, (batches, scores, layouts), by_source = take_trusted(runtime, state, first, rollouts, opened, clock)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
     progress.phase("updating")  # advantages compare the completions of a prompt; then an update per minibatch
     batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, scores, layouts)
     batches = select_tokens(runtime, state, batches, scores)
-    steps = bind_heads(runtime.steps, heads_of(opened))
-    updated = run_updates(
-        steps,
-        state,
-        batches,
-        scores,
-        epochs=experiment.schedule.epochs,
-        rate=rate,
-        calibration=experiment.calibration,
-        measure=steps.measure if is_measured(runtime, trained) else measure_nothing,
-    )
+    updated = update_policy(runtime, state, opened, batches, scores)
     state = after_step(opened, updated.state, trained + 1)
     state = replace(state, position=state.position + graded.prompts)
     jax.block_until_ready(state)
@@ -116,11 +105,56 @@ def run_step(
         **shaping_metrics,
         **by_source,
         **learner_metrics(updated, layouts, experiment.model),
-        "optim/learning_rate": float(rate(max(applied_updates(state) - 1, 0))),
+        "optim/learning_rate": float(learning_rate(experiment.optimizer)(max(applied_updates(state) - 1, 0))),
         **clock.metrics(int(count_sampled(graded.rollout).sum())),
     }
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
+
+
+def take_trusted(
+    runtime: Runtime,
+    state: TrainState,
+    first: Params | None,
+    rollouts: Rollouts,
+    opened: Sequence[Opened],
+    clock: Clock,
+) -> tuple[GradedBatch, Prepared, dict[str, float]]:
+    """Take a rollout and compute its log-probs, until they show nothing wrong with what sampled it.
+
+    Returns:
+      The rollout, its minibatches, and the metrics of what sampled it.
+    """
+    graded = rollouts.take(runtime, state, clock)
+    while True:
+        progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
+        prepared = prepare_minibatches(runtime, state, first, opened, graded)
+        by_source, wrong = judge(runtime, graded.rollout, prepared.batches, prepared.layouts)
+        again = rollouts.take_again(runtime, state, wrong, clock) if wrong else None
+        if again is None:
+            return graded, prepared, by_source
+        graded = again
+
+
+def update_policy(
+    runtime: Runtime,
+    state: TrainState,
+    opened: Sequence[Opened],
+    batches: Sequence[Batch],
+    scores: Mapping[int, Scores],
+) -> Updated:
+    """Update the policy with the minibatches, in each epoch once. Donates the state."""
+    experiment, steps = runtime.experiment, bind_heads(runtime.steps, heads_of(opened))
+    return run_updates(
+        steps,
+        state,
+        batches,
+        scores,
+        epochs=experiment.schedule.epochs,
+        rate=learning_rate(experiment.optimizer),
+        calibration=experiment.calibration,
+        measure=steps.measure if is_measured(runtime, count_rollouts(runtime, state)) else measure_nothing,
+    )
 
 
 def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
@@ -135,7 +169,7 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
 
 def prepare_minibatches(
     runtime: Runtime, state: TrainState, first: Params | None, opened: Sequence[Opened], graded: GradedBatch
-) -> tuple[list[Batch], dict[int, Scores], list[Layout]]:
+) -> Prepared:
     """Split a rollout into minibatches, and compute what the old policy, the first one, and opened terms say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
@@ -164,7 +198,7 @@ def prepare_minibatches(
     jax.block_until_ready(batches)
     for term in opened:
         batches = term.fill(GradedStep(runtime, state, graded, layouts), batches)
-    return batches, scores, layouts
+    return Prepared(batches, scores, layouts)
 
 
 def assign_advantages(
