@@ -52,6 +52,7 @@ FEATURES = {
     "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 8),
     "drafts": Feature("draft", "drafts", 8),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
+    "recorded rollouts": Feature("record_rollouts|recorded_rollouts|Recording", "recorded_rollouts|replay", 2, 3),
     "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 8),
 }
 NONE_PARAMETERS, NONE_GOAL = 330, 330  # parameters that may be None
