@@ -6,8 +6,9 @@ One rollout from prompt to gradient: `training/step.py`, `sampler/sampler.py`, `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -85,7 +86,8 @@ def run_step(
       rollouts: what gives the rollout; updated to what comes after this step.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
-    graded, (batches, scores, layouts), by_source = take_trusted(runtime, state, first, rollouts, opened, clock)
+    prepare = partial(prepare_minibatches, runtime, state, first, opened)
+    graded, (batches, scores, layouts), by_source = take_trusted(runtime, state, rollouts, prepare, clock)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
@@ -115,9 +117,8 @@ def run_step(
 def take_trusted(
     runtime: Runtime,
     state: TrainState,
-    first: Params | None,
     rollouts: Rollouts,
-    opened: Sequence[Opened],
+    prepare: Callable[[GradedBatch], Prepared],
     clock: Clock,
 ) -> tuple[GradedBatch, Prepared, dict[str, float]]:
     """Take a rollout and compute its log-probs, until they show nothing wrong with what sampled it.
@@ -128,7 +129,7 @@ def take_trusted(
     graded = rollouts.take(runtime, state, clock)
     while True:
         progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
-        prepared = prepare_minibatches(runtime, state, first, opened, graded)
+        prepared = prepare(graded)
         by_source, wrong = judge(runtime, graded.rollout, prepared.batches, prepared.layouts)
         again = rollouts.take_again(runtime, state, wrong, clock) if wrong else None
         if again is None:
