@@ -10,7 +10,6 @@ import pytest
 from api import (
     InFlight,
     InProcess,
-    RunDir,
     TrainedPolicy,
     add_adapters,
     checkpoint,
@@ -18,7 +17,6 @@ from api import (
     find_last_ahead,
     in_flight,
     init_state,
-    loop,
     make_inference_weights,
     make_mesh,
     make_meshes,
@@ -26,7 +24,6 @@ from api import (
     make_runtime,
     make_sampler,
     open_run,
-    record,
     reshape_mesh,
     reward_completions,
     run_step,
@@ -291,16 +288,3 @@ def test_checkpoint_every_may_change_on_resumption_only_without_staleness(tmp_pa
         workdir = tmp_path.with_name(f"{tmp_path.name}_{placement is None}")
         open_run(workdir, describe(replace(DISAGGREGATED, placement=placement)))
         open_run(workdir, describe(replace(rarer, placement=placement)))
-
-
-@pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    loop.train(DISAGGREGATED, tmp_path / "whole")
-    loop.train(replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=2)), tmp_path / "cut")
-    loop.train(DISAGGREGATED, tmp_path / "cut")
-    steps = []
-    for name in ("whole", "cut"):
-        rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]
-        steps.append([{key: x for key, x in row.items() if not key.startswith(CLOCKS)} for row in rows])
-    assert steps[0] == steps[1]
-    assert [row["rollout/staleness"] for row in steps[0]] == [0, 1, 0, 1]

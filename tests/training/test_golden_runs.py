@@ -23,7 +23,7 @@ import optax
 import pytest
 from api import loop, multihost, named_leaves, record
 from few_devices import few_devices
-from pair_options import OPTIONS, combined, problems
+from pair_options import OPTIONS, combined, length, problems
 from processes import run_two
 
 from gspax import config
@@ -32,9 +32,12 @@ from gspax.parallel import joining
 from gspax.training import open_training
 from gspax.training.run_log import RunLog
 
-# Adam would divide rounding by rounding where a gradient is nearly 0.
-OPTIONS["SGD"] = {"optimizer": {"transform": optax.sgd, "learning_rate": 0.1}}
-OPTIONS["kl of GRPO"] = {"reference": config.Reference(loss=kl.grpo_kl, coefficient=0.1)}
+SETTINGS = OPTIONS | {
+    # Adam would divide rounding by rounding where a gradient is nearly 0. Rewards differ within every group, so that
+    # every minibatch has a gradient.
+    "SGD": {"optimizer": {"transform": optax.sgd, "learning_rate": 0.1}, "reward": length},
+    "kl of GRPO": {"reference": config.Reference(loss=kl.grpo_kl, coefficient=0.1)},
+}
 LAYOUTS = {
     "plain": ["dense"],
     "packed": ["dense", "shared prompts"],
@@ -54,29 +57,29 @@ OBJECTIVES = {
 # Of each objective and layout: loss and gradient norm of each step, then of the parameters' change the norm and a
 # random projection.
 GOLDEN = {
-    ("GSPO", "plain"): (0.013101824, 1.5777989, -3.7252903e-09, 0.84822869, 0.1689469, 0.014000674),
-    ("GSPO", "packed"): (0.013101805, 1.577799, -3.7252903e-09, 0.84822869, 0.1689469, 0.014000443),
-    ("GSPO", "LoRA"): (0.036300488, 5.379158, -3.7252903e-09, 1.815634, 0.16537983, 0.11120131),
-    ("GSPO", "experts"): (0, 0.62791651, -3.7252903e-09, 0.81201762, 0.15048249, 0.0041991801),
-    ("GSPO-token", "plain"): (-0.19509769, 1.5549593, -0.19775097, 0.98634127, 0.16519437, -0.051000628),
-    ("GSPO-token", "packed"): (-0.19509768, 1.5549593, -0.19775099, 0.98634122, 0.16519437, -0.051000663),
-    ("GSPO-token", "LoRA"): (-0.16902741, 5.0670773, -0.18686772, 1.5338808, 0.17233893, -0.079246247),
-    ("GSPO-token", "experts"): (-0.19053764, 0.9134115, -0.20390733, 0.55286584, 0.17053794, -0.029724887),
-    ("replay", "experts"): (0, 0.62791651, -3.7252903e-09, 0.81201762, 0.15048249, 0.0041991801),
-    ("reference", "plain"): (0.0075976243, 1.6856517, 0.0028683932, 0.8052783, 0.17569407, -0.064047065),
-    ("reference", "packed"): (0.0075976336, 1.685652, 0.0028684054, 0.80527849, 0.17569406, -0.064047323),
-    ("reference", "LoRA"): (0.048907682, 5.259192, 0.045508103, 5.5123761, 0.18699221, -0.031545421),
-    ("reference", "experts"): (0.0031284248, 0.80734986, 0.0011837124, 0.93152177, 0.13281389, 0.050292467),
-    ("teacher", "experts"): (0.012920567, 1.2462115, 0.0050287701, 0.45741923, 0.10695819, -0.08126434),
-    ("teacher with prompts", "plain"): (0.062387407, 2.8910272, 0.051673859, 2.5422841, 0.17697293, -0.1892332),
-    ("correction", "plain"): (0.021172468, 1.151033, -0.031249769, 0.80302143, 0.1386205, -0.027421541),
-    ("correction", "packed"): (0.021172445, 1.1510331, -0.031249717, 0.80302143, 0.13862049, -0.027421035),
-    ("correction", "LoRA"): (0.0086043216, 1.9652722, -0.03124975, 1.8522546, 0.16755037, -0.031294823),
-    ("correction", "experts"): (0.015624938, 0.13617794, -0.015624883, 0.43975851, 0.091052155, 0.14159741),
-    ("sampler", "plain"): (0.0064370371, 1.6243342, 1.6763806e-08, 0.73836243, 0.18000723, -0.077213893),
-    ("sampler", "packed"): (0.0064370334, 1.6243343, -2.0489097e-08, 0.73836219, 0.18000722, -0.077213776),
-    ("sampler", "LoRA"): (0.043015311, 5.0399089, 1.4901161e-08, 1.2796569, 0.15843255, 0.011058627),
-    ("sampler", "experts"): (1.1175871e-08, 0.62791651, -3.7252903e-09, 0.8120175, 0.15048249, 0.0041990517),
+    ("GSPO", "plain"): (-6.5617263e-05, 3.3062911, 2.983585e-05, 1.3209557, 0.15608107, -0.17840707),
+    ("GSPO", "packed"): (-6.5617263e-05, 3.3062909, 2.9828399e-05, 1.3209558, 0.15608108, -0.17840772),
+    ("GSPO", "LoRA"): (0.013367087, 9.3402619, 5.5879354e-09, 5.2661662, 0.15680475, -0.045733902),
+    ("GSPO", "experts"): (0.0051601492, 2.7035979, 0.0070437267, 3.202127, 0.21430032, 0.062841015),
+    ("GSPO-token", "plain"): (-0.20626438, 3.5600438, -0.20190693, 2.3521554, 0.1437869, -0.2756664),
+    ("GSPO-token", "packed"): (-0.20626436, 3.5600438, -0.2019069, 2.3521551, 0.14378689, -0.27566628),
+    ("GSPO-token", "LoRA"): (-0.19569428, 9.5426773, -0.20308862, 4.5453318, 0.16988335, -0.049005669),
+    ("GSPO-token", "experts"): (-0.18449211, 2.7845859, -0.18577206, 3.1828804, 0.2098442, 0.029817956),
+    ("replay", "experts"): (-0.038591191, 2.7608897, -0.02341282, 3.2685859, 0.2238596, 0.17352537),
+    ("reference", "plain"): (-0.020516451, 3.6759044, 0.007025864, 3.2258878, 0.20993252, -0.29902682),
+    ("reference", "packed"): (-0.020516455, 3.6759042, 0.007025871, 3.225888, 0.20993252, -0.2990266),
+    ("reference", "LoRA"): (-5.143811e-05, 9.4218729, 0.034078776, 3.3513029, 0.1591106, 0.12588897),
+    ("reference", "experts"): (-0.027682666, 2.946386, -0.038796587, 3.5697806, 0.19122279, 0.070271545),
+    ("teacher", "experts"): (0.038074285, 3.2855685, 0.026266669, 3.0295564, 0.18096524, -0.0024685338),
+    ("teacher with prompts", "plain"): (0.056518916, 3.9561496, 0.12971051, 2.4502196, 0.1393833, -0.21210829),
+    ("correction", "plain"): (0.0021778066, 2.3883346, -0.014852116, 2.4927537, 0.18509789, -0.028504618),
+    ("correction", "packed"): (0.0021778122, 2.3883345, -0.014852106, 2.4927537, 0.18509788, -0.028504467),
+    ("correction", "LoRA"): (0.14444924, 14.791515, 0.023635082, 4.2743988, 0.15711573, 0.13853057),
+    ("correction", "experts"): (-0.010936655, 2.2124779, -0.070480946, 2.3407839, 0.22826832, -0.071984473),
+    ("sampler", "plain"): (-0.024472732, 3.6193526, -0.014362209, 2.0501781, 0.18998741, -0.18127253),
+    ("sampler", "packed"): (-0.024472743, 3.6193526, -0.014362201, 2.0501782, 0.18998741, -0.18127275),
+    ("sampler", "LoRA"): (-0.0074913539, 9.3103405, -5.5879354e-09, 4.3483524, 0.15960399, -0.075759419),
+    ("sampler", "experts"): (-0.038591173, 2.7608898, -0.019783083, 3.3407824, 0.22430294, 0.17785111),
 }
 # Each objective and each layout is in one of these; the tests of the others are slow.
 FEW = [
@@ -103,7 +106,7 @@ IN_TWO_PROCESSES = [
 def run(objective, layout, folder):
     """The metrics of two steps on all devices, and the trained parameters before and after them, by name."""
     names = ["SGD", *OBJECTIVES[objective], *LAYOUTS[layout]]
-    assert not problems(names)
+    assert not problems(names, SETTINGS)
     states = []
 
     def run_step(runtime, state, *rest):
@@ -115,7 +118,7 @@ def run(objective, layout, folder):
     step = loop.run_step
     reporting = mock.patch.object(open_training, "run_page"), mock.patch.object(RunLog, "write_evaluation")
     with mock.patch.object(loop, "run_step", run_step), reporting[0], reporting[1]:
-        loop.train(combined(names), folder, report_to=())
+        loop.train(combined(names, SETTINGS), folder, report_to=())
     return record.read_metrics(folder / "metrics.jsonl"), states[0], states[-1]
 
 
@@ -129,6 +132,12 @@ def numbers(metrics, before, after):
     direction = np.random.default_rng(0).standard_normal(change.size)
     steps = [(each["policy/loss"], each["optim/grad_norm"]) for each in metrics if "policy/loss" in each]
     return *np.ravel(steps).tolist(), float(np.linalg.norm(change)), float(direction @ change)
+
+
+def test_the_recorded_numbers_tell_objectives_apart():
+    for layout in LAYOUTS:
+        norms = sorted(row[3] for case, row in GOLDEN.items() if case[1] == layout)
+        assert len(norms) > 3 and np.diff(norms).min() > 1e-3, layout
 
 
 @pytest.mark.parametrize(

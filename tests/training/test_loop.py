@@ -610,48 +610,6 @@ def test_gspo_learns_to_sort(tmp_path):
     assert reward[-1] > reward[0] + 0.25
 
 
-MEASURED = replace(
-    with_schedule(steps=3, eval_every=0, checkpoint_every=1),
-    warm_start=None,
-    reference=config.Reference(loss=kl.token_kl, coefficient=0.1),
-    calibration=config.Calibration(tolerance=0.0),
-    routing_replay="old",
-    sampling=replace(experiment.sampling, max_refills=1),
-)
-
-
-@pytest.mark.slow
-def test_resumption_restores_reference_and_clip_range(tmp_path):
-    loop.train(MEASURED, tmp_path / "whole")
-    loop.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
-    loop.train(MEASURED, tmp_path / "resumed")
-    whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
-    states = [final_state(run, experiment=MEASURED) for run in (whole, resumed)]
-    jax.tree.map(np.testing.assert_array_equal, *states)
-    steps = [[row for row in timeless(run) if "policy/loss" in row] for run in (whole, resumed)]
-    assert steps[0] == steps[1] and len(steps[0]) == 3
-    assert states[0].position == sum(row["sampling/prompts"] for row in steps[0]) > 24, "groups were replaced"
-    low = [row["policy/clip_low"] for row in steps[0]]
-    assert low[0] == 1 and 0 < low[2] < 0.1, "the widest range until ratios are measured"
-    kl_to_start = [row["reference/kl"] for row in steps[0]]
-    assert kl_to_start[0] < 1e-9 < kl_to_start[1] < kl_to_start[2]
-
-
-@pytest.mark.slow
-def test_epochs_of_packed_rows_resume_bit_for_bit(tmp_path):
-    packed = replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None)
-    packed = replace(packed, schedule=replace(packed.schedule, epochs=2, microbatch_tokens=64))
-    loop.train(packed, tmp_path / "whole")
-    loop.train(replace(packed, schedule=replace(packed.schedule, steps=1)), tmp_path / "resumed")
-    loop.train(packed, tmp_path / "resumed")
-    whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
-    jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=packed) for run in (whole, resumed)))
-    assert final_state(whole, experiment=packed).step == 12, "two minibatches, twice, of three rollout batches"
-    steps = [[row for row in timeless(run) if "policy/loss" in row] for run in (whole, resumed)]
-    assert steps[0] == steps[1] and len(steps[0]) == 3
-    assert all(0.5 < row["learner/packing_efficiency"] <= 1 for row in steps[0])
-
-
 @pytest.mark.slow
 def test_a_clip_range_below_the_noise_floor_warns_once(tmp_path, capsys):
     narrow = replace(with_schedule(steps=2, eval_every=0), loss=partial(losses.gspo, clip_low=0.0), warm_start=None)

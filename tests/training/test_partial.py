@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
@@ -10,25 +9,21 @@ import pytest
 from api import (
     InFlight,
     Rollout,
-    RunDir,
     Skipped,
     grade,
     init_state,
-    loop,
     make_runtime,
     next_rollout,
-    record,
     staleness_metrics,
     start_rollout,
 )
 from few_devices import few_devices
 from small_experiment import Countdown, Spoiled, experiment
 
-from gspax import config, losses
-from gspax.config import GatedDelta, Grading, Lora, PartialRollouts, Placement, Sampling, Turns
+from gspax import config
+from gspax.config import GatedDelta, Grading, PartialRollouts, Placement, Sampling, Turns
 from gspax.data import CharChat, Problem
 from gspax.experiment import validate
-from gspax.losses import correction, selection
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.group_pool import FREE, choose_groups, new_pool
 
@@ -333,47 +328,3 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
         else:
             sampling = replace(sampling, **{name: value})
     assert validate(replace(PARTIAL, placement=placement, sampling=sampling), 8) == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {name: getattr(TALKING, name) for name in ("environment", "tokenizer", "turns")}
-        | {"sampling": {"max_tokens": 40}},
-        {"model": replace(PARTIAL.model, dtype="bfloat16"), "lora": Lora(rank=2)},
-        {
-            "model": replace(experiment.model, sliding_window=3, sliding_layers=(0,)),
-            "sampling": {"slots": 16},
-            "data": SPOILED,
-        },
-        {"sampling": {"slots": 16, "kv_cache_dtype": "int8", "weights_dtype": "int8"}},
-        {
-            "placement": Placement(devices=4, staleness=1, partial=PartialRollouts(carried=2, ahead=0)),
-            "sampling": {"group": 2},
-        },
-        {"loss": losses.grpo, "old_logp": "interpolated", "correction": correction.truncate_tokens},
-        {"loss": losses.grpo, "selection": partial(selection.clip_cov, share=0.1, low=-10.0, high=10.0)},
-        {"sampling": {"slots": 16, "top_p": 0.8, "mask_replay": 4}},
-        {"model": DELTA.model, "lora": Lora(rank=2, delta=True), "sampling": {"slots": 16}},
-    ],
-    ids=[
-        *("conversations", "bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "split groups"),
-        *("old log-probs by age", "a random selection", "sampling masks", "delta"),
-    ],
-)  # fmt: skip
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
-    run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})
-    loop.train(run, tmp_path / "whole")
-    loop.train(replace(run, schedule=replace(run.schedule, steps=4)), tmp_path / "cut")
-    loop.train(run, tmp_path / "cut")
-    steps = []
-    for name in ("whole", "cut"):
-        rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]
-        steps.append([{key: x for key, x in row.items() if not key.startswith(CLOCKS)} for row in rows])
-    assert steps[0] == steps[1] and len(steps[0]) == STEPS
-    assert [row["rollout/carried"] for row in steps[0]] == [
-        0 if done in (3, 5) else run.placement.partial.carried for done in range(STEPS)
-    ]
-    ages = [row["rollout/staleness_max"] for row in steps[0]]
-    assert ages[0] == ages[4] == 0 and 0 < max(ages) <= run.placement.staleness

@@ -253,17 +253,17 @@ NEW = {"placement": config.Placement}  # parts that the base has not
 BY_TOKEN = {"advantage=otb", "teacher, advantage", "environment, by turn"}  # where no loss is named, with gspo_token
 
 
-def settings(name):
+def settings(name, options):
     """(field, value) of an option, dotted."""
-    for field, value in OPTIONS[name].items():
+    for field, value in options[name].items():
         parts = value if isinstance(value, dict) else None
         yield from [(field, value)] if parts is None else ((f"{field}.{key}", each) for key, each in parts.items())
 
 
-def combined(names):
+def combined(names, options=OPTIONS):
     """The experiment with these options, None if two set the same field to different values."""
     changes = {}
-    for key, value in itertools.chain.from_iterable(map(settings, names)):
+    for key, value in itertools.chain.from_iterable(settings(name, options) for name in names):
         if changes.setdefault(key, value) != value:
             return None
     if BY_TOKEN & {*names}:
@@ -288,7 +288,7 @@ def device_count(experiment):
     return own + abs(axes.data * axes.fsdp * (axes.expert or 1) * axes.context * axes.tensor)
 
 
-def problems(names):
+def problems(names, options=OPTIONS):
     """The sentences of a dry run about these options together; one if two contradict each other."""
-    experiment = combined(names)
+    experiment = combined(names, options)
     return ["two values of a field"] if experiment is None else validate(experiment, device_count(experiment))
