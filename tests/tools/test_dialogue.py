@@ -73,6 +73,17 @@ def test_answers_continue_the_conversation():
     assert None in ends and ends - {None, CHAT.turn_end}, ends
 
 
+class Tooled(CharChat):
+    def with_tools(self, tools):
+        return replace(self, user=tools[0]["user"])
+
+
+def test_later_messages_are_written_with_the_tools_of_the_first():
+    talk = dialogue(Tooled("abcdefghijklmnopqrst#", user="{}#"))
+    talk.tools = ({"user": "##{}#"},)
+    assert talk._encode("de", continues=True) == [CHAT.turn_end, *CHAT.encode_completion("##de#")]
+
+
 def test_devices_with_rows_of_their_own_give_the_same_answer():
     talks = [dialogue(), dialogue(mesh=make_mesh(Mesh()))]
     for message in ("abc", "hello"):

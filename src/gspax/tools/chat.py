@@ -134,6 +134,7 @@ class Talk:
         self.form = form
         self.dialogue.reset()
         self.dialogue.encode = self.tokenizer.encode if form is None else partial(form.encode, self.tokenizer)
+        self.dialogue.tools = () if form is None else form.tools
 
     def tell_form(self) -> None:
         """Print the form in which first messages are sent."""

@@ -7,7 +7,7 @@ unseen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from gspax.config import Sampling
 from gspax.config.protocols import ConversationTokenizer, Tokenizer
-from gspax.data.chat import end_before
+from gspax.data.chat import end_before, with_tools
 from gspax.data.chat_template import opening_of
 from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError
@@ -36,6 +36,7 @@ class Dialogue:
 
     Attributes:
       encode: gives the tokens of a first message; the tokenizer's at first.
+      tools: JSON schemas of the tools that it shows, for later messages.
       opened: whether the text before the last answer ends with `<think>`, as some templates write it.
     """
 
@@ -55,6 +56,7 @@ class Dialogue:
         self._state: State | None = None
         self._next, self._begin, self._length, self._closed = 0, 0, 0, False
         self.encode: Callable[[str], Sequence[int]] = tokenizer.encode
+        self.tools: Sequence[Mapping[str, object]] = ()
         self.opened = False
 
     def reset(self) -> None:
@@ -111,7 +113,7 @@ class Dialogue:
     def _encode(self, message: str, continues: bool) -> Sequence[int]:
         try:
             if continues:
-                chat = cast(ConversationTokenizer, self._tokenizer)
+                chat = with_tools(cast(ConversationTokenizer, self._tokenizer), self.tools)
                 reply = [{"role": "user", "content": message}]
                 end, ids = end_before(chat, reply), chat.encode_reply(reply)
                 if self._closed:  # by any stop id: the last token of a chat may differ from that of an earlier turn
