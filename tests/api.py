@@ -31,6 +31,7 @@ PLACES = {  # a module or a package -> its names, which may be modules
     """,
     "gspax.learner.train_step": """
         Scores fill_old_logp interpolate_old_logp is_healthy make_score make_train_step make_update
+        sum_over_replicas
     """,
     "gspax.learner.updates": "Steps adapt_range first_adapted make_steps noise_floor noise_warnings run_updates",
     "gspax.model": "decoding low_rank moe presets transformer",

@@ -18,6 +18,7 @@ from api import (
     make_optimizer,
     make_train_step,
     sharding,
+    sum_over_replicas,
 )
 
 from gspax import config, losses
@@ -61,6 +62,19 @@ def test_slices_exchange_the_gradient_once_per_update(axes):
     once = across.pop(("all-reduce", ("slice",)))  # two devices each send half of it, twice
     assert gradient <= once < 1.01 * gradient
     assert sum(across.values()) < gradient / 10, "the metrics"
+
+
+def test_replicas_add_up_numbers_of_16_bits_in_float32():
+    """As parameters in bfloat16 have; XLA aborts on a CPU at such a sum in 16 bits."""
+    mesh = sharding.make_mesh(Mesh(data=4, fsdp=2), jax.devices()[:8])
+    rows_B = jax.device_put(jnp.array([256, 1, 1, 1], jnp.bfloat16), sharding.named_sharding(mesh))
+
+    def of_replica(mesh, rows_B):
+        return {"sum": rows_B.sum(), "count": jnp.int32(rows_B.size)}, rows_B
+
+    sums, same_B = jax.jit(lambda rows_B: sum_over_replicas(of_replica, rows_B, mesh=mesh))(rows_B)
+    assert sums["sum"].dtype == jnp.bfloat16 and sums["sum"] == jnp.bfloat16(259) and sums["count"] == 4
+    assert (same_B == rows_B).all()
 
 
 def test_axes_of_replicas():

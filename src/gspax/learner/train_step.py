@@ -364,6 +364,12 @@ def _join(x: Array) -> Array:
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
+def _sum_over(axes: tuple[str, ...], x: Array) -> Array:
+    """Add up x over mesh axes; numbers of 16 bits in float32, without which XLA aborts on a CPU, too (jax 0.10)."""
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+    return jax.lax.psum(x.astype(wide), axes).astype(x.dtype)
+
+
 def sum_over_replicas(
     of_replica: Callable[..., tuple[Sums, Rows]], batch: Part, *shared: PyTree, mesh: jax.sharding.Mesh
 ) -> tuple[Sums, Rows]:
@@ -380,7 +386,7 @@ def sum_over_replicas(
 
     def on_replica(batch: Part, *shared: PyTree) -> tuple[Sums, Rows]:
         sums, rows = of_replica(inner, batch, *shared)
-        return jax.lax.psum(sums, axes), rows
+        return jax.tree.map(partial(_sum_over, axes), sums), rows
 
     return jax.shard_map(
         on_replica,
