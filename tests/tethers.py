@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from api import known, segment_ids
 
 from gspax.config import Formula, Term
 from gspax.losses import Terms
 from gspax.losses.terms import mean_over
+from gspax.types import known, segment_ids
 
 
 @dataclass(frozen=True, kw_only=True)
