@@ -18,7 +18,6 @@ from test_packing import ALONE, assert_close
 from tethers import Tether
 
 from gspax import advantages, config, losses
-from gspax.config.term import Comparison
 from gspax.errors import UserError
 from gspax.experiment import describe, override, validate
 from gspax.model.terms import MAKERS
@@ -127,7 +126,7 @@ MODEL = tiny.first_layers(tiny.CONFIGS["dense"], 1)
 class ZLoss(config.Term):
     """The squared log-normalizer of the policy's own logits."""
 
-    comparison = Comparison(log_z)
+    comparison = config.Comparison(log_z)
 
     def penalties(self, outputs, batch, constants, aggregate):
         yield 1.0, losses.Terms(*aggregate(outputs.compared**2, batch.mask_BT), {})
@@ -239,6 +238,8 @@ def test_a_dry_run_calls_what_an_update_calls_of_a_term():
         "terms: wanted Unweighted.penalties to yield Python numbers as coefficients, got DynamicJaxprTracer"
     ]
     assert of(OfTheLoss())[0].endswith("got 'ratio', which the loss has; make the name a setting of OfTheLoss")
+    (raised,) = of(type("Flat", (ZLoss,), {"comparison": config.Comparison(lambda logits_CV, *_: logits_CV.sum())})())
+    assert raised.startswith("terms: Flat raised TypeError: cannot reshape array of shape ()")
     packed = replace(TETHERED, schedule=replace(TETHERED.schedule, microbatch_tokens=64))
     assert validate(packed, 1) == []
 

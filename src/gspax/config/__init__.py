@@ -91,7 +91,7 @@ from gspax.config.model import (
     token_id_dtype,
 )
 from gspax.config.published import Published
-from gspax.config.term import Formula, Held, Pair, RewardPenalty, Term
+from gspax.config.term import Comparison, Formula, Held, Pair, RewardPenalty, Term
 
 __all__ = [
     "LOGIT_BUDGET",
@@ -102,6 +102,7 @@ __all__ = [
     "CacheSize",
     "Calibration",
     "Collapse",
+    "Comparison",
     "CovarianceKL",
     "DenseMlp",
     "Diagnostics",

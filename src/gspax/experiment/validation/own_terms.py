@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax import losses
-from gspax.config import Term
+from gspax.config import Comparison, Term
 from gspax.errors import place_of
 from gspax.losses.ratio_spread import ratio_metrics
 from gspax.losses.traits import aggregate_of
@@ -30,9 +30,9 @@ def own_term_problems(passes: Passes) -> Iterator[str]:
         return
     taken = {**dict.fromkeys(LATER, "the objective"), **_names_of_loss(passes)}
     for term in passes.terms:
-        if term.comparison is not None:  # what it compares is not known here
-            continue
         name, is_own = type(term).__name__, any(term is own for own in passes.experiment.terms)
+        if term.comparison is not None and not is_own:  # it may compare with a model that is not known here
+            continue
         try:
             penalties = _penalties(term, passes)
         except Exception as error:  # of the user's code
@@ -94,13 +94,20 @@ def _call(term: Term, passes: Passes, arrays: dict[str, Any]) -> Iterator[tuple[
         routing=SimpleNamespace(
             logits=arrays["logits_LBTE"], expert=arrays["expert_LBTA"], fell_back=arrays["updates"]
         ),
-        compared=None,
+        compared=None if term.comparison is None else _compared(term.comparison, arrays),
     )
     adapted, load_LE = Adapted(*arrays["adapted"]), arrays["load_LE"]
     constants = SimpleNamespace(adapted=adapted, load_LE=load_LE, updates=arrays["updates"], other_heads=())
     batch, _ = term.mix(arrays["batch"])
     term.weight(outputs.logp_BT, batch)
     yield from term.penalties(outputs, batch, constants, aggregate_of(passes.experiment.loss) or losses.by_sequence)
+
+
+def _compared(comparison: Comparison, arrays: dict[str, Any]) -> Any:
+    """Return what an update computes of a chunk's logits, here of all tokens: [B, T, ...]."""
+    logits_CV = arrays["logits_CV"]
+    found = comparison.function(logits_CV, logits_CV, arrays["batch"].tokens_BT.reshape(-1), None)
+    return jax.tree.map(lambda x_C: x_C.reshape(B, T, *x_C.shape[1:]), found)
 
 
 def _arrays(passes: Passes) -> dict[str, Any]:
@@ -120,12 +127,14 @@ def _arrays(passes: Passes) -> dict[str, Any]:
         advantage=shape(B, T) if of_tokens else shape(B),
         expert_BLTA=shape(B, L, T, A, dtype=jnp.uint8),
         router_logp_BLTA=shape(B, L, T, A),
+        sampler_hidden_BTE=shape(B, T, experiment.model.hidden_size),
         **{name: shape(B, T) for name in columns},
     )
     return {
         "batch": batch,
         "logp_BT": shape(B, T),
         "entropy_BT": shape(B, T),
+        "logits_CV": shape(B * T, experiment.model.vocab_size),
         "logits_LBTE": shape(L, B, T, E),
         "expert_LBTA": shape(L, B, T, A, dtype=jnp.int32),
         "load_LE": shape(L, E),
