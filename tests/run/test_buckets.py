@@ -445,7 +445,7 @@ def test_no_step_and_no_save_waits_for_a_request(bucket):
     ):
         for step in (1, 2):
             server.faults = fault
-            recorder._file._due = 0.0
+            recorder._files[run.metrics]._due = 0.0
             recorder.write_metrics(step, {"x": step})
             save(checkpoints, step, state(step), {}, recorder.flush(), is_last=False)
             returned.set()

@@ -57,7 +57,7 @@ def test_another_experiment_is_rejected_with_its_fields_and_changes_nothing(tmp_
 
 def test_a_change_that_rounds_sums_differently_is_refused_with_the_reason(tmp_path):
     open_run(tmp_path, DESCRIPTION).metrics.touch()
-    why = "a resumed run has the bits of an uninterrupted one"
+    why = "a resumed run must be bit-identical to an uninterrupted one"
     with pytest.raises(UserError, match=rf"schedule\.microbatch_tokens: \(absent\) -> 400\. .*{why}"):
         open_run(tmp_path, changed(schedule={"steps": 10, "microbatch_tokens": 400}))
     with pytest.raises(UserError) as other:

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import jax
-
-from gspax.types import PyTree
+if TYPE_CHECKING:
+    from gspax.types import PyTree
 
 PHASES, LEARNER, SAMPLER = "phases", "learner's devices", "sampler's devices"
 BEGIN = "[\n"  # of the file; the format allows an array without its end
@@ -50,6 +50,8 @@ class Timeline:
         """Add an event from its begin, or the end of the one before, until devices have computed the arrays."""
 
         def wait() -> None:
+            import jax  # here: rewards call `add`, and need no jax
+
             with contextlib.suppress(RuntimeError):  # donated meanwhile
                 jax.block_until_ready(arrays)
                 start, self._free[lane] = max(began, self._free.get(lane, began)), time.monotonic()
