@@ -350,8 +350,13 @@ def count_held(settings: StepSettings, segment_BT: Array) -> Array | None:
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    """Return zeros for a sum; sums of floats are float32 whatever the dtype of the terms."""
-    return jnp.zeros(like.shape, jnp.float32 if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype)
+    """Return zeros for a sum."""
+    return jnp.zeros(like.shape, _sum_dtype(like.dtype))
+
+
+def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of a sum: sums of floats are float32 whatever the dtype of the terms."""
+    return jnp.dtype(jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _split(x: Array, parts: int) -> Array:
@@ -365,9 +370,8 @@ def _join(x: Array) -> Array:
 
 
 def _sum_over(axes: tuple[str, ...], x: Array) -> Array:
-    """Add up x over mesh axes; numbers of 16 bits in float32, without which XLA aborts on a CPU, too (jax 0.10)."""
-    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-    return jax.lax.psum(x.astype(wide), axes).astype(x.dtype)
+    """Add up x over mesh axes. At a sum in 16 bits XLA aborts on a CPU (jax 0.10)."""
+    return jax.lax.psum(x.astype(_sum_dtype(x.dtype)), axes).astype(x.dtype)
 
 
 def sum_over_replicas(
