@@ -182,6 +182,7 @@ def test_a_stop_id_of_the_experiment_ends_turns_too(folders, environment):
         ("gpt-oss", TOOLS, "finds no call in what the chat template"),
         ("Qwen3", Talk(), r"it is not what the chat template .* would write: '<think>\\n\\n</think>"),
         ("DeepSeek-R1", Talk(), r"would write: '<think>\\nthought"),
+        ("DeepSeek-V3", TOOLS, r"would write: '<\|tool_outputs_end\|><\|Assistant\|><\|tool_calls_begin"),
     ],
 )
 def test_a_dry_run_tells_what_is_not_in_a_conversation(folders, name, environment, sentence):

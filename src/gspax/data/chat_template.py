@@ -385,10 +385,11 @@ def plain_lead(template: ChatTemplate) -> str:
 
 
 def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:
-    """Return a two-turn conversation as gspax continues it and as the template renders it, from the first prompt on.
+    """Return a three-turn conversation as gspax continues it and as the template renders it, from the first prompt on.
 
-    `role` is the role of the message between the two turns; before a tool's the first turn is a call. The texts differ
-    where a template renders earlier turns differently from how they were sampled, for example without their thinking.
+    `role` is the role of the messages between the turns; a turn before a tool's message is a call. The texts differ
+    where a template renders earlier turns differently from how they were sampled, for example without their thinking,
+    or a second round of calls differently from the first, as DeepSeek-V3's.
     """
     user: Message = {"role": "user", "content": "?"}
     reply: Message = {"role": role, "content": "reply", "name": _MARK, "tool_call_id": _call_id(0)}
@@ -402,13 +403,24 @@ def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:
             opening, close = _tags(template, role) or (OPEN, CLOSE)
             said = {**said, "content": f"{opening}\nthought\n{close}\n\nanswer"}
             turn = said["content"].removeprefix(template.opening)
+    turns, again = [turn, turn], [user, said, reply]
     if role == "tool":
         call = {"id": _call_id(0), "type": "function", "function": {"name": _MARK, "arguments": {}}}
         calls: Message = {**said, "content": said["content"].removesuffix("answer"), "tool_calls": [call]}
-        written = _continued(start, template.render([user, calls], template.tools, prompt=False)).partition(end)[0]
+        if template.thinking and not calls["content"]:
+            calls["reasoning_content"] = "thought"  # some templates write the thinking of calls alone
+        written = _next_turn(template, [user], calls).partition(end)[0]
         if _MARK in written:
-            said, turn = calls, written
-    return start + turn + end + rest, template.render([user, said, reply], template.tools)
+            said, again = calls, [user, calls, reply]
+            turns = [written, _next_turn(template, again, calls).partition(end)[0]]
+    kept = start + "".join(turn + end + rest for turn in turns)
+    return kept, template.render([*again, said, reply], template.tools)
+
+
+def _next_turn(template: ChatTemplate, history: Sequence[Message], said: Message) -> str:
+    """Return what the template writes of an assistant's message after the prompt of the messages before it."""
+    written = template.render([*history, said], template.tools, prompt=False)
+    return _continued(template.render(history, template.tools), written)
 
 
 def _tags(template: ChatTemplate, role: str) -> tuple[str, str] | None:
