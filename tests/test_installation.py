@@ -1,5 +1,6 @@
 """The lock file, the Dockerfiles by the rules that hadolint has for them, and what a message says to install."""
 
+import configparser
 import importlib.metadata
 import json
 import re
@@ -141,3 +142,13 @@ def test_a_message_says_how_to_install_an_extra_in_this_environment(monkeypatch,
 def test_no_message_has_an_install_command_of_its_own():
     found = [file.name for file in (ROOT / "src").rglob("*.py") if "pip install" in file.read_text(encoding="utf-8")]
     assert found == ["errors.py"]
+
+
+@pytest.mark.parametrize(("package", "next_version"), [("orbax-checkpoint", "1.0"), ("transformers", "6.0")])
+def test_no_extra_takes_an_announced_version_that_replaces_what_is_used(package, next_version):
+    """Orbax says so of 1.0; transformers 5 did it to what 4 had."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = "\n".join(setup["options.extras_require"].values())
+    found = [Requirement(line) for line in extras.splitlines() if line.startswith(package)]
+    assert found and not any(each.specifier.contains(next_version) for each in found)
