@@ -407,8 +407,8 @@ def compare_history(template: ChatTemplate, role: str) -> tuple[str, str]:
     if role == "tool":
         call = {"id": _call_id(0), "type": "function", "function": {"name": _MARK, "arguments": {}}}
         calls: Message = {**said, "content": said["content"].removesuffix("answer"), "tool_calls": [call]}
-        if template.thinking and not calls["content"]:
-            calls["reasoning_content"] = "thought"  # some templates write the thinking of calls alone
+        if template.thinking and not calls["content"]:  # some templates write the thinking of calls alone
+            calls = {**calls, "reasoning_content": "thought"}
         written = _next_turn(template, [user], calls).partition(end)[0]
         if _MARK in written:
             said, again = calls, [user, calls, reply]
