@@ -47,10 +47,10 @@ FEATURES = {
     # State space layers run the rule without its correction.
     "delta nets": Feature("(?<!time)delta(?!s)", "delta|losses/correction|model/state_space", 6),
     "latent attention": Feature("latent", "latent_attention", 4),
-    "state space layers": Feature("(?i)state_?space|mamba", "state_space", 3),
+    "state space layers": Feature("(?i)state_?space|mamba", "state_space", 4),
     "buckets": Feature("bucket", "storage/", 1),
     "servers": Feature("engine|server|vllm|sglang", "rollout/servers/|serve_command|validation/servers", 8),
-    "drafts": Feature("draft", "drafts", 8),
+    "drafts": Feature("draft", "drafts", 7),
     "partial rollouts": Feature("partial_rollouts|PartialRollouts|group_pool|carried", "group_pool", 8),
     "recorded rollouts": Feature("record_rollouts|recorded_rollouts|Recording", "recorded_rollouts|replay", 2, 3),
     "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 8),

@@ -20,7 +20,7 @@ from jax import lax
 from gspax.model import latent_attention
 from gspax.model.kernels import attention, expert_parallel, gated_delta
 from gspax.parallel import watchdog
-from gspax.tools.doctor import checklist, hardware, kernels, results, training
+from gspax.tools.doctor import agreement, checklist, hardware, kernels, results, training
 from gspax.tools.doctor.results import Result, compare, merge, rate
 
 ALONE = tiny.one_device()
@@ -199,9 +199,7 @@ def trainer():
 
 
 def test_a_healthy_trainer_passes(trainer, tmp_path):
-    found = statuses(partial(training.sampler_and_learner, trainer)) | statuses(partial(training.same_seed, trainer))
-    assert found == {
-        "sampler's log-probs and the learner's, float32": "ok",
+    assert statuses(partial(training.same_seed, trainer)) == {
         "same seed twice, samples, float32": "ok",
         "same seed twice, updates, float32": "ok",
     }
@@ -219,11 +217,39 @@ def test_a_checkpoint_is_written_read_and_deleted(is_local, trainer, bucket, tmp
         assert "PUT" in bucket[1].count()
 
 
-def test_a_sampler_with_other_weights_is_named(trainer):
+WAYS = {f"log-probs, experts, float32, {where}" for where in ("sampler", "learner", "both")}
+
+
+@pytest.mark.slow
+def test_all_ways_to_log_probs_agree_and_a_sampler_with_other_weights_is_named(trainer):
+    found = results.run("", partial(agreement.log_probs, trainer, "experts"))
+    assert {result.name for result in found} == WAYS
+    assert all(result.status == "ok" and result.measured > 0 for result in found), found
     push, fetch = trainer.sampler.push, trainer.sampler.fetch
     stale = Sampler(trainer.sampler.mesh, lambda params: push(jax.tree.map(lambda x: 1.01 * x, params)), fetch)
     other = trainer._replace(sampler=stale)
-    assert wrong(partial(training.sampler_and_learner, other)) == {"sampler's log-probs and the learner's, float32"}
+    assert wrong(partial(agreement.log_probs, other, "experts")) == {"log-probs, experts, float32, both"}
+
+
+@pytest.mark.parametrize(
+    ("way", "change", "bad"),
+    [
+        ("drafts", 1e-2, {"sampler", "both"}),
+        ("4 rows", 1e-2, {"learner", "both"}),
+        ("packed rows", np.nan, {"learner", "both"}),
+        ("drafts", 1e-6, set()),
+    ],
+)
+def test_the_way_that_differs_is_named(way, change, bad):
+    """The other tokens of a way are not compared: drafts may have sampled another token."""
+    there_BT = np.ones((2, 3), bool)
+    every = ("decoding", "slots", "drafts", "prefill", "1 row", "4 rows", "packed rows")
+    ways = {name: agreement.Scored(np.full((2, 3), -2, np.float32), there_BT.copy()) for name in every}
+    ways[way].logp_BT[1, 2] += change
+    ways[way].logp_BT[0, 0], ways[way].there_BT[0, 0] = 100, False
+    found = [*agreement.compare_ways("log-probs", ways, bound=1e-4)]
+    assert {result.name for result in found if result.status == "wrong"} == {f"log-probs, {where}" for where in bad}
+    assert all(way in result.why for result in found if result.status == "wrong")
 
 
 def test_a_reduction_in_another_order_each_time_is_named(monkeypatch):
@@ -324,7 +350,7 @@ def test_the_worst_of_the_processes_is_reported_with_its_number():
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("slow", 0), ("skipped", 0), ("wrong", 1)])
 def test_the_exit_code_and_the_files(status, code, monkeypatch, tmp_path, capsys):
     result = Result(name="it", status=status, why="because")
-    monkeypatch.setattr(checklist, "make_checks", lambda directory: {"it": lambda: iter([result])})
+    monkeypatch.setattr(checklist, "make_checks", lambda place, every_kind: {"it": lambda: iter([result])})
     text, data = tmp_path / "doctor.txt", tmp_path / "doctor.json"
     assert main.main(["doctor", "--output", str(text), "--json", str(data)]) == code
     printed = capsys.readouterr().out
@@ -345,7 +371,9 @@ def test_while_a_check_runs_it_is_named_and_the_file_has_the_results_before_it(m
         yield compare("hangs", 0.0, 0.0, 0.0)
 
     first = Result(name="first", status="skipped", why="one device")
-    monkeypatch.setattr(checklist, "make_checks", lambda directory: {"first": lambda: iter([first]), "hangs": hang})
+    monkeypatch.setattr(
+        checklist, "make_checks", lambda place, every_kind: {"first": lambda: iter([first]), "hangs": hang}
+    )
     assert main.main(["doctor", "--output", str(text)]) == 0
     ((named, written),) = seen
     assert named == "hangs" and re.search(r"^skipped +first +one device\n\Z", written, re.M)
@@ -370,7 +398,7 @@ from gspax.tools.doctor import checklist
 
 make = checklist.make_checks
 some = "collectives", "update on the mesh and on one device", "checkpoint"
-checklist.make_checks = lambda directory: {name: make(directory)[name] for name in some}
+checklist.make_checks = lambda place, every_kind: {name: make(place)[name] for name in some}
 sys.exit(main.main(["doctor", *sys.argv[1:]]))
 """
 

@@ -104,6 +104,10 @@ class Sampling:
     # per position (the sampler keeps no more). 0: off; log-probs are then over the whole vocabulary
     mask_replay: NonNegativeInt = 0
 
+    def for_new_prompts(self) -> Sampling:
+        """Return the settings without what is for training problems that come again: drafts and equal noise."""
+        return replace(self, drafts=0, noise="fresh")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:

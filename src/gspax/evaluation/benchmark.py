@@ -147,7 +147,7 @@ def complete(
     problems = list_problems(ready, range(len(placed)))
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
     mesh, interaction = policy.sampler.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
-    sampling = replace(sampling, drafts=0, noise="fresh")  # both others are for training problems that come again
+    sampling = sampling.for_new_prompts()
     options = replace(make_options(model, tokenizer, sampling, mesh), greedy=greedy)
     request = Request(ready=ready, prompt_ids=placed, key=key, options=options, interaction=interaction)
     sampled = policy.sampler.sample(policy.weights, request)

@@ -49,7 +49,7 @@ class Dialogue:
           options: `sampling.max_prompt_tokens` limits the first message, `max_tokens` all that follows it.
           key: equal (key, messages) give equal answers.
         """
-        plain = replace(options.sampling, drafts=0, noise="fresh")  # no message comes again
+        plain = options.sampling.for_new_prompts()
         sampling = replace(plain, group=batch_shards(options.mesh), chunk=1, slots=0)
         self._options = sampler.split_rows(replace(options, sampling=sampling, turns=True), 1)
         self._params, self._tokenizer, self._key = params, tokenizer, key

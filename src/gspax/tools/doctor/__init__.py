@@ -13,7 +13,7 @@ import shlex
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from gspax.storage.paths import to_path
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from gspax.tools.doctor.results import Place
+    from gspax.tools.doctor.results import Check
     from gspax.types import JsonObject
 
 STALL_TIMEOUT = 600  # seconds; no check takes as long
@@ -46,6 +46,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--workdir", type=to_path, metavar="DIR", help="the folder for runs: write the checkpoint there, and delete it"
     )
+    parser.add_argument(
+        "--log-probs", action="store_true", help="compare log-probs for every kind of layer, in several minutes more"
+    )
     processes.add_options(parser)
     parser.set_defaults(file=None, stall_timeout=STALL_TIMEOUT)
     return parser
@@ -61,10 +64,10 @@ def execute(options: argparse.Namespace) -> int:
     for file in filter(None, (options.output, options.json)):
         require_file(file)
     is_primary = processes.join("doctor", options, None)
-    from gspax.tools.doctor.results import Place
+    from gspax.tools.doctor import checklist, results
     from gspax.tools.terminal import make_console
 
-    place = Place(options.workdir or Path(tempfile.gettempdir()), shared=options.workdir is not None)
+    place = results.Place(options.workdir or Path(tempfile.gettempdir()), shared=options.workdir is not None)
     console = make_console(quiet=not is_primary)
     with contextlib.ExitStack() as stack:
         file, status = None, None
@@ -78,7 +81,8 @@ def execute(options: argparse.Namespace) -> int:
             if file is not None:
                 print(line, file=file, flush=True)  # a check may hang, until the watchdog ends the process
 
-        report = run(place, show, announce=status.update if status else announce_nothing)
+        checks = checklist.make_checks(place, every_kind=options.log_probs)
+        report = run(checks, show, announce=status.update if status else announce_nothing)
     if is_primary and options.json is not None:
         with naming(options.json):
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -97,11 +101,12 @@ def announce_nothing(name: str) -> None:
     """Announce no check, where there is no terminal."""
 
 
-def run(place: Place, show: Callable[[str], None], announce: Callable[[str], None] = announce_nothing) -> JsonObject:
-    """Run all checks, show their results, announce each before it runs, and return what `--json` writes."""
+def run(
+    checks: Mapping[str, Check], show: Callable[[str], None], announce: Callable[[str], None] = announce_nothing
+) -> JsonObject:
+    """Run the checks, show their results, announce each before it runs, and return what `--json` writes."""
     from gspax.parallel import watchdog
     from gspax.tools.doctor import hardware, results
-    from gspax.tools.doctor.checklist import make_checks
 
     began, cpu, described = time.perf_counter(), time.process_time(), hardware.describe()
     for name, value in described.items():
@@ -109,7 +114,7 @@ def run(place: Place, show: Callable[[str], None], announce: Callable[[str], Non
         show(f"{name:12} {shlex.join(value) if isinstance(value, list) else ', '.join(map(str, pairs))}")
     show("\n" + results.row("status", "check", "difference or rate", "note"))
     finished = []
-    for name, check in make_checks(place).items():
+    for name, check in checks.items():
         watchdog.progress(name)
         announce(name)
         for result in results.run(name, check):

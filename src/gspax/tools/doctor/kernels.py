@@ -248,3 +248,6 @@ def expert_exchange(mesh: Mesh, dtype: str) -> Iterator[Result]:
         run = jax.jit(partial(moe._run_experts, mesh, decoding=what == "decoding"))
         got = multihost.to_host(run(*placed, Experts(*matrices))[0]).reshape(want.shape)
         yield compare(f"expert exchange, {what}, {dtype}", got, want, TOLERANCE[dtype])
+
+
+LOCAL = attention, decode_attention, latent_attention, delta_net, experts, int8  # the kernels of a device by itself
