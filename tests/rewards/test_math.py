@@ -59,6 +59,9 @@ def rewarded(answer, completion, **settings):
         ("(3.5, 2)", "(3 1/2, 2)"),
         (r"\{3\frac{1}{2}, 1234\}", r"\{1\,234, 3 1/2\}"),
         (r"\text{Evelyn}", "Evelyn"),
+        (r"(-\infty, 2] \cup [3, 4]", "(−∞, 2] ∪ [3, 4]"),
+        (r"2\sqrt{3} + x^2", "2√3 + x**2"),
+        ("3:4", r"3 \colon 4"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
     ],
 )

@@ -14,6 +14,7 @@ from gspax.errors import UserError
 from gspax.rewards.exact import evaluate
 from gspax.rewards.typography import grouped, plain, same_time
 
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes, as in 40+2=<<40+2=42>>42
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -32,6 +33,7 @@ _LAST_NUMBER = re.compile(
 )
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;!]|\{,\})(?=\d{3}(?!\d))")
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+){_EXPONENT}")
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{?(\d+)\}?|\((\d+)\))")
 _FRACTION = re.compile(rf"([-+]?)({_DIGITS})?\\?frac(?:\{{([-+]?\d+)\}}\{{(\d+)\}}|(\d)(\d))|([-+]?\d+)/(\d+)")
 _BASED = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 # Units without a backslash: words, or symbols that may have a power or a second unit below. The letter x is none.
@@ -41,9 +43,13 @@ _SYMBOL = (
 )
 _POWER = r"(?: ?(?:\^ ?\{?[23]\}?|[²³]))"
 _PER = rf"(?: ?/ ?(?:{_SYMBOL}{_POWER}?|[a-z]{{3,}}))"
+# Units in LaTeX: `\text{ cm}^2`, `\frac{\text{m}}{\text{s}}`; in Chinese and Japanese, if they change no number.
+_LATEX_UNIT = rf"{_TEXT} ?\{{ ?(?:[a-z][a-z./ ]*[a-z.]|(?-i:[mgshLCF])) ?\}}"
+_OTHER_UNIT = r"(?!\S{0,3}[十百千万萬亿億半多余以])[\u3040-\u30ff\u4e00-\u9fff]{1,4}"
 _UNIT = re.compile(
     rf"(?<=[\d.}}])(?: ?°(?: ?[CF])?|{_PER}| {_SYMBOL}(?:{_POWER}{_PER}?|{_PER})"
-    rf"|(?:\s+[a-z]{{2,}})+{_PER}?| (?-i:[mgshL]))\.?$",
+    rf"|(?:\s+[a-z]{{2,}})+{_PER}?| (?-i:[mgshL])|\s?{_LATEX_UNIT}{_POWER}?|\s?\\frac ?\{{{_LATEX_UNIT}{_POWER}?\}}"
+    rf" ?\{{{_LATEX_UNIT}{_POWER}?\}}|\s?{_OTHER_UNIT})\.?$",
     re.IGNORECASE,
 )
 _POWER_OF_UNIT = re.compile(
@@ -54,8 +60,25 @@ _NEGATIVE = re.compile(r"(?:negative|minus) (?=[$€£]?\d)", re.IGNORECASE)
 _BELOW_ZERO = re.compile(
     r"(\d[\d.,/]{0,20})(?: ?°(?: ?[CF])?| degrees(?: celsius| fahrenheit| [CF])?)? below zero", re.IGNORECASE
 )
+_DEGREES = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
 _PERCENT = re.compile(r"(?<=\d) ?per ?cent(?![a-z])", re.IGNORECASE)
 _WORDS = re.compile(r"[a-z]{2,}(?: [a-z]{2,})*", re.IGNORECASE)
+_PROSE = re.compile(r"(?=.*[a-z]{3})[a-z' ]+", re.IGNORECASE)  # xy is a product
+# A letter of multiple choice, alone or before its text: `B`, `(B)`, `B) 12`, `\textbf{(B)}\ 12`, `B. Paris`.
+_LETTER = re.compile(r"\(?([A-Z])\)?")
+_CHOICE = re.compile(
+    r"(?:\\(?:text|textbf|mathrm|mathbf|bf)\s?\{\s*)?(?:\(?([A-Z])(?:\)|[.:](?=[\s}]))\}?|([A-Z])\}[.:)])"
+    r"(?!.*(?:\([A-Z]\)|\b[A-Z](?:\)|[.:]\s)))"
+)
+_RESIDUE = re.compile(
+    r"(?:[a-zA-Z] ?(?:\\equiv|≡|=) ?)?(-?\d{1,300}) ?(?:\(|\\[pb]?|)mod(?:ulo)? ?\{?([1-9]\d{0,300})[)}]?"
+)
+_MODULO = re.compile(r"\\[pb]?mod(?![a-zA-Z])|\\equiv(?![a-zA-Z])|≡|\(mod\b")
+# Numbers with units or words between them: `5 feet 6 inches`, `5 apples, 6 pears`, `5 or 6`.
+_SEVERAL = re.compile(
+    rf"-?\\?[$€£]?\d[\d.,/]*\s*(?:{_TEXT}\s*\{{\s*)?(?![xX]\s*\d)[a-zA-Z][a-zA-Z\s.,]*(?:\}}[\s,]*(?:\\(?:text)?\{{)?)?"
+    r"\\?[$€£]?\d"
+)
 # Words that say that a text is no number.
 _PARTS = ("half", "third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth")
 _POWERS = ("squared", "cubed", "factorial")
@@ -67,7 +90,7 @@ _NOT_UNITS = {
 # Marks that a parser drops although they change the meaning: an answer with one never equals one without.
 _CHANGES = re.compile(
     rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:not|never|cannot)\b|\b(?:{'|'.join(_SCALES)})s?\b"
-    rf"|\d (?:{'|'.join((*_POWERS, *_PARTS))}|halve|mod(?:ulo)?)s?\b"
+    rf"|\d ?(?:{_TEXT} ?\{{ ?)?(?:{'|'.join((*_POWERS, *_PARTS))}|halve|mod(?:ulo)?)s?\b"
 )
 _SCALED = re.compile(
     rf"(.*?\d)\s*(?:{_TEXT}\s*\{{\s*)?({'|'.join(_SCALES)})s?((?:\s+[a-z]+)*)\s*\}}?",
@@ -85,7 +108,7 @@ _LEAD = re.compile(
     r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:final |correct )?answer(?:\s*[:=]|\s+is\b:?)", re.IGNORECASE
 )
 _MARK = re.compile(r"\banswer\b[*_`]{0,3}(?:\s?(?:[:：=])|\s(?:is|are)\b:?)[*_`]{0,3}", re.IGNORECASE)
-_REASON = re.compile(r"[\s,;]+\(?(?:since|because|as|i\.e\.|which|where|so that)\b", re.IGNORECASE)
+_REASON = re.compile(r"[\s,;]+\(?(?:since|because|as|i\.e\.|which|where|so that)\b|,\s+not\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(  # before a capital letter, or after a number and before a number with words
     r"(?<=[\w)}\]$%*`])[.!](?=\s+[A-Z*])|(?<=[\d)}\]$%*`])[.!](?=\s+[$€£]?\d\S*+(?:\s++\S++){3})"
 )
@@ -136,6 +159,7 @@ def extract(completion: str, *, form: str | None = None) -> str | None:
     """
     if form is not None and form not in FORMS:
         raise UserError(f"form: wanted one of {', '.join(FORMS)} or None, got {form!r}")
+    completion = _CALCULATOR.sub("", completion)
     for find in FORMS.values() if form is None else (FORMS[form],):
         if (answer := find(completion)) and (answer := _tidy(answer)):
             return answer
@@ -176,8 +200,9 @@ def compare(expected: str, answer: str) -> bool | None:
         return False
     if expected == answer or (expected.lower() == answer.lower() and _WORDS.fullmatch(expected)):
         return True
-    if (same := same_time(expected, answer)) is not None:
-        return same
+    for decide in (same_time, _compare_words, _compare_choices, _compare_residues, _compare_several):
+        if (same := decide(expected, answer)) is not None:
+            return same
     if _DOTS.search(expected + answer):  # a parser drops them together with the omitted part
         first, second = (_DOTS.sub("…", text).replace(" ", "") for text in (expected, answer))
         return first == second
@@ -233,6 +258,8 @@ def canonical(answer: str) -> str:
     """
     bare = _bare(answer)
     number = _number(_without_unit(bare))
+    if letter := _letter(bare):
+        return letter
     bare = bare.lower() if _WORDS.fullmatch(bare) else bare
     return bare if number is None or max(number.numerator, number.denominator).bit_length() > 4000 else str(number)
 
@@ -327,7 +354,7 @@ def _bare(answer: str) -> str:
         if answer.startswith(left) and answer.endswith(right) and len(answer) > len(left + right) and left not in inner:
             answer = inner
     answer = answer.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace("−", "-").replace("{,}", ",")
-    answer = _SPACES.sub(" ", answer).strip()
+    answer = _SPACES.sub(" ", _DEGREES.sub("°", answer)).strip()
     return f"-{match[1]}" if (match := _BELOW_ZERO.fullmatch(answer)) else answer
 
 
@@ -339,6 +366,8 @@ def _number(text: str) -> Fraction | None:
     if (scaled := _SCALED.fullmatch(text)) and not {*scaled[3].lower().split()} & _NOT_UNITS:
         value = _number(scaled[1])
         return None if value is None else value * _SCALES[scaled[2].lower()]
+    if match := _REPEATING.fullmatch(text):
+        return _repeat(*match.groups(default=""))
     value = evaluate(text)
     if value is not None:
         return value
@@ -358,10 +387,59 @@ def _number(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
+def _repeat(sign: str, whole: str, once: str, bar: str, bracket: str) -> Fraction:
+    """Return the value of a decimal whose last digits repeat without end."""
+    again = bar or bracket
+    value = int(whole or "0") + Fraction(int(once + again) - int(once or "0"), 10 ** len(once) * (10 ** len(again) - 1))
+    return -value if sign == "-" else value
+
+
 def _dozens(answer: str) -> Fraction | None:
     """Return how many dozens an answer counts, None if it counts none."""
     scaled = _SCALED.fullmatch(answer)
     return _number(scaled[1]) if scaled and scaled[2].lower() == "dozen" else None
+
+
+def _compare_words(expected: str, answer: str) -> bool | None:
+    """Compare two texts of words, whose order around `and` and `or` is free; a parser would multiply their letters."""
+    if not _PROSE.fullmatch(expected) or not _PROSE.fullmatch(answer):
+        return None
+    first, second = (sorted(re.split(" (?:and|or) ", text.lower())) for text in (expected, answer))
+    return first == second
+
+
+def _compare_choices(expected: str, answer: str) -> bool | None:
+    """Compare a letter of multiple choice with a letter, either of which its text may follow."""
+    wanted, got = _letter(expected), _letter(answer)
+    alone = _LETTER.fullmatch(expected) or _LETTER.fullmatch(answer)
+    return wanted == got if wanted and got and (alone or wanted != got) else None
+
+
+def _letter(text: str) -> str:
+    match = _LETTER.fullmatch(text) or _CHOICE.match(text)
+    return next(filter(None, match.groups()), "") if match else ""
+
+
+def _compare_residues(expected: str, answer: str) -> bool | None:
+    r"""Compare `4 \pmod 7` and `x \equiv 11 \pmod{7}`; None without a modulus, which is all that a parser reads."""
+    if not (_MODULO.search(expected) or _MODULO.search(answer)):
+        return None
+    pair = [_RESIDUE.fullmatch(text) for text in (expected, answer)]
+    if all(pair):
+        first, second = ((int(match[1]) % int(match[2]), int(match[2])) for match in pair if match)
+        return first == second
+    return re.sub(r"[{}\s]", "", expected) == re.sub(r"[{}\s]", "", answer)
+
+
+def _compare_several(expected: str, answer: str) -> bool | None:
+    """Return False if numbers with words between them differ: a parser would read only one of them."""
+    pair = expected, answer
+    values = [_number(_without_unit(text)) for text in pair]
+    several = [value is None and bool(_SEVERAL.match(text)) for value, text in zip(values, pair, strict=True)]
+    if all(several):
+        first, second = (sorted(re.findall(r"\d+(?:\.\d+)?", text)) for text in pair)
+        return None if first == second else False
+    return False if any(several) and values != [None, None] else None
 
 
 def _compare_bases(expected: str, answer: str) -> bool | None:
@@ -385,5 +463,5 @@ def _based(text: str) -> tuple[str, int] | None:
 
 def _without_unit(answer: str) -> str:
     match = _UNIT.search(answer)
-    words = {word.lower() for word in match.group().strip(" .").split()} if match else set()
+    words = {*re.findall(r"[a-z]+", match.group().lower())} if match else set()
     return answer if match is None or words & _NOT_UNITS else answer[: match.start()]
