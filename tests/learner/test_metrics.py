@@ -98,7 +98,7 @@ def test_without_response_tokens_there_are_no_score_metrics():
 
 def test_score_metrics_use_only_response_tokens():
     found = metrics.score_metrics(scored_parts())
-    assert found["policy/entropy"] == 0.75
+    assert found["policy/entropy"] == 0.75 and found["policy/sampler_entropy"] == 2
     assert found["mismatch/abs_diff"] == 0.25 and found["mismatch/abs_diff_largest_max"] == 0.5
     assert found["mismatch/kl"] == pytest.approx((0.5 + 0 + 0.25) / 3)
     ratio = np.exp([-0.5, 0.0, -0.25])
@@ -117,5 +117,6 @@ def test_kl_to_the_reference_is_measured_where_there_is_one():
 def test_routing_metrics_by_hand():
     before = jnp.array([[[[0, 1], [0, 2]]]])
     after = jnp.array([[[[1, 0], [1, 0]]]])
-    found = metrics.routing_metrics(jnp.array([[2, 1, 1]]), before, after)
-    assert found == pytest.approx({"routing/load_max": 1.5, "routing/load_min": 0.75, "routing/changed": 0.25})
+    found = metrics.routing_metrics(jnp.array([[2, 1, 1]]), jnp.array([[2, 0, 1]]), before, after)
+    loads = {"routing/load_max": 1.5, "routing/load_min": 0.75, "routing/response_load_max": 2.0}
+    assert found == pytest.approx(loads | {"routing/changed": 0.25})

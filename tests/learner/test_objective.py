@@ -187,6 +187,7 @@ def test_a_loss_of_ones_own_gets_the_metrics_that_do_not_depend_on_it():
     assert wanted.keys() == {
         *("kl", "ratio_mean", "ratio_min", "ratio_max", "ratio_deviation"),
         *("token_ratio_mean", "token_ratio_min", "token_ratio_max"),
+        *("weight_ess_min", "weight_share_max"),
     }
     chex.assert_trees_all_equal(reduced(own), wanted)
     names = {"kl": losses.Share(jnp.ones(B), jnp.ones(B))}

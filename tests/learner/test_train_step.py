@@ -371,6 +371,12 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
     close(scores.logp_BT[data.mask_BT], logp[data.mask_BT], rtol=1e-5, atol=1e-5)
     close(scores.entropy_BT[data.mask_BT], entropy[data.mask_BT], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(scores.count_LE, expert_counts(experts, CONFIG.num_experts))
+    of_responses = jnp.where(data.mask_BT[None, ..., None], experts, CONFIG.num_experts)
+    np.testing.assert_array_equal(scores.response_LE, expert_counts(of_responses, CONFIG.num_experts))
+    pull = np.abs(data.advantage)[data.mask_BT.any(1)]  # on policy a sequence moves by its advantage
+    assert got["gradient_share_max"] == pytest.approx(pull.max() / pull.sum(), rel=1e-4)
+    assert got["gradient_ess_min"] == pytest.approx(pull.sum() ** 2 / (len(pull) * (pull**2).sum()), rel=1e-4)
+    assert got["weight_ess_min"] == 1
     assert update._cache_size() == 1
 
 

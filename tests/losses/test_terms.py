@@ -71,11 +71,13 @@ def test_reduce_by_hand():
         metrics={
             "share": losses.Share(jnp.array([1.0, 2.0, 0.0]), jnp.array([4.0, 6.0, 0.0])),
             "spread": losses.Spread(jnp.array([5.0, 7.0, jnp.nan]), jnp.array([True, True, False])),
+            "even": losses.Evenness(jnp.array([1e20, 3e20, jnp.nan]), jnp.array([True, True, False])),
         },
     )
     loss, metrics = losses.reduce(terms)
     assert loss == 0.5
     wanted = {"share": 0.3, "spread_mean": 6, "spread_min": 5, "spread_max": 7}
+    wanted |= {"even_ess_min": 4**2 / (2 * 10), "even_share_max": 3 / 4}
     assert metrics.keys() == wanted.keys()
     for key, value in wanted.items():
         assert metrics[key] == pytest.approx(value)

@@ -122,7 +122,7 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def score_metrics(scored: Sequence[tuple[Batch, Scores]]) -> dict[str, float]:
-    """Compute the old policy's entropy, the mismatch of sampler and learner, and the KL to the reference.
+    """Compute the entropies of the old policy and the sampler, their mismatch, and the KL to the reference.
 
     `mismatch/` has the metrics of `losses.correction.mismatch_metrics` and `mismatch_by_position`; `reference/kl` and
     `reference/kl_k1` are means over the response tokens. Without any of these there are no metrics.
@@ -150,6 +150,7 @@ def _score_rows(batch: Batch, logp_BT: Array, entropy_BT: Array) -> losses.Metri
     policies = logp_BT, known(batch, "sampler_logp_BT")
     metrics: losses.Metrics = {
         "policy/entropy": mean_over(entropy_BT, mask_BT),
+        "policy/sampler_entropy": mean_over(-policies[1], mask_BT),
         **mismatch_metrics(*policies, mask_BT, segment_ids=segment_ids(batch)),
         **mismatch_by_position(*policies, mask_BT, segment_ids=segment_ids(batch)),
     }
@@ -159,25 +160,31 @@ def _score_rows(batch: Batch, logp_BT: Array, entropy_BT: Array) -> losses.Metri
     return metrics
 
 
-def routing_metrics(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> dict[str, float]:
+def routing_metrics(count_LE: Array, response_LE: Array, before_LBTA: Array, after_LBTA: Array) -> dict[str, float]:
     """Compute the expert load before a step's updates, and the share of expert choices that the updates changed.
 
     Args:
       count_LE: tokens that each layer sent to each expert.
+      response_LE: response tokens likewise.
       before_LBTA: the choices of some tokens before the updates; padding has the id E.
       after_LBTA: the choices of the same tokens after them.
     """
-    load_LE, changed = multihost.to_host(_load_and_change(count_LE, before_LBTA, after_LBTA))
+    loads, changed = multihost.to_host(_load_and_change((count_LE, response_LE), before_LBTA, after_LBTA))
+    load_LE, response_load_LE = loads
     return {
         "routing/load_max": float(load_LE.max()),
         "routing/load_min": float(load_LE.min()),
+        "routing/response_load_max": float(response_load_LE.max()),
         "routing/changed": float(changed),
     }
 
 
 @jax.jit
-def _load_and_change(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> tuple[Array, Array]:
-    return relative_load(count_LE), changed_share(before_LBTA, after_LBTA, count_LE.shape[1])
+def _load_and_change(
+    counts: tuple[Array, Array], before_LBTA: Array, after_LBTA: Array
+) -> tuple[tuple[Array, Array], Array]:
+    loads = relative_load(counts[0]), relative_load(counts[1])
+    return loads, changed_share(before_LBTA, after_LBTA, counts[0].shape[1])
 
 
 def expert_counts(expert_LBTA: Array, num_experts: int) -> Array:

@@ -48,6 +48,7 @@ class Scores(NamedTuple):
     router_logp_BLTA: Array | None = None  # as in `Batch`
     measured_BT: Array | None = None  # float32  `Term.measure` of the token; 0 outside the mask
     count_LE: Array | None = None  # int32  tokens that each layer sent to each expert
+    response_LE: Array | None = None  # int32  likewise, of the responses alone
     fallbacks: Array | None = None  # int32  exchanges of rows, a layer's of a microbatch, that fell back to the ring
 
 
@@ -105,9 +106,11 @@ def make_objective(
             options |= {"clip_low": constants.adapted.clip_low, "clip_high": constants.adapted.clip_high}
         total = loss(*rows, **options)
         metrics = ratio_metrics(outputs.logp_BT, old_logp_BT, mask_BT, segment_ids=ids)
+        used = metrics["ratio" if traits.ratio == "sequence" else "token_ratio"]
+        assert isinstance(used, losses.Spread)
         if traits.ratio == "sequence":
             del metrics["token_ratio"]
-        metrics |= total.metrics
+        metrics |= {"weight": losses.Evenness(*used)} | total.metrics
         if weight is not None:
             metrics |= weight_metrics(weight, mask_BT, segment_ids=ids)
         if log_factor_BT is not None:

@@ -34,13 +34,14 @@ from gspax.learner.forward import NO_OTHERS, Inputs, OtherRows, StepSettings, fo
 from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.objective import Objective, Scores, UpdateConstants, router_logp
 from gspax.learner.optimizer import balancing_steps, update_if
+from gspax.losses import sequences
 from gspax.losses.proximal import interpolated_logp
 from gspax.losses.regularizers import next_coefficient
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import constrain, replica_axes, within_replica
-from gspax.types import Array, Batch, Params, PyTree, TrainState, known
+from gspax.types import Array, Batch, Params, PyTree, TrainState, known, segment_ids
 
 Scalars = dict[str, Array]  # float32 scalars by the name of their metric
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
@@ -181,23 +182,24 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         trained, frozen = partition(params)
         on_mesh = replace(settings, mesh=mesh)
 
-        def loss_sum(trained: Params, part: Batch) -> tuple[Array, PyTree]:
+        def loss_sum(trained: Params, nudge_BT: Array, part: Batch) -> tuple[Array, PyTree]:
             expert_BLTA = known(part, "expert_BLTA") if settings.routing_replay else None
             rows = Inputs(part.tokens_BT, part.segment_BT, part.mask_BT, expert_BLTA, part.prefix_BT, part.kept_BTK)
             outputs = forward(combine(trained, frozen), on_mesh, rows, _others(settings, part, constants))
+            outputs = outputs._replace(logp_BT=outputs.logp_BT + nudge_BT)
             with jax.named_scope("loss"):
-                if part.version_BT is not None:
-                    part = interpolate_old_logp(part, outputs.logp_BT, constants.updates, settings.updates_per_rollout)
-                elif part.old_logp_BT is not None:
-                    own_BT = jax.lax.stop_gradient(outputs.logp_BT)
-                    part = replace(part, old_logp_BT=jnp.where(on_policy, own_BT, part.old_logp_BT))
+                done = constants.updates, settings.updates_per_rollout
+                part = _with_old_logp(part, outputs.logp_BT, on_policy, *done)
                 terms = objective(outputs, part, constants)
-            counts = expert_counts(outputs.routing.expert, config.num_experts), jnp.sum(outputs.routing.fell_back)
+            by_expert = _count_choices(outputs.routing.expert, part.mask_BT, config.num_experts)
+            counts = by_expert, jnp.sum(outputs.routing.fell_back)
             return terms.value.sum(), (terms, Scores(outputs.logp_BT, outputs.entropy_BT), counts)
 
         def of_microbatch(part: Batch) -> tuple[PyTree, tuple[losses.Terms, Scores]]:
-            grads, (terms, scores, counts) = jax.grad(loss_sum, has_aux=True)(trained, part)
-            return (grads, counts), (terms, scores)
+            nothing_BT = jnp.zeros_like(part.tokens_BT, jnp.float32)  # its gradient is the loss's by log-prob
+            of_both = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)
+            (grads, pull_BT), (terms, scores, counts) = of_both(trained, nothing_BT, part)
+            return (grads, counts), (terms._replace(metrics=terms.metrics | pull(pull_BT, part)), scores)
 
         return run_microbatches(of_microbatch, batch, microbatch_rows // replicas, count)
 
@@ -207,15 +209,45 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         load_LE, head = _response_load(batch, config.num_experts), other_heads or _kept_head(settings, state)
         constants = UpdateConstants(state.adapted, load_LE, state.step, head)
         shared = state.params, constants, on_policy, count_held(settings, batch.segment_BT)
-        (grads, (count_LE, fallbacks)), (terms, scores) = sum_over_replicas(of_replica, batch, *shared, mesh=mesh)
+        (grads, ((count_LE, response_LE), fallbacks)), (terms, scores) = sum_over_replicas(
+            of_replica, batch, *shared, mesh=mesh
+        )
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         # Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.
         axes = trained_axes(config, partition(state.params)[0])
         grads = jax.tree.map(lambda grad, names: constrain(grad, mesh, *names), grads, axes)
         # All replicas fall back at once.
-        return grads, terms, scores._replace(count_LE=count_LE, fallbacks=fallbacks // replicas)
+        return (
+            grads,
+            terms,
+            scores._replace(count_LE=count_LE, response_LE=response_LE, fallbacks=fallbacks // replicas),
+        )
 
     return gradient
+
+
+def _count_choices(expert_LBTA: Array, mask_BT: Array, num_experts: int) -> tuple[Array, Array]:
+    """Compute `expert_counts` of all tokens, and of the response tokens."""
+    of_responses_LBTA = jnp.where(mask_BT[None, :, :, None], expert_LBTA, num_experts)
+    return expert_counts(expert_LBTA, num_experts), expert_counts(of_responses_LBTA, num_experts)
+
+
+def pull(gradient_BT: Array, batch: Batch) -> losses.Metrics:
+    """Measure how much each sequence, or row of demonstrations, moves the policy: Σ_t |∂L/∂log π_t| over its tokens."""
+    mask_BT, ids = batch.mask_BT, None if batch.advantage is None else segment_ids(batch)
+    moved_BS = sequences.total(jnp.abs(gradient_BT), mask_BT, ids)
+    return {"gradient": losses.Evenness(moved_BS, sequences.count(mask_BT, ids) > 0)}
+
+
+def _with_old_logp(
+    batch: Batch, logp_BT: Array, on_policy: bool | Array, updates: Array | int, updates_per_rollout: int
+) -> Batch:
+    """Set the old log-probs that depend on the policy's own: interpolated ones, and on policy, where they are equal."""
+    if batch.version_BT is not None:
+        return interpolate_old_logp(batch, logp_BT, updates, updates_per_rollout)
+    if batch.old_logp_BT is None:
+        return batch
+    return replace(batch, old_logp_BT=jnp.where(on_policy, jax.lax.stop_gradient(logp_BT), batch.old_logp_BT))
 
 
 def interpolate_old_logp(batch: Batch, logp_BT: Array, updates: Array | int, updates_per_rollout: int) -> Batch:

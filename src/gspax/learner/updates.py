@@ -125,7 +125,7 @@ class Updated(NamedTuple):
     state: TrainState
     metrics: list[Mapping[str, float]]  # of each update, on the host
     scored: list[tuple[Batch, Scores]]  # minibatches with known log-probs under the old policy, and these scores
-    routing: tuple[Array, Array, Array] | None  # arguments of `metrics.routing_metrics`; None for a dense model
+    routing: tuple[Array, Array, Array, Array] | None  # arguments of `metrics.routing_metrics`; None for a dense model
     readings: Readings  # of the diagnostics, on the host
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
@@ -160,7 +160,7 @@ def run_updates(
         timeline.watch(timeline.LEARNER, "update", began, metrics)
         if number == 0:
             scores.setdefault(0, computed)
-            count_LE = computed.count_LE
+            counts = computed.count_LE, computed.response_LE
             batches[0] = replace(batch, old_logp_BT=computed.logp_BT) if on_policy else batch
         updates.append(metrics)
         if calibration is not None:
@@ -174,8 +174,8 @@ def run_updates(
     if was_scored and "ratio_deviation" in earliest:
         updates = [{**metrics, "noise_floor": noise_floor(earliest)} for metrics in updates]
     routing = None
-    if steps.route is not None and before is not None and count_LE is not None:
-        routing = count_LE, before, steps.route(state.params, *arrays)
+    if steps.route is not None and before is not None and counts[0] is not None and counts[1] is not None:
+        routing = counts[0], counts[1], before, steps.route(state.params, *arrays)
     skipped = [index for index, metrics in enumerate(updates) if metrics["skipped"]]
     last_skipped = batches[skipped[-1] % len(batches)] if skipped else None
     scored = [(batches[number], scores[number]) for number in sorted(scores)]

@@ -16,6 +16,7 @@ from gspax.losses.logprobs import chunked_token_logp, score_norm, token_logp
 from gspax.losses.sampler_family import dis, dro, ipo
 from gspax.losses.terms import (
     Aggregate,
+    Evenness,
     Metrics,
     Quantile,
     Share,
@@ -30,6 +31,7 @@ from gspax.losses.traits import Traits, has_traits, traits_of
 
 __all__ = [
     "Aggregate",
+    "Evenness",
     "Metrics",
     "Quantile",
     "Share",

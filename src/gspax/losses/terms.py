@@ -66,7 +66,18 @@ class Quantile:
     at_least: float = field(default=0.0, metadata={"static": True})
 
 
-Metrics = dict[str, Share | Spread | Quantile]
+class Evenness(NamedTuple):
+    """A metric of entries of at least 0 that reduces to their effective number, and to the largest one's share.
+
+    `NAME_ess_min` is (Σ x)² / (n Σ x²) of the n entries in `keep`, 1 if all are equal; `NAME_share_max` is max x / Σ x.
+    Of several updates, the least and the largest count. 1 and 0 if all entries are 0.
+    """
+
+    value: Array  # float32 [B], or [B, S] with one entry per sequence of a row
+    keep: Array  # bool, the same shape
+
+
+Metrics = dict[str, Share | Spread | Quantile | Evenness]
 
 
 class Terms(NamedTuple):
@@ -156,6 +167,8 @@ def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
             metrics[name] = _divide(jnp.sum(metric.part), jnp.sum(metric.whole))
         elif isinstance(metric, Quantile):
             metrics[name] = _quantile(metric)
+        elif isinstance(metric, Evenness):
+            metrics |= _evenness(name, metric)
         else:
             for reduction in (masked.mean, masked.min, masked.max):
                 metrics[f"{name}_{reduction.__name__}"] = reduction(metric.value, metric.keep)
@@ -190,6 +203,14 @@ def _quantile(metric: Quantile) -> Array:
     descending = jnp.argsort(-value)
     within = jnp.cumsum(weight[descending]) > jnp.maximum(metric.above * weight.sum(), metric.at_least)
     return jnp.where(within.any(), value[descending[jnp.argmax(within)]], 0)
+
+
+def _evenness(name: str, metric: Evenness) -> dict[str, Array]:
+    largest = masked.max(metric.value, metric.keep)
+    value = jnp.where(metric.keep, metric.value / jnp.where(largest > 0, largest, 1), 0)  # a square may not overflow
+    total, squares, count = jnp.sum(value), jnp.sum(value**2), jnp.sum(metric.keep, dtype=jnp.float32)
+    ess = jnp.where(squares > 0, total**2 / jnp.where(squares > 0, count * squares, 1), 1)
+    return {f"{name}_ess_min": ess, f"{name}_share_max": _divide(masked.max(value, metric.keep), total)}
 
 
 def _divide(total: Array, of: Array) -> Array:
