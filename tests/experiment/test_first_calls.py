@@ -310,6 +310,18 @@ def list_of_trl(prompts, completions, **others):
     return [1.0 for _ in completions]
 
 
+def other_names(problem, completion):
+    return {"right": 1.0} if completion == problem.answer else {"wrong": 0.0}
+
+
+def to_be_written(problem, completion):
+    raise NotImplementedError
+
+
+def leaves(problem, completion):
+    raise SystemExit(3)
+
+
 def always_three(problems, completions):
     return [1.0, 1.0, 1.0]
 
@@ -329,6 +341,9 @@ CALLED = "; a reward is called as reward(problem, completion), for one completio
         (misspelled, "NameError: name 'scores' is not defined (", " and the completion ''"),
         (of_trl, "TypeError: 'Problem' object is not iterable (", CALLED),
         (list_of_trl, "wanted a number, a tuple or a mapping of numbers, got [1.0, ", ""),
+        (other_names, "wanted the same names of rewards for every completion, got ['wrong'] after ['right']", ""),
+        (to_be_written, "NotImplementedError (", CALLED),
+        (leaves, "SystemExit: 3 (", CALLED),
         (Batched(always_three), "wanted a value for each of 1 completions, got 3", ""),
         (Batched(always_one), "wanted a value for each of 3 completions, got 1", ""),
         (partial(guard, timeout=60.0, reward=wrong_is_none), "no number: wanted a number, ", ""),

@@ -100,7 +100,7 @@ class _Call(NamedTuple):
 
 # Exceptions that say more about a function than about its arguments. No text causes the first four.
 _ALWAYS_BUGS = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError")
-_BUGS = (*_ALWAYS_BUGS, "AttributeError", "KeyError", "TypeError")
+_BUGS = (*_ALWAYS_BUGS, "AttributeError", "KeyError", "TypeError", "NotImplementedError", "SystemExit")
 _RAISED = re.compile(r"(?:raised: )?(\w*)")  # the start of `describe_error`, also through `guard`
 
 
@@ -271,7 +271,7 @@ def _reward_calls(rewards: Sequence[_Reward], check_count: Callable[[int], str])
             texts = _texts(load, problem)
             for inner, member in own:
                 is_whole = key == "reward" and inner is whole
-                read = partial(_check_reward, check_count=check_count if is_whole else None)
+                read = partial(_check_reward, check_count=check_count if is_whole else None, names=[])
                 title = f"{key}: {title_of(inner_function(inner))}"
                 yield _Call(title, member, problem, problem, texts, read, _CALLED)
 
@@ -323,10 +323,16 @@ def _check_step(value: object) -> str:
     return step.reason if isinstance(step, Failure) else ""
 
 
-def _check_reward(value: object, *, check_count: Callable[[int], str] | None) -> str | Failure:
+def _check_reward(
+    value: object, *, check_count: Callable[[int], str] | None, names: list[tuple[str, ...]]
+) -> str | Failure:
+    """Explain what is wrong with a reward; `names` collects the names of the calls' rewards, which must be the same."""
     result = to_result(value)
     if not result.rewards:
         return result.error + (_CALLED if isinstance(value, list) else "")
     if result.error:
         return Failure(result.error)
+    names.append(result.names)
+    if check_count and result.names != names[0]:
+        return f"wanted the same names of rewards for every completion, got {[*result.names]} after {[*names[0]]}"
     return "" if check_count is None else check_count(len(result.rewards))

@@ -20,7 +20,8 @@ _ARGUMENTS = ("arguments", "parameters", "args", "input", "tool_input", "action_
 _IGNORED = ("id", "type", "index", "tool_call_id")  # keys with which other frameworks number calls
 DECODER = json.JSONDecoder(strict=False)  # strings may have line breaks
 SPACE = re.compile(r"\s*")
-_OPENING, _CLOSING = re.compile(r"\s*(?:```(?:json)?\s*)?"), re.compile(r"(?:```\s*)?")  # Markdown inside a tag
+_OPENING = re.compile(r"\s*(?:(?:```|~~~)\w*\s*)?")  # Markdown inside a tag
+_CLOSING = re.compile(r"(?:(?:```|~~~)\s*)?")
 START = re.compile(r"<tool_call>\s*<function=|<tool_call>|<function=")
 _FUNCTION = re.compile(r"([^<>\n]{1,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")
