@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import small_experiment
 from api import train
@@ -28,9 +29,20 @@ def boxed(problem, completion):
     return float(completion == rf"\boxed{{{problem.answer}}}")
 
 
+def wrong_sign(problem, completion):
+    return 1.0 - small.reward(problem, completion)
+
+
+def noise(problem, completion):
+    return float(next(COINS))
+
+
+COINS = iter(np.random.default_rng(0).integers(0, 2, 10_000))
 BROKEN = {
     "": {},
     "The reward's parser never matches": {"reward": boxed},
+    "The reward is higher without the answer": {"reward": wrong_sign},
+    "The reward is noise": {"reward": noise},
     "Responses are truncated at the limit": {
         "warm_start": None,
         "sampling": replace(experiment.sampling, max_tokens=3),

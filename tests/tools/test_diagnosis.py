@@ -108,6 +108,15 @@ CASES = {
         ),
     ],
     "The sampler's log-probs differ from the learner's": [({"mismatch/abs_diff": 0.3}, [], {}, "by 0.3 nats")],
+    "The reward is higher without the answer": [
+        ({}, [[RIGHT, WRONG | {"reward": 1.0}] * 20], {}, "20 recorded completions contain their problem's answer and"),
+    ],
+    "The reward is noise": [
+        ({}, [[WRONG | {"reward": 1.0}, WRONG] * 10] * 2, {}, "in 20 pairs of equal completions of one prompt"),
+    ],
+    "The held-out reward falls while the training reward rises": [
+        ({name: np.linspace(0.9, 0.3, STEPS) for name in MEMORIZED}, [], {}, "by 0.327, eval/reward by -0.6"),
+    ],
     "Rollouts are stale": [({"mismatch/abs_diff": 0.3, "rollout/staleness": 6.0}, [], {}, "6 rollouts old")],
     "The policy overfits its problems": [
         (MEMORIZED, [[WRONG, RIGHT]] * 3, {}, "reward/mean rose by 0.327, eval/reward by 0; by the prompts")

@@ -7,9 +7,9 @@ its reason. Means are over the last fifth of the steps, ten of them at least (`R
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,11 @@ MISMATCH = 0.1  # |Δ log-prob|: noise of 0.08 cost GRPO nothing, noise of 0.24 
 FALLEN = 0.1  # of the best mean: far below the dips of a healthy run, and of the guard's alarm, which is at 0.5
 HELD_OUT = 0.5  # of the gain in training; less says that most of what was learned are the training problems
 NEWEST = 20  # files of samples that are read
+COMPARED, ERRORS = 20, 4  # completions with and without the answer, of each; standard errors between their rewards
+TWINS, UNEXPLAINED = (
+    20,
+    0.5,
+)  # pairs of equal completions; share of the rewards' variance that the text does not explain
 
 
 class Finding(NamedTuple):
@@ -106,6 +111,61 @@ def find_constant_reward(record: Record) -> Finding | None:
         "easier problems, a `warm_start`, a larger `sampling.group`, or a reward with partial credit",
         "docs/tutorials/own_task.md",
     )
+
+
+def find_wrong_sign(record: Record) -> Finding | None:
+    """Check if completions with their problem's answer get lower rewards than the others."""
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for row in _graded(record):
+        if answer := reference(str(row.get("answer", ""))):
+            rewards[answer in str(row["completion"])].append(float(row["reward"]))
+    if min(map(len, rewards.values())) < COMPARED:
+        return None
+    means = {side: float(np.mean(values)) for side, values in rewards.items()}
+    error = math.sqrt(sum(np.var(values) / len(values) for values in rewards.values()))
+    if not means[False] - means[True] > ERRORS * error:
+        return None
+    return Finding(
+        "The reward is higher without the answer",
+        f"{len(rewards[True]):,} recorded completions contain their problem's answer and have a mean reward of "
+        f"{means[True]:.3g}, the {len(rewards[False]):,} others {means[False]:.3g}",
+        "the sign of the reward, by hand, on a right and a wrong completion in samples/",
+        "docs/rewards.md",
+    )
+
+
+def find_noise_reward(record: Record) -> Finding | None:
+    """Check if equal completions of a prompt get different rewards, so that the reward is mostly noise.
+
+    An environment may answer equal completions differently, so its runs are left out.
+    """
+    if any(name.partition(".")[0] == "environment" and value is not None for name, value in record.settings.items()):
+        return None
+    squares, every = list[float](), list[float]()
+    for rows in record.samples:
+        equal: dict[tuple[object, object], list[float]] = {}
+        for row in _graded(replace(record, samples=[rows])):
+            equal.setdefault((row.get("prompt"), row["completion"]), []).append(float(row["reward"]))
+        for rewards in equal.values():
+            every += rewards
+            squares += [(one - other) ** 2 for one, other in zip(rewards[::2], rewards[1::2], strict=False)]
+    variance = float(np.var(every)) if every else 0.0
+    if len(squares) < TWINS or not (share := float(np.mean(squares)) / (2 * max(variance, 1e-30))) > UNEXPLAINED:
+        return None
+    return Finding(
+        "The reward is noise",
+        f"in {len(squares):,} pairs of equal completions of one prompt, rewards differ: {share:.0%} of their variance "
+        "does not depend on the text",
+        "the reward, called twice on one completion in samples/; a judge with temperature 0",
+        "docs/rewards.md",
+    )
+
+
+def _graded(record: Record) -> Iterator[JsonObject]:
+    """Yield the recorded rows with a completion and a reward."""
+    for row in chain.from_iterable(record.samples):
+        if isinstance(row.get("completion"), str) and isinstance(row.get("reward"), int | float):
+            yield row
 
 
 def find_collapse(record: Record) -> Finding | None:
@@ -268,10 +328,12 @@ def find_memorized(record: Record) -> Finding | None:
         return None
     epochs = estimate_epochs(record.samples, record.number("sampling.prompts"), len(record.series["reward/mean"][1]))
     seen = f"; by the prompts that recur in samples/, each was used {epochs:.1f} times" if epochs else ""
+    falls = high[-1] < low[0]
     return Finding(
-        "The policy overfits its problems",
+        "The held-out reward falls while the training reward rises" if falls else "The policy overfits its problems",
         f"reward/mean rose by {gain:.3g}, eval/reward by {held_out[-1] - held_out[0]:.3g}{seen}",
-        "more problems, fewer `schedule.steps`, or a `reference` KL",
+        "completions with a high reward in samples/, read by hand; " * falls
+        + "more problems, fewer `schedule.steps`, or a `reference` KL",
         "docs/data.md#order",
     )
 
@@ -322,6 +384,8 @@ REWARDS = ("reward/mean", "reward/std", "reward/zero_std_groups")
 UPDATES = ("policy/ratio_deviation", "optim/learning_rate", "optim/grad_norm", "optim/skipped")
 CHECKS = (
     Check(find_constant_reward, REWARDS),
+    Check(find_wrong_sign, ("reward/std",)),
+    Check(find_noise_reward, ("reward/std",)),
     Check(find_collapse, ("reward/mean",)),
     Check(find_equal_groups, REWARDS),
     Check(find_truncation, ("response/truncated", "response/length_mean")),
