@@ -74,16 +74,16 @@ SMALL_OVERRIDES = [
 def start():
     """`start(count, devices, workdir, *overrides)`: `count` processes of `gspax train` with `devices` devices each.
 
-    `only` restricts which of them are started.
+    `only` restricts which of them are started, and `command` is another one than `train`.
     """
     started = []
 
-    def begin(count, devices, workdir, *overrides, file=FILE, only=None):
+    def begin(count, devices, workdir, *overrides, file=FILE, only=None, command=("train",)):
         common = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)]
         processes = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "gspax", "train", file, "--workdir", str(workdir), *common),
+                    *(sys.executable, "-m", "gspax", *command, file, "--workdir", str(workdir), *common),
                     *("--process", str(index), "--join-timeout", "100", *overrides),
                 ],
                 env=variables(devices),
@@ -476,7 +476,7 @@ def test_rows_on_devices_of_several_processes(start, tmp_path, mesh):
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_across_processes(start, tmp_path):
+def test_adapters_are_trained_and_replayed_across_processes(start, tmp_path):
     file = tmp_path / "adapted.py"
     file.write_text(
         "from dataclasses import replace\n"
@@ -485,7 +485,17 @@ def test_adapters_are_trained_across_processes(start, tmp_path):
         "experiment = replace(small, lora=Lora(rank=2))\n"
     )
     overrides = [*SMALL_OVERRIDES, "schedule.steps=2"]
-    finished(start(2, 1, tmp_path / "two", *overrides, file=str(file)))
+    recorded = [*overrides, "schedule.record_rollouts=true"]
+    finished(start(2, 1, tmp_path / "two", *recorded, file=str(file)))
+    replay = "replay-rollouts", str(tmp_path / "two"), "--steps", "0:2"
+    finished(start(2, 1, tmp_path / "again", *recorded, file=str(file), command=replay))
+    again, two = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("again", "two"))
+    steps = [
+        {name: x for name, x in row.items() if not name.startswith((*CLOCKS, "eval/"))}
+        for row in (*again, *two)
+        if "reward/mean" in row
+    ]
+    assert len(steps) == 4 and steps[:2] == steps[2:]
     finished(start(1, 2, tmp_path / "one", *overrides, file=str(file)))
     assert_close(RunDir(tmp_path / "two"), RunDir(tmp_path / "one"))
 

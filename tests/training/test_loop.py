@@ -180,6 +180,18 @@ def test_a_replay_trains_on_the_recorded_rollouts(whole, runtime, tmp_path, monk
             assert states[0].step == states[1].step + experiment.schedule.minibatches
 
 
+@pytest.mark.slow
+def test_a_run_of_adapters_in_a_bucket_is_replayed_there(bucket):
+    run = RunDir(bucket[0])
+    adapted = replace(with_schedule(steps=2, eval_every=0), lora=config.Lora(rank=2))
+    loop.train(adapted, run.path)
+    again = RunDir(run.path.parent / "again")
+    replaying.replay(make_runtime(adapted), run, range(1, 3), again.path)
+    first, second = ([row for row in timeless(each) if "reward/mean" in row] for each in (run, again))
+    keep = [{name: x for name, x in row.items() if not name.startswith("bucket/")} for row in (*first, *second)]
+    assert keep[:2] == keep[2:] and len(keep) == 4
+
+
 @pytest.mark.parametrize(
     ("steps", "change", "message"),
     [
