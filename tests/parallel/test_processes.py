@@ -496,7 +496,7 @@ def test_adapters_are_trained_and_replayed_across_processes(start, tmp_path):
         if "reward/mean" in row
     ]
     assert len(steps) == 4 and steps[:2] == steps[2:]
-    finished(start(1, 2, tmp_path / "one", *overrides, file=str(file)))
+    finished(start(1, 2, tmp_path / "one", *recorded, file=str(file)))
     assert_close(RunDir(tmp_path / "two"), RunDir(tmp_path / "one"))
 
 

@@ -37,12 +37,13 @@ def noise(problem, completion):
     return float(next(COINS))
 
 
+often = replace(experiment.schedule, eval_every=1)  # so that there are enough recorded completions
 COINS = iter(np.random.default_rng(0).integers(0, 2, 10_000))
 BROKEN = {
     "": {},
     "The reward's parser never matches": {"reward": boxed},
-    "The reward is higher without the answer": {"reward": wrong_sign},
-    "The reward is noise": {"reward": noise},
+    "The reward is higher without the answer": {"reward": wrong_sign, "schedule": often},
+    "The reward is noise": {"reward": noise, "schedule": often},
     "Responses are truncated at the limit": {
         "warm_start": None,
         "sampling": replace(experiment.sampling, max_tokens=3),

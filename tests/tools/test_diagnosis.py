@@ -32,6 +32,7 @@ HEALTHY = {
     "policy/clip_fraction_tokens": 0.35,
     "policy/ratio_deviation": 0.02,
     "policy/entropy": 0.5,
+    "policy/kl": 0.01,
     "alarm/entropy": 0.0,
     "optim/learning_rate": 3e-4,
     "optim/grad_norm": 1.2,
@@ -64,6 +65,7 @@ FALLEN = {"reward/mean": [*np.linspace(0.2, 0.6, 30), *np.linspace(0.5, 0.0, 10)
 CASES = {
     "The policy has collapsed": [
         (FALLEN, [], {}, "reward/mean fell to 0 from a best of 0."),
+        (FALLEN | {"policy/kl": [0.1, 0.6] + [0.0] * 48}, [], {}, "; the updates of step 2 have a KL of 0.6"),
         (FALLEN | {"reward/zero_std_groups": [0.2] * 40 + [1.0] * 10}, [], {}, "best of 0."),
     ],
     "The reward's parser never matches": [(CONSTANT, [[RIGHT, WRONG]], {}, "1 of 2 recorded completions contain")],

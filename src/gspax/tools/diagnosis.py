@@ -35,6 +35,7 @@ ENOUGH = 5  # clipped ones expected at that share; then none is an accident in l
 STILL = 3e-5  # |s - 1|: a tenth of the GSPO paper's clip range, beyond which its sequences move in one rollout
 MISMATCH = 0.1  # |Δ log-prob|: noise of 0.08 cost GRPO nothing, noise of 0.24 cost both (experiments/studies/precision)
 FALLEN = 0.1  # of the best mean: far below the dips of a healthy run, and of the guard's alarm, which is at 0.5
+LARGE_KL = 0.4  # nats per token: beyond it all runs with a clip range collapsed (experiments/studies/alarms)
 HELD_OUT = 0.5  # of the gain in training; less says that most of what was learned are the training problems
 NEWEST = 20  # files of samples that are read
 COMPARED, ERRORS = 20, 4  # completions with and without the answer, of each; standard errors between their rewards
@@ -173,9 +174,13 @@ def find_collapse(record: Record) -> Finding | None:
     best, now = record.best("reward/mean"), record.recent("reward/mean")
     if not (best > 0 and now <= FALLEN * best):
         return None
+    evidence = f"reward/mean fell to {now:.3g} from a best of {best:.3g}"
+    steps, sizes = record.series.get("policy/kl", ([], []))
+    if (largest := max(filter(math.isfinite, sizes), default=0.0)) > LARGE_KL:
+        evidence += f"; the updates of step {steps[sizes.index(largest)]} have a KL of {largest:.2g} (policy/kl)"
     return Finding(
         "The policy has collapsed",
-        f"reward/mean fell to {now:.3g} from a best of {best:.3g}",
+        evidence,
         "a checkpoint from before the fall, with a smaller `optimizer.learning_rate` or fewer updates per rollout, and "
         "`guard.collapse=gspax.config.Collapse`",
         "docs/howto/diverged.md#when-a-policy-collapses",
