@@ -32,6 +32,8 @@ from gspax.experiment import (
     warnings,
 )
 from gspax.experiment.description import SOURCE
+from gspax.rewards import http, math
+from gspax.rewards.combination import weighted_sum
 
 STUB = Path(stub_experiment.__file__)
 EXPERIMENT = load(STUB)
@@ -186,6 +188,19 @@ def test_a_rollout_batch_has_no_more_tokens_than_can_be_indexed():
         ({"seed": "3"}, "seed: wanted an integer, got '3'"),
         ({"seed": True}, "seed: wanted an integer, got True"),
         ({"reward": 3}, "reward: wanted a function, got 3"),
+        (
+            {"reward": partial(math.reward, form="box")},
+            "reward.form: wanted 'boxed' or 'hash' or 'tag' or 'answer' or 'number' or None, got 'box'",
+        ),
+        (
+            {"reward": partial(weighted_sum, rewards={"right": partial(http.reward, url="http://a", timeout="10")})},
+            "reward.rewards.right.timeout: wanted a number, got '10'",
+        ),
+        ({"reward": partial(weighted_sum, rewards=["math"])}, "reward.rewards: wanted a mapping, got ['math']"),
+        (
+            {"reward": partial(http.reward, url="http://a", response="reward")},
+            "reward.response: wanted a function, got 'reward'",
+        ),
         ({"warm_start": 3}, "warm_start: wanted a WarmStart or None, got 3"),
         ({"sampling": replace(EXPERIMENT.sampling, top_p="1")}, "sampling.top_p: wanted a number, got '1'"),
         ({"model": None}, "model: wanted a ModelConfig, got None"),

@@ -22,7 +22,7 @@ from gspax.data.tasks import sort
 from gspax.errors import UserError, how_to_install
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.losses import kl, shaping
-from gspax.rewards import code, http, math
+from gspax.rewards import code, format, http, length, math
 from gspax.rewards.calls import Batched
 from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.environments import Step, ToolUse, python
@@ -256,6 +256,9 @@ class Talk:
         (Step(done=True), [], []),
         ((None, ()), ["wanted a gspax.rewards.environments.Step, got tuple"], []),
         (Step(reward=None), [f"reward: {NUMBERS}"], []),
+        (Step(), ["reply: wanted a message, or done=True, got neither"], []),
+        (Step(messages=[{"role": "user", "content": "é"}]), ["reply: ValueError: character 'é' of "], []),
+        (Step(messages="well done"), ["reply: TypeError: string indices must be integers"], []),
         (Step(metrics={"score": None}), ["metrics: wanted numbers by name, got {'score': None}"], []),
         (TimeoutError("no game"), [], ["TimeoutError: no game ("]),
     ],
@@ -376,10 +379,52 @@ def test_a_mistake_for_some_completions_is_a_warning():
     ("reward", "said"),
     [
         (
+            partial(format.match, pattern="(a"),
+            "format.match: pattern: wanted a regular expression, got '(a': missing ),",
+        ),
+        (
+            partial(format.match_tags, tags="think"),
+            "format.match_tags: tags: wanted names of tags, such as ('think', 'answer'), got 'think'",
+        ),
+        (
+            partial(length.within, at_least=10, at_most=5),
+            "length.within: at_most: wanted 0 <= at_least <= at_most and slack >= 0, got at_least=10, at_most=5",
+        ),
+        (partial(length.within, unit="pages"), "length.within: unit: wanted one of words, characters, lines, got"),
+        (partial(weighted_sum, rewards={}), "combination.weighted_sum: rewards: wanted functions by name, got {}"),
+        (
+            partial(weighted_sum, rewards={"right": one}, weights={"form": 0.1}),
+            "combination.weighted_sum: weights: wanted names of rewards (right), got form",
+        ),
+        (
+            partial(weighted_sum, rewards={"right": one}, weights={"right": float("nan")}),
+            "combination.weighted_sum: weights: wanted finite numbers, got nan",
+        ),
+    ],
+)
+def test_keywords_that_make_no_reward_are_one_error(reward, said):
+    (found,), _ = check(reward=reward)
+    assert found.startswith(f"reward: gspax.rewards.{said}")
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (
             partial(http.reward, url="file:///etc/passwd"),
             "url: wanted a URL of http or https, got 'file:///etc/passwd'",
         ),
         (partial(http.reward, url="http://[::1"), "url: wanted a URL of http or https, got 'http://[::1'"),
+        (partial(http.reward, url="http://a/a b"), "url: wanted a URL of http or https, got 'http://a/a b'"),
+        (
+            partial(http.reward, url="http://judge:secret@127.0.0.1:9/"),
+            "url: wanted none with a user name, which would not be sent; token_variable names a token that is",
+        ),
+        (
+            partial(http.reward, url="http://127.0.0.1:9/", request=nothing, response=nothing),
+            "response: wanted a function of 1 arguments, got test_first_calls.nothing: "
+            "missing a required argument: 'completion'",
+        ),
         (
             partial(http.reward, url="http://127.0.0.1:9/", token_variable="NOT_SET_ANYWHERE"),
             "token_variable: wanted the environment variable NOT_SET_ANYWHERE, it is not set",

@@ -1,5 +1,6 @@
 """Rewards from an HTTP service, tested against a server on loopback."""
 
+import datetime
 import itertools
 import json
 import threading
@@ -76,6 +77,11 @@ def test_a_request_contains_the_problem_and_the_completion():
         "metadata": {"level": 1},
     }
     assert headers["Content-Type"] == "application/json" and "Authorization" not in headers
+
+
+def test_metadata_that_is_no_json_is_sent_as_text():
+    problem = Problem("1=", "1", metadata={"day": datetime.date(2026, 1, 2), "level": 3})
+    assert http.to_request(problem, "1")["metadata"] == {"day": "2026-01-02", "level": 3}
 
 
 def test_a_service_may_return_several_rewards():

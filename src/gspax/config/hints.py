@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
 from gspax.config.protocols import is_function_protocol
@@ -51,7 +52,7 @@ def describe_hint(hint: Hint) -> str:
         if typing.get_origin(members[0]) is typing.Literal:
             return f"a tuple of {describe_hint(members[0])}"
         return f"a tuple of {'integers' if members[0] is int else f'{members[0].__name__}s'}"
-    if is_function_protocol(hint):
+    if is_function_protocol(hint) or origin is Callable:
         return "a function"
     plain = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
-    return plain.get(hint) or f"a {hint.__name__}"
+    return plain.get(hint) or f"a {hint.__name__.lower() if origin else hint.__name__}"

@@ -7,15 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isfinite
+from typing import Any
 
+from gspax.config.hints import fits
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import concurrent
+from gspax.rewards.calls import concurrent, needs
 from gspax.rewards.scores import Score, add_up, to_score
 
 _EMPTY: Mapping[str, float] = {}
 
 
+def find_mistake(settings: Mapping[str, Any]) -> str:
+    """Explain what prevents combining rewards with these keywords; empty if nothing."""
+    rewards, weights = settings["rewards"], settings["weights"]
+    if not isinstance(rewards, Mapping) or not rewards:
+        return f"rewards: wanted functions by name, got {rewards!r:.200}"
+    if unknown := sorted(map(str, set(weights) - set(rewards))):
+        return f"weights: wanted names of rewards ({', '.join(rewards)}), got {', '.join(unknown)}"
+    wrong = [weight for weight in weights.values() if not fits(weight, float) or not isfinite(weight)]
+    return f"weights: wanted finite numbers, got {wrong[0]!r:.200}" if wrong else ""
+
+
+@needs(find_mistake)
 @concurrent(0)
 def combine(
     problem: Problem,
@@ -39,11 +54,12 @@ def combine(
       rewards: functions by name, each of which returns one number.
       weights: weights by the same names; 1 for missing names.
     """
-    if unknown := sorted(set(weights) - set(rewards)):
-        raise UserError(f"weights: wanted names of rewards ({', '.join(rewards)}), got {', '.join(unknown)}")
+    if mistake := find_mistake({"rewards": rewards, "weights": weights}):
+        raise UserError(mistake)
     return {name: _weigh(name, reward(problem, completion), weights.get(name, 1.0)) for name, reward in rewards.items()}
 
 
+@needs(find_mistake)
 @concurrent(0)
 def weighted_sum(
     problem: Problem,

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gspax.data.problem import Problem
-from gspax.rewards.calls import PURE, concurrent
+from gspax.rewards.calls import PURE, concurrent, needs
 
 
+def find_mistake(settings: Mapping[str, Any]) -> str:
+    """Explain why a pattern is no regular expression; empty if it is one."""
+    try:
+        re.compile(settings["pattern"])
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        return f"pattern: wanted a regular expression, got {settings['pattern']!r:.200}: {error}"
+    return ""
+
+
+@needs(find_mistake)
 @concurrent(PURE)
 def match(problem: Problem, completion: str, *, pattern: str) -> float:
     """Compute 1.0 if the whole completion matches a regular expression (`.` matches newlines too), else 0.0.
@@ -19,6 +30,14 @@ def match(problem: Problem, completion: str, *, pattern: str) -> float:
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
 
+def find_wrong_tags(settings: Mapping[str, Any]) -> str:
+    """Explain why these are no names of tags; empty if they are."""
+    tags = settings["tags"]
+    are_names = not isinstance(tags, str) and len(tags) > 0 and all(isinstance(tag, str) and tag for tag in tags)
+    return "" if are_names else f"tags: wanted names of tags, such as ('think', 'answer'), got {tags!r:.200}"
+
+
+@needs(find_wrong_tags)
 @concurrent(PURE)
 def match_tags(
     problem: Problem, completion: str, *, tags: Sequence[str] = ("think", "answer"), opened: bool = False

@@ -13,6 +13,7 @@ import pickle
 import sys
 
 from gspax.config.protocols import Reward
+from gspax.config.ranges import Positive, PositiveInt
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, concurrent
@@ -29,8 +30,8 @@ def guard(
     completion: str,
     *,
     reward: Reward,
-    timeout: float = 10.0,
-    workers: int = 2,
+    timeout: Positive = 10.0,
+    workers: PositiveInt = 2,
     failed: float = 0.0,
 ) -> Scores:
     """Call `reward` in a worker; return `failed` if it raises, returns no finite number, hangs or kills its process.

@@ -8,6 +8,8 @@ repeated; then the completion counts as failed (`gspax.rewards.calls`).
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import random
 import time
@@ -16,6 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from gspax.config.functions import title_of
+from gspax.config.ranges import Positive, PositiveInt
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.http_client import Client, RefusedError, UnreachableError
@@ -33,7 +37,7 @@ def to_request(problem: Problem, completion: str) -> dict[str, object]:
         "answer": problem.answer,
         "completion": completion,
         "task": problem.task,
-        "metadata": dict(problem.metadata),
+        "metadata": json.loads(json.dumps(dict(problem.metadata), default=str)),
     }
 
 
@@ -53,10 +57,20 @@ def find_mistake(settings: Mapping[str, Any]) -> str:
     try:
         parts = urlsplit(url)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_usable = is_usable and url.isprintable() and " " not in url
     except (ValueError, TypeError, AttributeError):  # no text, or a broken address or port
         is_usable = False
     if not is_usable:
         return f"url: wanted a URL of http or https, got {url!r}"
+    if parts.username is not None:  # it is not shown: it may hold a password
+        return "url: wanted none with a user name, which would not be sent; token_variable names a token that is"
+    for name, count in (("request", 2), ("response", 1)):
+        try:
+            inspect.signature(settings[name]).bind(*range(count))
+        except TypeError as error:
+            return f"{name}: wanted a function of {count} arguments, got {title_of(settings[name])}: {error}"
+        except ValueError:  # a built-in function without a signature
+            continue
     if variable is not None and variable not in os.environ:
         return f"token_variable: wanted the environment variable {variable}, it is not set"
     return "" if attempts >= 1 else f"attempts: wanted at least 1, got {attempts}"
@@ -72,8 +86,8 @@ def reward(
     request: Callable[[Problem, str], object] = to_request,
     response: Callable[[Any], float | tuple[float, ...]] = from_response,
     token_variable: str | None = None,
-    timeout: float = 10.0,
-    attempts: int = 4,
+    timeout: Positive = 10.0,
+    attempts: PositiveInt = 4,
 ) -> float | tuple[float, ...]:
     """Ask a server for the reward of a completion.
 
@@ -96,7 +110,8 @@ def reward(
       RuntimeError: the server cannot be reached, refuses the request or redirects it; with its status and the start of
         its answer.
     """
-    if mistake := find_mistake({"url": url, "token_variable": token_variable, "attempts": attempts}):
+    given = {"url": url, "token_variable": token_variable, "attempts": attempts}
+    if mistake := find_mistake({**given, "request": request, "response": response}):
         raise UserError(f"reward.{mistake}")
     target, sent = urlsplit(url), request(problem, completion)
     headers = {} if token_variable is None else {"Authorization": f"Bearer {os.environ[token_variable]}"}

@@ -11,13 +11,14 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 from gspax.config.functions import (
     GIVEN_KEYWORDS,
     Function,
     hints_of,
+    is_gspax,
     is_record,
     keywords,
     named_parts,
@@ -107,17 +108,33 @@ def range_problems(record: DataclassInstance) -> Iterator[str]:
     """Yield a sentence for each field or keyword of a function that is out of its annotated range."""
     for key, value, hint, owner in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
-            hints = hints_of(unwrap(value), ranges=True)
-            yield from (
-                problem
-                for name, keyword in keywords(value).items()
-                for problem in _out_of_range(f"{key}.{name}", keyword, hints.get(name))
-            )
+            yield from _keyword_problems(key, value)
         yield from _out_of_range(key, value, hint)
         is_own = type(owner).__module__.startswith("gspax.config.")
         texts = [item for item in value if isinstance(item, str)] if is_own and isinstance(value, tuple) else []
         if len(set(texts)) < len(texts):
             yield f"{key}: wanted each of them once, got {', '.join(texts)}"
+
+
+def _keyword_problems(key: str, function: Function) -> Iterator[str]:
+    """Yield a sentence for each keyword of a function, and of functions in its keywords, with a wrong value.
+
+    The types of gspax's own functions are checked too; annotations of others need not be complete.
+    """
+    inner = unwrap(function)
+    hints, is_own = hints_of(inner, ranges=True), is_gspax(inner)
+    for name, value in keywords(function).items():
+        hint = hints.get(name)
+        if typing.get_origin(hint) is Annotated:
+            yield from _out_of_range(f"{key}.{name}", value, hint)
+        elif (
+            is_own and hint not in (None, typing.Any) and value is not inspect.Parameter.empty and not fits(value, hint)
+        ):
+            yield f"{key}.{name}: wanted {describe_hint(hint)}, got {value!r:.200}"
+        inside = {f".{each}": member for each, member in value.items()} if isinstance(value, Mapping) else {"": value}
+        for each, member in inside.items():
+            if isinstance(member, functools.partial):
+                yield from _keyword_problems(f"{key}.{name}{each}", member)
 
 
 def function_problems(record: DataclassInstance) -> Iterator[str]:

@@ -13,13 +13,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from gspax.config import Evaluation, Experiment, Grading, Published, WarmStart
 from gspax.config.functions import hints_of, is_gspax, keywords, named_parts, title_of, unwrap
-from gspax.config.protocols import Advantage, DataSource, Environment, Problem, Reward
+from gspax.config.protocols import Advantage, ConversationTokenizer, DataSource, Environment, Problem, Reward
+from gspax.data.chat import with_tools
 from gspax.data.problem import read_problem
 from gspax.errors import UserError, describe_error, shorten
 from gspax.experiment.validation.contracts import Context, takes_rewards
@@ -30,6 +31,7 @@ from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewa
 from gspax.rewards.environments.agents import Agent
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Score, read_step, to_result
+from gspax.rollout.episodes import tools_of
 
 _Reward = tuple[str, Reward, Callable[[int], Problem]]  # key, reward, and a function that loads a problem for it
 
@@ -127,7 +129,9 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
         calls.append(_demonstration_call(stage, problem, experiment.seed, check))
     if environment is not None and not is_gspax(type(environment)):
         key, step = f"environment: {title_of(environment.step)}", environment.step
-        calls.append(_Call(key, step, state, problem, tried, _check_step))
+        # that the tokenizer has templates of conversations is checked before
+        chat = with_tools(cast(ConversationTokenizer, experiment.tokenizer), tools_of(environment))
+        calls.append(_Call(key, step, state, problem, tried, partial(_check_step, tokenizer=chat)))
     penalized = any(any(term.reward_penalties()) for term in Passes(experiment).terms)
     check_count = partial(
         _check_count,
@@ -318,9 +322,17 @@ def _check_messages(shown: object) -> str:
     return "" if is_sequence else f"wanted a text or a sequence of texts, got {shorten(repr(shown))}"
 
 
-def _check_step(value: object) -> str:
+def _check_step(value: object, *, tokenizer: ConversationTokenizer) -> str:
+    """Explain what is wrong with a step, or with its reply, which the policy reads."""
     step = read_step(value)
-    return step.reason if isinstance(step, Failure) else ""
+    if isinstance(step, Failure):
+        return step.reason
+    if step.done:
+        return ""
+    try:
+        return "" if tokenizer.encode_reply(step.messages) else "reply: wanted a message, or done=True, got neither"
+    except Exception as error:  # of what the environment has written
+        return f"reply: {error if isinstance(error, UserError) else describe_error(error)}"
 
 
 def _check_reward(
