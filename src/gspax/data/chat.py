@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from gspax.config.protocols import ConversationTokenizer, Message, Problem
+from gspax.config.protocols import ConversationTokenizer, Environment, Message, Problem
 from gspax.data.chat_template import (
     CLOSE,
     OPEN,
@@ -207,6 +207,12 @@ def hf_chat(
         return ChatTokenizer(found.path, system, thinking, date, variables)
     except ValueError as problem:
         raise UserError(f"date: {problem}") from None
+
+
+def tools_of(environment: Environment) -> Sequence[Mapping[str, object]]:
+    """Return the JSON schemas of an environment's tools; empty if it has none."""
+    schemas = getattr(environment, "schemas", None)
+    return schemas() if schemas is not None else ()
 
 
 def with_tools(tokenizer: ConversationTokenizer, tools: Sequence[Mapping[str, object]]) -> ConversationTokenizer:

@@ -19,7 +19,7 @@ import numpy as np
 
 from gspax.config import Grading, Turns
 from gspax.config.protocols import ConversationTokenizer, Environment, Message, Problem, Step, Tokenizer
-from gspax.data.chat import end_before, with_tools
+from gspax.data.chat import end_before, tools_of, with_tools
 from gspax.data.chat_template import opening_of
 from gspax.data.problem import encode_prompt
 from gspax.data.tokenizer import check_ids
@@ -128,12 +128,6 @@ def begin_conversation(problem: Problem, interaction: Interaction) -> Ready:
 def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:
     """Encode a conversation's first messages; `environment.schemas()`, if any, are the template's tools."""
     return list(tokenizer.encode_chat(messages, tools_of(environment)))
-
-
-def tools_of(environment: Environment) -> Sequence[Mapping[str, object]]:
-    """Return the JSON schemas of an environment's tools; empty if it has none."""
-    schemas = getattr(environment, "schemas", None)
-    return schemas() if schemas is not None else ()
 
 
 def encode_demonstration(

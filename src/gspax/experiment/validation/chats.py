@@ -12,7 +12,7 @@ from typing import Any
 from gspax.config import Turns
 from gspax.config.functions import title_of
 from gspax.config.protocols import Environment, Message, Tokenizer
-from gspax.data.chat import ChatTokenizer
+from gspax.data.chat import ChatTokenizer, tools_of
 from gspax.data.chat_template import check_settings, compare_history, shows_tools, whole_tag, write_call
 from gspax.errors import UserError
 from gspax.rewards.environments.family_calls import PARSERS
@@ -38,7 +38,7 @@ def chat_problems(tokenizer: Tokenizer, environment: Environment | None, stop_id
         return
     if environment is not None:
         yield from missing
-        tokenizer = tokenizer.with_tools(_schemas(environment))
+        tokenizer = tokenizer.with_tools(tools_of(environment))
         try:
             yield from _reply_problems(tokenizer, environment)
         except UserError as problem:
@@ -77,7 +77,7 @@ def chat_warnings(tokenizer: Tokenizer, environment: Environment | None, stop_id
     if environment is None:
         yield from missing_stops(tokenizer, stop_ids)
         return
-    tools, role = _schemas(environment), _role(environment)
+    tools, role = tools_of(environment), _role(environment)
     tokenizer = tokenizer.with_tools(tools)
     template = tokenizer.template
     if tools and not shows_tools(template, tools):
@@ -152,14 +152,9 @@ def unused_turns(environment: Environment | None, turns: Turns) -> Iterator[str]
         yield f'turns.discount={turns.discount:g}: without effect, unless turns.credit="turn" with an environment'
 
 
-def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:
-    schemas = getattr(environment, "schemas", None)
-    return schemas() if schemas is not None else ()
-
-
 def _role(environment: Environment) -> str:
     """Return the role of the replies, as far as it can be inferred: an environment of tools has schemas."""
-    return "tool" if _schemas(environment) else "user"
+    return "tool" if tools_of(environment) else "user"
 
 
 def _message(role: str) -> Message:

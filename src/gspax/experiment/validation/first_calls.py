@@ -20,7 +20,7 @@ import numpy as np
 from gspax.config import Evaluation, Experiment, Grading, Published, WarmStart
 from gspax.config.functions import hints_of, is_gspax, keywords, named_parts, title_of, unwrap
 from gspax.config.protocols import Advantage, ConversationTokenizer, DataSource, Environment, Problem, Reward
-from gspax.data.chat import with_tools
+from gspax.data.chat import tools_of, with_tools
 from gspax.data.problem import read_problem
 from gspax.errors import UserError, describe_error, shorten
 from gspax.experiment.validation.contracts import Context, takes_rewards
@@ -31,7 +31,6 @@ from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewa
 from gspax.rewards.environments.agents import Agent
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Score, read_step, to_result
-from gspax.rollout.episodes import tools_of
 
 _Reward = tuple[str, Reward, Callable[[int], Problem]]  # key, reward, and a function that loads a problem for it
 

@@ -11,7 +11,7 @@ import numpy as np
 from gspax.config import Evaluation, Sampling, WarmStart
 from gspax.config.functions import named_parts
 from gspax.config.protocols import DataSource, Environment, Problem, Tokenizer
-from gspax.data.chat import ChatTokenizer
+from gspax.data.chat import ChatTokenizer, tools_of
 from gspax.data.chat_template import opening_of, plain_lead, thinking_marks
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
@@ -98,9 +98,7 @@ def _encoder(texts: Texts) -> _Encode:
             tokens = list(encode_prompt(tokenizer, problem))
         else:
             chat: Any = tokenizer  # has the methods of a `ConversationTokenizer`
-            schemas = getattr(environment, "schemas", None)
-            messages = list(environment.reset(problem)[1])
-            tokens = list(chat.encode_chat(messages, schemas() if schemas is not None else ()))
+            tokens = list(chat.encode_chat(list(environment.reset(problem)[1]), tools_of(environment)))
         check_ids(tokens, texts.vocab_size, problem.prompt)
         if not tokens:
             raise UserError(f"wanted at least one token, got none for the prompt {shorten(repr(problem.prompt))}")
