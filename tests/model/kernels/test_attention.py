@@ -417,18 +417,33 @@ def test_the_platform_of_the_mesh_selects_the_implementation(platform, dtype, T,
 
 
 @pytest.mark.parametrize(
-    ("T", "shards", "window"), [(512, 2, 2**30), (300, 3, 200), (200, 1, 7), (512, 1, 2), (512, 1, 255)]
+    ("T", "shards", "window"), [(512, 2, 2**30), (301, 3, 200), (200, 1, 7), (512, 1, 2), (512, 1, 255)]
 )
 def test_block_shortcuts_agree_with_the_mask(T, shards, window):
     """A block wrongly reported as empty would be skipped."""
-    filled, S = -(-T // 128) * 128, -(-T * shards // 128) * 128
+    S = -(-T * shards // 128) * 128
+    pieces = [np.arange(T)]
+    if shards > 1:  # of each device, the first half and the second half of the one as far from the other end
+        halves = [(np.arange(i * T, i * T + -(-T // 2)), np.arange(i * T + T // 2, i * T + T)) for i in range(shards)]
+        pieces = [halves[i if half == 0 else -1 - i][half] for i in range(shards) for half in range(2)]
+    filled = -(-len(pieces[0]) // 128) * 128
+    position_T = np.concatenate([np.pad(piece, (0, filled - len(piece)), mode="edge") for piece in pieces])
     mask = attention.window_mask(T, shards, window)
-    position_T = np.repeat(np.arange(shards), filled) * T + np.minimum(np.tile(np.arange(filled), shards), T - 1)
     back_TS = position_T[:, None] - np.arange(S)[None]
     wanted = (back_TS >= 0) & (back_TS < window)
-    for i, j in np.ndindex(filled * shards // 128, S // 128):
+    assert mask.shape == wanted.shape
+    for i, j in np.ndindex(len(position_T) // 128, S // 128):
         block = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
         np.testing.assert_array_equal(mask[block], wanted[block])
+
+
+@pytest.mark.parametrize(("T", "shards", "wanted"), [(1024, 2, 5), (1024, 3, 7), (512, 4, 5), (1001, 2, 5)])
+def test_each_device_has_the_same_number_of_blocks(T, shards, wanted):
+    """In the kernel's tables, forward and backward."""
+    tables = attention.splash_masks(T, shards, 1, T * shards)
+    for table in (tables.fwd_mask_info, tables.dq_mask_info, tables.dkv_mask_info):
+        devices = np.split(np.asarray(table.block_mask), shards, axis=1)
+        assert [np.count_nonzero(blocks) for blocks in devices] == [wanted] * shards
 
 
 def test_splash_scales_queries_in_float32():
@@ -438,5 +453,5 @@ def test_splash_scales_queries_in_float32():
     def queries(q_NTH, k_KSH, v_KSH, segment_ids, sinks):
         return q_NTH
 
-    got = attention.attend_by_splash(queries, Shard(q, k, v, segment_BT, segment_BT, None, 0))
+    got = attention.attend_by_splash(queries, Shard(q, k, v, segment_BT, segment_BT, None))
     np.testing.assert_array_equal(got, (q.astype(jnp.float32) * 128**-0.5).astype(jnp.bfloat16))

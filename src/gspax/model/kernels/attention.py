@@ -15,9 +15,10 @@ host) choose one of them:
 cuDNN and plain XLA process long rows in chunks of queries and recompute a chunk's scores in the backward pass, so that
 at most SCORE_BUDGET scores exist at once instead of B·N·T·T.
 
-On a mesh each device computes its own rows, its own heads and, where time is sharded, its own chunk of the queries, for
-which it gathers the keys and values of the whole rows. That is exact and simple, and with grouped queries the keys and
-values are small; but the device with the end of a row has more to attend to than the one with its start.
+On a mesh each device computes its own rows, its own heads and, where time is sharded, a share of the queries, for which
+it gathers the keys and values of the whole rows. That is exact and simple, and with grouped queries the keys and values
+are small. Later queries have more keys, so a device exchanges the second half of its queries for that of the device as
+far from the other end (`deal`): then all have the same number of keys in total. Nothing outside of this file sees it.
 
 Axes: B rows, T queries of a device, S keys (of the whole row), N query heads, K key heads, R = N/K, H head, C queries
 of a chunk or positions of a block; X blocks of queries and Y of keys, of all rows, Q = R·C queries of a key head.
@@ -76,7 +77,7 @@ class Rows(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """One device's queries, all keys that they may attend to, and the heads of both."""
+    """The queries of one device, all keys that they may attend to, and the heads of both."""
 
     q_BTNH: Array
     k_BSKH: Array
@@ -84,7 +85,7 @@ class Shard(NamedTuple):
     segment_BT: Array  # of the queries
     segment_BS: Array  # of the keys
     tree: Tree | None  # of the keys
-    first: Array | int  # position of the first query among the keys
+    first: tuple[Array | int, ...] = (0,)  # positions among the keys of the first queries of equally long pieces
     sinks_N: Array | None = None  # float32
 
 
@@ -170,12 +171,13 @@ def _on_mesh(
         constants: PyTree, qkv: list[Array], sinks_N: Array | None, segment_BT: Array, tree: Tree | None
     ) -> Array:
         q, k, v = qkv
-        segment_BS = segment_BT
-        first: Array | int = 0
-        if rows.shards(rows.time) > 1:
-            k, v, segment_BS = (lax.all_gather(x, rows.time, axis=1, tiled=True) for x in (k, v, segment_BT))
-            first = lax.axis_index(rows.time) * q.shape[1]
-        return attend(constants, Shard(q, k, v, segment_BT, segment_BS, tree, first, sinks_N))
+        if rows.shards(rows.time) == 1:
+            return attend(constants, Shard(q, k, v, segment_BT, segment_BT, tree, sinks_N=sinks_N))
+        T = q.shape[1]
+        k, v, segment_BS = (lax.all_gather(x, rows.time, axis=1, tiled=True) for x in (k, v, segment_BT))
+        q, segment_BT = deal(q, rows.time), deal(segment_BT, rows.time)
+        first = first_of_pieces(T, rows.shards(rows.time), lax.axis_index(rows.time))
+        return collect(attend(constants, Shard(q, k, v, segment_BT, segment_BS, tree, first, sinks_N)), T, rows.time)
 
     by_token, spec = PartitionSpec(rows.rows, rows.time), PartitionSpec(rows.rows, rows.time, rows.heads)
     return jax.shard_map(
@@ -187,6 +189,32 @@ def _on_mesh(
     )(constants, qkv, None if sinks_N is None else sinks_N.astype(jnp.float32), rows.segment_BT, rows.tree)
 
 
+def first_of_pieces(T: int, shards: int, shard: Any) -> tuple[Any, Any]:
+    """Return the positions of the first queries of a device's two pieces, of T of its own.
+
+    The first piece is the first half of its own, the second is the second half of the device as far from the other end.
+    Together they have the same number of earlier positions on every device. If T is odd, the halves share a position.
+    """
+    return shard * T, (shards - 1 - shard) * T + T // 2
+
+
+def deal(x_BT: Array, axis: Axes) -> Array:
+    """Return the two pieces of a device, `[B, 2 ⌈T/2⌉, ...]`, from its own T positions."""
+    half = -(-x_BT.shape[1] // 2)
+    return jnp.concatenate([x_BT[:, :half], _mirrored(x_BT[:, -half:], axis)], axis=1)
+
+
+def collect(x_BT: Array, T: int, axis: Axes) -> Array:
+    """Return the T positions of a device from two pieces; the inverse of `deal`."""
+    first, second = jnp.split(x_BT, 2, axis=1)
+    return jnp.concatenate([first[:, : T // 2], _mirrored(second, axis)], axis=1)
+
+
+def _mirrored(x: Array, axis: Axes) -> Array:
+    last = lax.axis_size(axis) - 1
+    return lax.ppermute(x, axis, [(place, last - place) for place in range(last + 1)])
+
+
 # --- plain XLA and cuDNN, in chunks of queries -----------------------------------------------------------------------
 
 
@@ -195,7 +223,7 @@ def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     q_BTNH, k_BSKH, v_BSKU, segment_BT, segment_BS, tree, first, sinks_N = shard
     sinks = () if sinks_N is None else (sinks_N,)
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
-    position_T = first + jnp.arange(T)
+    position_T = jnp.concatenate([begin + jnp.arange(T // len(first)) for begin in first])
 
     def attend(q_BCNH: Array, segment_BC: Array, position_C: Array, k_BSKH: Array, v_BSKU: Array) -> Array:
         back_1CS = (position_C[:, None] - jnp.arange(S)[None])[None]
@@ -278,7 +306,7 @@ class Blocks(NamedTuple):
     segment_XC: Array
     segment_YC: Array
     until_YC: Array | None  # as in `Tree`
-    first: Array | int  # position of a row's first query
+    begin_I: Array  # position of the first query of each of a row's blocks
     window: Array
     key_XJ: Array  # the J blocks of keys of the row; those that a block of queries needs come first
     count_X: Array  # how many those are
@@ -286,8 +314,8 @@ class Blocks(NamedTuple):
     def visit(self, x: Array, n: Array, heads: int) -> tuple[Array, Array]:
         """Return the n-th block of keys for a block of queries, and which keys its queries attend to, [1, Q, C]."""
         y, size, J = self.key_XJ[x, n], self.segment_XC.shape[1], self.key_XJ.shape[1]
-        queries = self.count_X.shape[0] * J // self.segment_YC.shape[0]  # blocks in a row
-        begin, between = self.first + x % queries * size, self.first + (x % queries - y % J) * size
+        begin = self.begin_I[x % len(self.begin_I)]
+        between = begin - y % J * size
         if self.until_YC is None:
             related_CC = self.segment_XC[x][:, None] == self.segment_YC[y][None]
         else:
@@ -299,37 +327,42 @@ class Blocks(NamedTuple):
 def attend_by_blocks(window: Array, shard: Shard) -> Array:
     """Compute softmax(q k / √H) v without the masked blocks of scores; the results of blocks of padding are 0."""
     q_BTNH, k_BSKH, v_BSKU, segment_BT, segment_BS, tree, first, sinks_N = shard
-    (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
-    size = -(-T // -(-T // BLOCK) // 8) * 8  # of equal blocks, in multiples of 8 positions
+    (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    piece = T // len(first)
+    size = -(-piece // -(-piece // BLOCK) // 8) * 8  # of equal blocks, in multiples of 8 positions
 
-    def split(x_BT: Array) -> Array:
-        """Split [B, T, ...] into [X, C, ...]."""
-        padded = jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % size), *[(0, 0)] * (x_BT.ndim - 2)))
+    def split(x_BT: Array, length: int) -> Array:
+        """Split [B, T, ...], pieces of a length, into [X, C, ...]."""
+        x_ZL = x_BT.reshape(-1, length, *x_BT.shape[2:])
+        padded = jnp.pad(x_ZL, ((0, 0), (0, -length % size), *[(0, 0)] * (x_BT.ndim - 2)))
         return padded.reshape(-1, size, *x_BT.shape[2:])
 
-    segment_XC, segment_YC = split(segment_BT), split(segment_BS)
+    segment_XC, segment_YC = split(segment_BT, piece), split(segment_BS, S)
     own, keys = (_range(x.reshape(B, -1, size)) for x in (segment_XC, segment_YC))
-    queries, J = own[0].shape[1], keys[0].shape[1]
-    between_IJ = first + (jnp.arange(queries)[:, None] - jnp.arange(J)[None]) * size  # of their first positions
+    J = keys[0].shape[1]
+    begin_I = jnp.concatenate([begin + jnp.arange(0, piece, size) for begin in first])
+    between_IJ = begin_I[:, None] - jnp.arange(J)[None] * size  # of their first positions
     reachable_IJ = (between_IJ > -size) & (between_IJ < window + size - 1)
     if tree is None:
         until_YC, related_BIJ = None, _overlap(own, keys)
     else:
-        until_YC = split(tree.until_BT)
+        until_YC = split(tree.until_BT, S)
         last_BJ = jnp.where(segment_YC > 0, until_YC, 0).reshape(B, J, size).max(axis=2)
-        begin_I = first + jnp.arange(queries) * size
         related_BIJ = (begin_I[None, :, None] < last_BJ[:, None]) & (own[1] > 0)[:, :, None]
     needed_BIJ = related_BIJ & reachable_IJ[None]
     key_BIJ = jnp.argsort(~needed_BIJ, axis=2, stable=True).astype(jnp.int32)
     key_BIJ += J * jnp.arange(B, dtype=jnp.int32)[:, None, None]
     count_X = needed_BIJ.sum(axis=2, dtype=jnp.int32).reshape(-1)
-    blocks = Blocks(segment_XC, segment_YC, until_YC, first, window, key_BIJ.reshape(-1, J), count_X)
-    q_XKQH = split(q_BTNH).reshape(-1, size, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * size, H)
-    k_YKSH, v_YKSU = (split(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKU))
+    blocks = Blocks(segment_XC, segment_YC, until_YC, begin_I, window, key_BIJ.reshape(-1, J), count_X)
+    q_XKQH = (
+        split(q_BTNH, piece).reshape(-1, size, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * size, H)
+    )
+    k_YKSH, v_YKSU = (split(x, S).swapaxes(1, 2) for x in (k_BSKH, v_BSKU))
     sink_KQ1 = None if sinks_N is None else jnp.repeat(sinks_N.reshape(K, -1), size, axis=1)[..., None]
     context_XKQU = _attend(q_XKQH, k_YKSH, v_YKSU, sink_KQ1, blocks)
     context_XCKRU = context_XKQU.reshape(-1, K, N // K, size, v_BSKU.shape[3]).transpose(0, 3, 1, 2, 4)
-    return context_XCKRU.reshape(B, -1, N, v_BSKU.shape[3])[:, :T]
+    context_ZLNU = context_XCKRU.reshape(B * len(first), -1, N, v_BSKU.shape[3])[:, :piece]
+    return context_ZLNU.reshape(B, T, N, v_BSKU.shape[3])
 
 
 def _range(number_BIC: Array) -> tuple[Array, Array]:
@@ -417,8 +450,9 @@ _attend.defvjp(_attend_forward, _attend_backward)
 # itself. Nothing of size T·S exists, forward or backward. Lengths are padded to whole blocks: padding keys come after
 # every query, padding queries attend like the last real one and are dropped.
 #
-# Where time is sharded, `shards` equal chunks of queries attend to all keys. Which blocks a device computes is then its
-# shard of three small tables, the `Masks`, which go through `shard_map` with the arrays.
+# Where time is sharded, the two pieces of queries of each of `shards` devices attend to all keys. Which blocks a device
+# computes is then its shard of three small tables, the `Masks`, which go through `shard_map` with the arrays. Each
+# piece is padded by itself, and no block has queries of both.
 
 
 class _Window(LocalMask):
@@ -426,7 +460,7 @@ class _Window(LocalMask):
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         position_T, keys = self.q_sequence[index[0]], index[1]
-        first, last, back = position_T[0], position_T[-1], self.window_size[0]  # positions never decrease
+        first, last, back = position_T[0], position_T[-1], self.window_size[0]  # positions of a block never decrease
         shape = (len(position_T), keys.stop - keys.start)
         if keys.start > last or keys.stop <= first - back:
             return np.zeros(shape, bool)
@@ -436,11 +470,13 @@ class _Window(LocalMask):
 
 
 def window_mask(T: int, shards: int, window: int) -> _Window:
-    """Return which keys a query attends to, by position; chunks of T queries are padded with their last position."""
-    padded = _padded(T)
-    position = np.arange(padded * shards, dtype=np.int32)
-    mask = _Window((padded * shards, _padded(T * shards)), window_size=(window - 1, 0), offset=0)
-    mask.q_sequence = position // padded * T + np.minimum(position % padded, T - 1)
+    """Return which keys a query attends to, by position; pieces of queries are padded with their last position."""
+    first, piece = np.arange(shards)[:, None] * T, T
+    if shards > 1:
+        first, piece = np.stack(first_of_pieces(T, shards, np.arange(shards)), axis=1), -(-T // 2)
+    position = first[..., None] + np.minimum(np.arange(_padded(piece)), piece - 1)
+    mask = _Window((position.size, _padded(T * shards)), window_size=(window - 1, 0), offset=0)
+    mask.q_sequence = position.reshape(-1).astype(np.int32)
     return mask
 
 
@@ -453,7 +489,8 @@ def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool =
       interpret: run in Pallas' interpreter, on any platform.
     """
     mask = window_mask(T, shards, window)
-    q, kv = (next(size for size in SPLASH_BLOCKS if _padded(length) % size == 0) for length in (T, T * shards))
+    lengths = T if shards == 1 else -(-T // 2), T * shards
+    q, kv = (next(size for size in SPLASH_BLOCKS if _padded(length) % size == 0) for length in lengths)
     by_query = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q)
     by_key = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
     with jax.ensure_compile_time_eval():  # the tables are constants, also while tracing
@@ -468,12 +505,15 @@ def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool =
 
 def attend_by_splash(tables: Masks, shard: Shard) -> Array:
     """Compute softmax(q k / √H) v over what the tables, the segments and the tree let a query attend to."""
-    q_BTNH, k_BSKH, v_BSKU, segment_BT, segment_BS, tree, _, sinks_N = shard
-    T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
-    pad_T, pad_S = _padded(T) - T, _padded(S) - S
+    q_BTNH, k_BSKH, v_BSKU, segment_BT, segment_BS, tree, first, sinks_N = shard
+    (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    piece = T // len(first)
 
-    def heads_first(x_BTNH: Array, padding: int) -> Array:
-        return jnp.pad(x_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
+    def pad(x_BT: Array, length: int, mode: str = "constant") -> Array:
+        """Pad [B, T, ...], pieces of a length, to whole blocks each."""
+        x_ZL = x_BT.reshape(-1, length, *x_BT.shape[2:])
+        padded = jnp.pad(x_ZL, ((0, 0), (0, _padded(length) - length), *[(0, 0)] * (x_BT.ndim - 2)), mode=mode)
+        return padded.reshape(B, -1, *x_BT.shape[2:])
 
     def one_row(
         q_NTH: Array, k_KSH: Array, v_KSU: Array, segment_T: Array, segment_S: Array, parent_S: Array | None
@@ -483,19 +523,17 @@ def attend_by_splash(tables: Masks, shard: Shard) -> Array:
             return tables(q_NTH, k_KSH, v_KSU, segment_ids=own, sinks=sinks_N)
         return _attend_to_levels(tables, q_NTH, k_KSH, v_KSU, (own, parent_S))
 
-    def pad(segment_BT: Array, padding: int) -> Array:
-        return jnp.pad(segment_BT, ((0, 0), (0, padding)), mode="edge")
-
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
     context_BNTU = jax.vmap(one_row)(
-        heads_first(scaled_BTNH, pad_T),
-        heads_first(k_BSKH, pad_S),
-        heads_first(v_BSKU, pad_S),
-        pad(segment_BT, pad_T),
-        pad(segment_BS, pad_S),
+        pad(scaled_BTNH, piece).swapaxes(1, 2),
+        pad(k_BSKH, S).swapaxes(1, 2),
+        pad(v_BSKU, S).swapaxes(1, 2),
+        pad(segment_BT, piece, "edge"),
+        pad(segment_BS, S, "edge"),
         None if tree is None else tree.parent_BS,
     )
-    return context_BNTU[:, :, :T].swapaxes(1, 2)
+    context_ZLNU = context_BNTU.swapaxes(1, 2).reshape(B * len(first), -1, N, v_BSKU.shape[3])[:, :piece]
+    return context_ZLNU.reshape(B, T, N, v_BSKU.shape[3])
 
 
 @jax.custom_vjp
