@@ -17,6 +17,8 @@ import tiny
 from api import Limits, Sampler, doctor, expert_ffn, main, manifest, quantization, segments, train_step
 from jax import lax
 
+from gspax.config import layers_of
+from gspax.config.layers import Mixer
 from gspax.model import latent_attention
 from gspax.model.kernels import attention, expert_parallel, gated_delta
 from gspax.parallel import watchdog
@@ -218,6 +220,18 @@ def test_a_checkpoint_is_written_read_and_deleted(is_local, trainer, bucket, tmp
 
 
 WAYS = {f"log-probs, experts, float32, {where}" for where in ("sampler", "learner", "both")}
+
+
+def test_log_probs_are_compared_for_every_kind_of_layer_on_demand(tmp_path):
+    place, begins = results.Place(tmp_path, shared=False), "log-probs, "
+    some, every = (
+        [name for name in checklist.make_checks(place, every_kind=all_of_them) if name.startswith(begins)]
+        for all_of_them in (False, True)
+    )
+    assert some == ["log-probs, experts, float32"]
+    assert every == [f"log-probs, {kind}, {dtype}" for dtype in ("float32", "bfloat16") for kind in agreement.KINDS]
+    mixers = {type(layer.mixer) for model in agreement.KINDS.values() for layer in layers_of(model)}
+    assert mixers == {kind for kind in Mixer.__subclasses__() if kind.__module__ == Mixer.__module__}
 
 
 @pytest.mark.slow
