@@ -808,7 +808,7 @@ def test_a_step_of_the_loop(monkeypatch):
     def update(state, batch, on_policy):
         updated.append((batch, on_policy))
         scores = score(state.params, batch.tokens_BT, batch.segment_BT, batch.mask_BT)
-        scores = scores._replace(count_LE=jnp.array([[2, 2, 0, 0]]))
+        scores = scores._replace(count_LE=jnp.array([[2, 2, 0, 0]]), response_LE=jnp.array([[2, 0, 0, 0]]))
         skipped = len(updated) == 1  # the optimizer's count stays
         metrics = {"loss": jnp.float32(len(updated)), "skipped": jnp.float32(skipped), "empty": jnp.float32(0)}
         done = optax.ScaleByScheduleState(state.opt_state.count + (not skipped))
@@ -842,7 +842,10 @@ def test_a_step_of_the_loop(monkeypatch):
     assert metrics["mismatch/abs_diff"] == metrics["mismatch/abs_diff_largest_max"] == 0.5
     assert metrics["optim/learning_rate"] == 3 / 8, "of the last update, the sixth, after three applied ones"
     assert metrics["routing/changed"] == 0.5, "one of two experts is another one after two updates"
-    assert metrics["routing/load_max"] == 2.0 and metrics["routing/load_min"] == 0.0
+    assert (
+        metrics["routing/load_max"] == metrics["routing/response_load_max"] == 2.0
+        and metrics["routing/load_min"] == 0.0
+    )
 
 
 def test_a_dense_model_has_no_routing_metrics_and_no_forward_pass_for_them():
