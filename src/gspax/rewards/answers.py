@@ -63,9 +63,10 @@ _BELOW_ZERO = re.compile(
 _DEGREES = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
 _PERCENT = re.compile(r"(?<=\d) ?per ?cent(?![a-z])", re.IGNORECASE)
 _WORDS = re.compile(r"[a-z]{2,}(?: [a-z]{2,})*", re.IGNORECASE)
-_PROSE = re.compile(r"(?=.*[a-z]{3})[a-z' ]+", re.IGNORECASE)  # xy is a product
+_PROSE = re.compile(r"[a-z' ]+", re.IGNORECASE)
+_NO_PRODUCT = re.compile(r"[a-z]{3}|\bno\b", re.IGNORECASE)  # xy is one
 # A letter of multiple choice, alone or before its text: `B`, `(B)`, `B) 12`, `\textbf{(B)}\ 12`, `B. Paris`.
-_LETTER = re.compile(r"\(?([A-Z])\)?")
+_LETTER = re.compile(r"(?:(?i:option|choice) )?\(?([A-Z])\)?")
 _CHOICE = re.compile(
     r"(?:\\(?:text|textbf|mathrm|mathbf|bf)\s?\{\s*)?(?:\(?([A-Z])(?:\)|[.:](?=[\s}]))\}?|([A-Z])\}[.:)])"
     r"(?!.*(?:\([A-Z]\)|\b[A-Z](?:\)|[.:]\s)))"
@@ -76,8 +77,8 @@ _RESIDUE = re.compile(
 _MODULO = re.compile(r"\\[pb]?mod(?![a-zA-Z])|\\equiv(?![a-zA-Z])|≡|\(mod\b")
 # Numbers with units or words between them: `5 feet 6 inches`, `5 apples, 6 pears`, `5 or 6`.
 _SEVERAL = re.compile(
-    rf"-?\\?[$€£]?\d[\d.,/]*\s*(?:{_TEXT}\s*\{{\s*)?(?![xX]\s*\d)[a-zA-Z][a-zA-Z\s.,]*(?:\}}[\s,]*(?:\\(?:text)?\{{)?)?"
-    r"\\?[$€£]?\d"
+    rf"(?:[a-zA-Z']{{1,20}} ){{0,6}}-?\\?[$€£]?\d[\d.,/]*\s*(?:{_TEXT}\s*\{{\s*)?(?![xX]\s*\d)[a-zA-Z][a-zA-Z\s.,]*"
+    r"(?:\}[\s,]*(?:\\(?:text)?\{)?)?\\?[$€£]?\d"
 )
 # Words that say that a text is no number.
 _PARTS = ("half", "third", "quarter", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth")
@@ -200,7 +201,7 @@ def compare(expected: str, answer: str) -> bool | None:
         return False
     if expected == answer or (expected.lower() == answer.lower() and _WORDS.fullmatch(expected)):
         return True
-    for decide in (same_time, _compare_words, _compare_choices, _compare_residues, _compare_several):
+    for decide in (same_time, _compare_choices, _compare_words, _compare_residues, _compare_several):
         if (same := decide(expected, answer)) is not None:
             return same
     if _DOTS.search(expected + answer):  # a parser drops them together with the omitted part
@@ -348,7 +349,7 @@ def _tidy(answer: str) -> str:
 
 def _bare(answer: str) -> str:
     """Remove math delimiters, a final period, and commands that only affect the looks of an answer."""
-    answer = write_numbers(_tidy(answer)).strip().rstrip(".,;").strip()
+    answer = write_numbers(_tidy(answer)).strip().rstrip(".,;?").strip()
     for left, right in _DELIMITERS:
         inner = answer[len(left) : len(answer) - len(right)]
         if answer.startswith(left) and answer.endswith(right) and len(answer) > len(left + right) and left not in inner:
@@ -402,7 +403,7 @@ def _dozens(answer: str) -> Fraction | None:
 
 def _compare_words(expected: str, answer: str) -> bool | None:
     """Compare two texts of words, whose order around `and` and `or` is free; a parser would multiply their letters."""
-    if not _PROSE.fullmatch(expected) or not _PROSE.fullmatch(answer):
+    if not (_PROSE.fullmatch(expected) and _PROSE.fullmatch(answer) and _NO_PRODUCT.search(f"{expected} {answer}")):
         return None
     first, second = (sorted(re.split(" (?:and|or) ", text.lower())) for text in (expected, answer))
     return first == second

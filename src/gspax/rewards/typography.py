@@ -23,6 +23,7 @@ _MINUS = re.compile(r"\A[–—] ?(?=[$€£]?\.?\d)")
 _BEFORE = re.compile(
     r"\A(?:(?:approximately|approx\.?|about|around|roughly)\s+|(?:\\approx|≈)\s*|#)(?=\\?[$€£]?\d)", re.IGNORECASE
 )
+_IN_MATH = re.compile(r"\A(?:\$([^$]*[^$\s])\$|\\\((.*?)\\\))(?=\s*[a-zA-Z][a-zA-Z\s]*\.?\Z)")  # `$72$ dollars`
 _COLOR = re.compile(r"\\(?:text)?color\s?\{\w+\}")
 # Names and characters of the same thing, of which parsers read one.
 _NAMES = re.compile(r"\\(?:(varnothing)|(nicefrac|sfrac|cfrac)|(colon))(?![a-zA-Z])")
@@ -63,7 +64,7 @@ def plain(answer: str) -> str:
     >>> plain("≈ 3½ ✅"), plain("1.2x10⁻³"), plain(r"\text{18 apples}"), plain("twelve (12)"), plain("3 P.M.")
     ('3 1/2', '1.2 \\times 10^{-3}', '18 apples', '12', '3 pm')
     """
-    answer = _AT_ENDS.sub("", _COLOR.sub("", _TAGS.sub("", answer)))
+    answer = _IN_MATH.sub(r"\1\2", _AT_ENDS.sub("", _COLOR.sub("", _TAGS.sub("", answer))))
     if whole := _WHOLE.fullmatch(answer) or _SAID_TWICE.fullmatch(answer):
         answer = next(filter(None, whole.groups())).strip()
     answer = _MINUS.sub("-", _BEFORE.sub("", _LABEL.sub("", answer)))
