@@ -42,7 +42,10 @@ from gspax.losses import correction, kl
 
 CONFIG = tiny.MOE
 B, T = 16, 12
-LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo, "nll": warm_start.nll}
+LOSSES = {
+    **{"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo},
+    "nll": lambda logp, old_logp, advantage, mask: warm_start.nll(logp, mask),
+}
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
 TEMPERATURE = 0.8
 SCORING = 3  # shard_maps of scoring: log-probs, and two copies of the head, one of them for its gradient only
