@@ -114,7 +114,7 @@ def _check(function: Function, call: _Call) -> None:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 # inside a trace, a jax function of these numbers does not start a device
-                jax.eval_shape(lambda: run(*map(_example, call.arguments)))
+                jax.eval_shape(lambda: run(*map(example, call.arguments)))
     except _BreachError:
         raise
     except Exception as error:
@@ -123,7 +123,7 @@ def _check(function: Function, call: _Call) -> None:
         raise _BreachError(_raised(function, error)) from error
 
 
-def _example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+def example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
     """Make an array of numbers that differ within a row."""
     return (np.arange(shape.size).reshape(shape.shape) % 2).astype(shape.dtype)
 
@@ -189,8 +189,15 @@ class Context:
     @property
     def loss_call(self) -> _Call:
         """The call of the loss."""
-        (field,) = (field for field in fields(self.of) if field.key == "loss")
-        return _loss(self, field)
+        return _loss(self, self._field("loss"))
+
+    @property
+    def advantage_call(self) -> _Call:
+        """The call of the advantage."""
+        return _advantage(self, self._field("advantage"))
+
+    def _field(self, key: str) -> Field:
+        return next(field for field in fields(self.of) if field.key == key)
 
     @property
     def packed(self) -> bool:

@@ -25,7 +25,7 @@ from gspax.data.problem import read_problem
 from gspax.errors import UserError, describe_error, shorten
 from gspax.experiment.validation.contracts import Context, takes_rewards
 from gspax.experiment.validation.first_prompts import Texts, prompt_problems
-from gspax.experiment.validation.probes import probe_loss
+from gspax.experiment.validation.probes import probe_advantage, probe_loss
 from gspax.model.passes import Passes
 from gspax.rewards.calls import Batched, Calls, Failure, find_missing, find_rewards, inner_function, members
 from gspax.rewards.environments.agents import Agent
@@ -148,7 +148,7 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
     if is_gspax(experiment.reward) and hints_of(unwrap(experiment.reward)).get("return") in (float, Score):
         problems += [f"reward: {title_of(experiment.reward)}: {reason}" for reason in [check_count(1)] if reason]
     problems += _missing_answers(rewards)
-    problems += probe_loss(Context(experiment), warn)
+    problems += [*probe_advantage(Context(experiment)), *probe_loss(Context(experiment), warn)]
     sampling, steps, size = experiment.sampling, experiment.schedule.steps, experiment.model.vocab_size
     texts = Texts(
         experiment.data, environment, experiment.tokenizer, size, sampling, steps, experiment.evaluation, stage

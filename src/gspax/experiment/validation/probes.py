@@ -1,6 +1,6 @@
-"""A loss of the user, computed once with a few numbers: what tracing its shapes (`contracts`) cannot show.
+"""A loss and an advantage of the user, computed once with a few numbers: what tracing their shapes cannot show.
 
-gspax's own losses are tested, and are not called.
+gspax's own are tested, and are not called.
 """
 
 from __future__ import annotations
@@ -11,10 +11,21 @@ import jax
 import numpy as np
 
 from gspax.config.functions import is_gspax, title_of
-from gspax.experiment.validation.contracts import Context
+from gspax.experiment.validation.contracts import Context, example
 
 LOGP = np.array([[-1.0, -2.0, -0.5], [-3.0, -1.5, -0.7]], np.float32)
 MASK = np.array([[False, True, True], [False, True, False]])
+
+
+def probe_advantage(context: Context) -> Iterator[str]:
+    """Yield a sentence if the advantage of a valid experiment is not finite for rewards that differ in each group."""
+    if is_gspax(advantage := context.of.advantage):
+        return
+    call = context.advantage_call
+    rewards, *masks = map(example, call.arguments)
+    rewards = 0.25 + 0.5 * rewards
+    if not np.all(np.isfinite(call.function(rewards, *map(np.ones_like, masks), **call.options))):
+        yield f"advantage: {title_of(advantage)}: wanted finite numbers for rewards of 0.25 and 0.75, got others"
 
 
 def probe_loss(context: Context, warn: Callable[[str], None]) -> Iterator[str]:
