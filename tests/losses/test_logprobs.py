@@ -258,7 +258,7 @@ def test_invalid_arguments_are_rejected():
         losses.token_logp(np.asarray(logits, np.float64), tokens)
     with pytest.raises(ValueError, match=r"logits_BTV must be .*\[B, T, V\]; got float32 \[11, 7\]"):
         losses.token_logp(logits[0], tokens)
-    with pytest.raises(TypeError, match=r"tokens_BT must be a int32 .*got float32"):
+    with pytest.raises(TypeError, match=r"tokens_BT must be an int32 .*got float32"):
         losses.token_logp(logits, tokens.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"tokens_BT must have shape \[3, 11\].*got \[3, 10\]"):
         losses.token_logp(logits, tokens[:, 1:])

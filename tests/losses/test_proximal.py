@@ -46,7 +46,7 @@ def test_invalid_arguments_are_rejected():
     logp, sampler_logp, age = drawn()
     for arguments, error, message in (
         ((logp.astype(np.float64), sampler_logp, age), TypeError, r"^logp must be a float32 array"),
-        ((logp, sampler_logp, age.astype(np.float32)), TypeError, r"^age must be a int32 array"),
+        ((logp, sampler_logp, age.astype(np.float32)), TypeError, r"^age must be an int32 array"),
         ((logp, sampler_logp[:1], age), ValueError, r"^sampler_logp must have shape \[8, 9\], as logp has"),
     ):
         with pytest.raises(error, match=message):

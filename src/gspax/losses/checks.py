@@ -23,7 +23,7 @@ LOWEST_LOGP = -1e30  # a few of them still have a finite sum
 
 def array(name: str, value: object, dtype: DTypeLike, axes: str, why: str = "") -> Array:
     """Return `value` as a jax array if it has this dtype and one dimension per letter of `axes`."""
-    wanted = f"{name} must be a {np.dtype(dtype).name} array [{', '.join(axes)}]"
+    wanted = f"{name} must be {'an' if dtype == np.int32 else 'a'} {np.dtype(dtype).name} array [{', '.join(axes)}]"
     # The dtype is read before jax sees the array: jnp.asarray would silently make float32 of numpy's float64.
     if getattr(value, "dtype", dtype) != dtype:
         raise TypeError(f"{wanted}{why}; got {describe(value)}")

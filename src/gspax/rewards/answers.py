@@ -69,7 +69,7 @@ _NO_PRODUCT = re.compile(r"[a-z]{3}|\bno\b", re.IGNORECASE)  # xy is one
 _LETTER = re.compile(r"(?:(?i:option|choice) )?\(?([A-Z])\)?")
 _CHOICE = re.compile(
     r"(?:\\(?:text|textbf|mathrm|mathbf|bf)\s?\{\s*)?(?:\(?([A-Z])(?:\)|[.:](?=[\s}]))\}?|([A-Z])\}[.:)])"
-    r"(?!.*(?:\([A-Z]\)|\b[A-Z](?:\)|[.:]\s)))"
+    r"(?!\s*(?:,|(?:\\text\s?\{\s*)?(?:or|and)\b))(?!.*(?:\([A-Z]\)|\b[A-Z](?:\)|[.:]\s)))"
 )
 _RESIDUE = re.compile(
     r"(?:[a-zA-Z] ?(?:\\equiv|≡|=) ?)?(-?\d{1,300}) ?(?:\(|\\[pb]?|)mod(?:ulo)? ?\{?([1-9]\d{0,300})[)}]?"

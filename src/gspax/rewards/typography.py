@@ -46,7 +46,7 @@ _COUNT = (
 )
 _COUNTS = rf"{_COUNT}(?:[ -]{_COUNT}){{0,12}}"
 _SAID_TWICE = re.compile(rf"(?:{_COUNTS} \(([-+$\d.,]+)\)|([-+$\d.,]+) \({_COUNTS}\))\.?", re.IGNORECASE)
-_HALF_DAY = re.compile(r"\A(\d{1,2}(?::\d\d)?) ?([ap])\.? ?m\.?\Z", re.IGNORECASE)
+_HALF_DAY = re.compile(r"\A(\d{1,2}(?::\d\d)?)\s?(?:\\(?:text|mathrm)\s?\{\s*)?([ap])\.? ?m\.?\s*\}?\Z", re.IGNORECASE)
 _CLOCK = re.compile(r"(?<=\d) o['’]clock", re.IGNORECASE)
 _TIME = re.compile(r"(\d{1,2}:\d\d)(?: ([ap]m))?")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}")
