@@ -1,4 +1,4 @@
-"""The cost of a layer of each kind at a length, and of compiling models of mixed layers: two tables.
+"""A layer of each kind at a length, measured and compiled for v5p, and compiling models of mixed layers: three tables.
 
     python experiments/benchmarks/bench_layers.py --to layers.md
 
@@ -16,10 +16,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from gspax.config import GatedDelta, ModelConfig
+from gspax.config import GatedDelta, Mesh, ModelConfig
 from gspax.model import decoding, transformer
-from gspax.parallel.sharding import single_device_mesh
+from gspax.model.sizes import forward_flops
+from gspax.parallel.sharding import make_mesh, single_device_mesh
 from gspax.sampler.inference_weights import abstract_inference_weights
+from gspax.tools.aot import chips, hlo
 from gspax.types import Array, Params
 
 # A quarter of Qwen3.5-35B-A3B: attention and delta nets with 1,024 numbers of context, of 512 of a token.
@@ -35,6 +37,14 @@ QUARTER = ModelConfig(
     delta=GatedDelta(key_heads=4, value_heads=8, key_dim=128, value_dim=128),
 )
 NETS = replace(QUARTER, delta_layers=(0,))
+WHOLE = replace(  # the widths of Qwen3.5-35B-A3B
+    QUARTER,
+    hidden_size=2048,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    delta=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    dtype="bfloat16",
+)
 SMALL = ModelConfig(
     vocab_size=64,
     hidden_size=32,
@@ -65,13 +75,13 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def loss(params: Params, config: ModelConfig, tokens_BT: Array) -> Array:
+def loss(params: Params, config: ModelConfig, tokens_BT: Array, mesh: jax.sharding.Mesh = MESH) -> Array:
     """A number that depends on everything that the layers compute."""
-    hidden, _ = transformer.apply(params, config, tokens_BT, jnp.ones_like(tokens_BT), mesh=MESH)
-    return hidden.std()
+    hidden, _ = transformer.apply(params, config, tokens_BT, jnp.ones_like(tokens_BT), mesh=mesh)
+    return hidden.astype(jnp.float32).std()
 
 
-gradient = jax.jit(jax.grad(loss), static_argnames="config")
+gradient = jax.jit(jax.grad(loss), static_argnames=("config", "mesh"))
 
 
 def layer_times(config: ModelConfig, length: int, runs: int = 1) -> tuple[float, float]:
@@ -80,14 +90,41 @@ def layer_times(config: ModelConfig, length: int, runs: int = 1) -> tuple[float,
     tokens_BT = jnp.arange(length)[None] % 16
     forward = jax.jit(loss, static_argnames="config")
 
-    def least(function: Callable[..., object]) -> float:
-        def once() -> object:
-            return jax.block_until_ready(function(params, config, tokens_BT))
-
-        once()
-        return min(seconds(once) for _ in range(runs))
+    def least(function: jax.stages.Wrapped) -> float:
+        compiled = function.lower(params, config, tokens_BT).compile()
+        return min(seconds(lambda: jax.block_until_ready(compiled(params, tokens_BT))) for _ in range(runs))
 
     return least(forward), least(gradient)
+
+
+def compiled_line(name: str, config: ModelConfig, length: int) -> str:
+    """A gradient of a layer over one row on a chip of v5p: FLOPs, GB moved, temporary GB, and the bound of its time."""
+    topology = chips.parse_topology("v5p:2x2x1")
+    mesh = make_mesh(Mesh(), chips.describe_devices(topology)[:1])
+    on_chip = jax.NamedSharding(mesh, jax.P())
+    params, tokens_BT = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip),
+        (transformer.abstract_params(config), jax.ShapeDtypeStruct((1, length), jnp.int32)),
+    )
+    compiled = gradient.lower(params, config, tokens_BT, mesh=mesh).compile()
+    flops = 3 * length * forward_flops(config, length)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None  # on TPU there are both
+    moved, temporary = hlo.traffic(hlo.parse(text), unknown_trips=1), memory.temp_size_in_bytes
+    times = flops / topology.chip.flops, moved / topology.chip.memory_rate
+    figures = f"{flops / 1e12:.2f}", f"{moved / 1e9:.2f}", f"{temporary / 1e9:.2f}", *(f"{1e3 * t:.1f}" for t in times)
+    return f"| {length:,} | {name} | " + " | ".join(figures) + " |"
+
+
+def compiled_table(lengths: list[int]) -> list[str]:
+    """Lines of a table of both mixers, compiled for v5p."""
+    lines = ["| tokens | layer | TFLOPs | GB moved | temporary GB | ms of FLOPs | ms of memory |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for length in lengths:
+        for name, config in (("attention", WHOLE), ("delta net", replace(WHOLE, delta_layers=(0,)))):
+            lines.append(compiled_line(name, config, length))
+            print(lines[-1], flush=True)
+    return lines
 
 
 def compile_update(config: ModelConfig) -> float:
@@ -140,9 +177,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--compiled", type=int, nargs="*", default=[8192], help="tokens of layers for v5p")
     parser.add_argument("--no-compile", action="store_true")
     arguments = parser.parse_args()
     tables = [layer_table(arguments.tokens)] if arguments.tokens else []
+    tables += [compiled_table(arguments.compiled)] if arguments.compiled else []
     tables += [] if arguments.no_compile else [compile_table()]
     arguments.to.write_text("\n\n".join("\n".join(lines) for lines in tables) + "\n", encoding="utf-8")
 

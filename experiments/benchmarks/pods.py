@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PODS = {  # file, topology, overrides
+Experiments = dict[str, tuple[str, ...]]
+PODS: Experiments = {  # file, topology, overrides
     "v5p_64": ("qwen3_30b_a3b_v5p_64.py", "v5p:4x4x4"),
     "v5p_64, 2 slices": (
         "qwen3_30b_a3b_v5p_64.py",
@@ -30,22 +31,29 @@ PODS = {  # file, topology, overrides
     "v6e_64": ("qwen3_30b_a3b_v6e_64.py", "v6e:8x8"),
     "235B, v5p_512": ("qwen3_235b_a22b_v5p_512.py", "v5p:8x8x8"),
 }
-FAMILIES = {
+FAMILIES: Experiments = {
     "Qwen3.5-35B, v5p_64": ("qwen3_5_35b_a3b_v5p_64.py", "v5p:4x4x4"),
+    "Qwen3.5-35B, v5p_64, rows of 65,536": (
+        "qwen3_5_35b_a3b_v5p_64.py",
+        "v5p:4x4x4",
+        "sampling.max_tokens=64512",
+        "sampling.prompts=32",
+        "schedule.microbatch_rows=64",
+    ),
     "Qwen3.5-35B, v6e_64": ("qwen3_5_35b_a3b_v6e_64.py", "v6e:8x8"),
     "GLM-4.5-Air, v5p_64": ("glm_4_5_air_v5p_64.py", "v5p:4x4x4"),
     "GLM-4.5-Air, v6e_128": ("glm_4_5_air_v6e_128.py", "v6e:8x16"),
     "gpt-oss-20b, v5e_64": ("gpt_oss_20b_v5e_64.py", "v5e:8x8"),
     "235B teaches 30B, v5p_64": ("qwen3_30b_a3b_distill_v5p_64.py", "v5p:4x4x4"),
 }
-DATASETS = {
+DATASETS: Experiments = {
     "gsm8k_gspo": ("gsm8k_gspo.py", "v5p:4x4x4"),
     "gsm8k_lora": ("gsm8k_lora.py", "v5p:2x2x4"),
     "math_gspo": ("math_gspo.py", "v5p:4x4x4"),
     "code_gspo": ("code_gspo.py", "v5p:4x4x4"),
     "tools_gspo_token": ("tools_gspo_token.py", "v5p:4x4x4"),
 }
-TABLES = {
+TABLES: dict[str, tuple[Experiments, str, str]] = {
     "pods": (PODS, "pods.md", "The experiments for TPU pods, compiled"),
     "families": (FAMILIES, "pods_families.md", "Other models and a distillation on TPU pods, compiled"),
     "datasets": (DATASETS, "pods_datasets.md", "The experiments on data sets, compiled for TPU pods"),
