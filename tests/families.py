@@ -87,6 +87,7 @@ SMALL = {  # keys of config.json, by model_type
     "llama": SIZES | {"head_dim": 8, "rope_scaling": LLAMA3, "rope_theta": 500.0},
     "smollm3": SIZES | {"num_hidden_layers": 5, "no_rope_layer_interval": 2, "tie_word_embeddings": False},
     "granite": SIZES | GRANITE,
+    "granitemoe": SIZES | GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2},
     "granitemoehybrid": SIZES
     | GRANITE
     | {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 20, "mamba_n_heads": 4}
@@ -204,6 +205,16 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22},
             **{"logits_scaling": 8.0, "max_position_embeddings": 131072, "tie_word_embeddings": True},
             **{"mlp_bias": False, "attention_bias": False, "rope_scaling": None},
+        },
+    ),
+    "granitemoe": (
+        "ibm-granite/granite-3.1-1b-a400m-instruct",
+        {
+            **{"vocab_size": 49155, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 24},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1500000.0},
+            **{"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22},
+            **{"logits_scaling": 6.0, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+            **{"num_local_experts": 32, "num_experts_per_tok": 8, "attention_bias": False, "rope_scaling": None},
         },
     ),
     "granitemoehybrid": (

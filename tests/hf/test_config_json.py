@@ -432,7 +432,10 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         (GPT_OSS | {"hidden_act": "gelu"}, 'hidden_act: wanted "silu", got "gelu"'),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: wanted null, got 50.0"),
         (GEMMA3 | {"sliding_window_pattern": 5}, "sliding_window_pattern: wanted null or 6, got 5"),
-        (DENSE | {"model_type": "granitemoe"}, "model_type granitemoe: a multiplier of residuals is not implemented"),
+        (
+            DENSE | {"model_type": "granitemoeshared"},
+            "model_type granitemoeshared: a multiplier of residuals is not implemented",
+        ),
         (
             GEMMA3 | {"model_type": "gemma3", "vision_config": {}},
             "model_type gemma3: a vision tower is not implemented",

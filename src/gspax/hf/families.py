@@ -265,6 +265,15 @@ FAMILIES = {
         permitted={"mlp_bias": (None, False)},
         has_head_dim=False,
     ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        _sizes(context=2048, dense=False)
+        | (_experts(LOCAL, "num_experts", width="intermediate_size") | MULTIPLIERS)
+        | _same(attention_bias=False),
+        {"norm_topk_prob": True},
+        has_head_dim=False,
+        sparse=rows.GRANITE_EXPERTS,
+    ),
     "granitemoehybrid": Family(  # Granite 4
         "GraniteMoeHybridForCausalLM",
         _sizes(context=2048, dense=False)
@@ -543,7 +552,7 @@ _MISSING: dict[str, tuple[str, ...]] = {
         *("cohere", "cohere2", "starcoder2", "stablelm", "phi", "olmo", "nemotron", "dbrx", "persimmon"),
         *("gpt2", "gptj", "gpt_neox", "falcon", "opt", "bloom", "mpt"),
     ),
-    "a multiplier of residuals": ("granite_swa", "granitemoe", "granitemoeshared"),
+    "a multiplier of residuals": ("granite_swa", "granitemoeshared"),
     "squared ReLU": ("arcee",),
     "an embedding for each layer": ("gemma3n_text",),
     "a router that masks experts between its two choices": ("phimoe",),

@@ -227,13 +227,13 @@ def _joined_mlp(ours: str, published: str) -> tuple[Row, ...]:
 
 
 GRANITE_DENSE = _joined_mlp("mlp", "shared_mlp")
-GRANITE_SPARSE = (
+GRANITE_EXPERTS = (
     Row("mlp/router", "block_sparse_moe.router.layer.weight", "E D -> D E"),
     Row("mlp/gate", "block_sparse_moe.input_linear.weight", "E F+ D -> E D F"),
     Row("mlp/up", "block_sparse_moe.input_linear.weight", "E F+ D -> E D F"),
     Row("mlp/down", "block_sparse_moe.output_linear.weight", "E D F -> E F D"),
-    *_joined_mlp("mlp/shared", "shared_mlp"),
 )
+GRANITE_SPARSE = (*GRANITE_EXPERTS, *_joined_mlp("mlp/shared", "shared_mlp"))
 
 
 GEMMA4_SPARSE = (  # the dense MLP is the shared expert
