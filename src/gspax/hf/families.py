@@ -547,12 +547,11 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "lightning attention": ("minimax", "bailing_hybrid"),
     "attention in chunks": ("llama4_text",),
     "a cap on attention scores": ("gemma2", "vaultgemma"),
-    "RoPE on some layers only": ("exaone4", "exaone_moe"),
+    "its family": ("exaone4", "exaone_moe", "granite_swa", "granitemoeshared", "bamba"),  # gspax has their layers
     "LayerNorm": (
         *("cohere", "cohere2", "starcoder2", "stablelm", "phi", "olmo", "nemotron", "dbrx", "persimmon"),
         *("gpt2", "gptj", "gpt_neox", "falcon", "opt", "bloom", "mpt"),
     ),
-    "a multiplier of residuals": ("granite_swa", "granitemoeshared"),
     "squared ReLU": ("arcee",),
     "an embedding for each layer": ("gemma3n_text",),
     "a router that masks experts between its two choices": ("phimoe",),
@@ -560,10 +559,10 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "hyper-connections": ("deepseek_v4",),
     "a head size for each kind of layers": ("mimo_v2_flash",),
     "a short convolution": ("lfm2", "lfm2_moe"),
-    "a state space layer (Mamba)": (
-        *("nemotron_h", "falcon_h1", "falcon_mamba"),
-        *("jamba", "bamba", "zamba", "zamba2", "mamba", "mamba2"),
-    ),
+    "a layer that is a mixer or a feed-forward network alone": ("nemotron_h", "mamba2"),
+    "attention beside a state space in one layer": ("falcon_h1",),
+    "a state space layer of Mamba-1": ("falcon_mamba", "jamba", "zamba", "mamba"),
+    "a layer that shares its weights": ("zamba2",),
     "a recurrent layer": ("recurrent_gemma", "rwkv", "xlstm"),
 }
 MISSING = {name: part for part, names in _MISSING.items() for name in names}  # the unsupported part, by model_type
