@@ -177,7 +177,7 @@ def test_metrics_that_are_not_finite_are_given_as_they_are(fake, tmp_path):
 
 
 def test_trackers_that_are_not_there_are_one_sentence(monkeypatch, capsys):
-    import stub_experiment
+    import small_experiment
     from api import main
 
     for name, sentence in (
@@ -187,6 +187,6 @@ def test_trackers_that_are_not_there_are_one_sentence(monkeypatch, capsys):
         monkeypatch.setattr(trackers, "find_spec", lambda name: None)
         with pytest.raises(UserError, match=sentence[:40]):
             trackers.check([name])
-        assert main.main(["train", stub_experiment.__file__, "--dry-run", "--report-to", f"tensorboard,{name}"]) == 2
+        assert main.main(["train", small_experiment.__file__, "--dry-run", "--report-to", f"tensorboard,{name}"]) == 2
         assert capsys.readouterr().err.startswith(f"gspax: {sentence}")
-    assert main.main(["train", stub_experiment.__file__, "--dry-run", "--report-to", "none"]) == 0
+    assert main.main(["train", small_experiment.__file__, "--dry-run", "--report-to", "none"]) == 0
