@@ -44,11 +44,11 @@ class Digits:
 
 
 def reward(problem, completion):
-    raise NotImplementedError
+    return float(completion == problem.answer)
 
 
 def demonstration(problem, rng):
-    raise NotImplementedError
+    return problem.answer
 
 
 def advantage(rewards, *, eps: float = 1e-6):
