@@ -288,9 +288,17 @@ def test_invalid_settings_are_rejected_at_construction(file, settings, error):
         data.jsonl(file, **settings)
 
 
-def test_a_source_without_paths_is_rejected():
-    with pytest.raises(TypeError, match=r"data: wanted at least one path"):
-        data.jsonl()
+@pytest.mark.parametrize(
+    ("paths", "heldout", "error"),
+    [
+        ((), (), "data: wanted at least one path"),
+        ((["a.jsonl"],), (), r"data: wanted paths, got \['a.jsonl'\]"),
+        (("a.jsonl",), ["b.jsonl"], r"heldout: wanted a path or a tuple of paths, got \['b.jsonl'\]"),
+    ],
+)
+def test_what_is_no_path_is_rejected(paths, heldout, error):
+    with pytest.raises(TypeError, match=error):
+        data.jsonl(*paths, heldout=heldout)
 
 
 # Sequences

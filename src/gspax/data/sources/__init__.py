@@ -172,6 +172,9 @@ def _file_source(
     if not paths:
         raise TypeError("data: wanted at least one path, got none")
     heldout_paths = heldout if isinstance(heldout, tuple) else (heldout,)
+    for name, wanted, part in (("data", "paths", paths), ("heldout", "a path or a tuple of paths", heldout_paths)):
+        if wrong := [path for path in part if not isinstance(path, (str, os.PathLike))]:
+            raise TypeError(f"{name}: wanted {wanted}, got {wrong[0]!r}")
     train, test = (tuple(os.fspath(path) for path in part) for part in (paths, heldout_paths))
     return _source(table, train, test if heldout else None, settings)
 
