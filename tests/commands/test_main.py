@@ -354,13 +354,13 @@ def test_help_imports_no_jax():
 
 @pytest.mark.parametrize(
     ("overrides", "initialized"),
-    [(["loss=gspax.losses.gspo"], set()), ([], {"cpu"})],
+    [(["loss=gspax.losses.gspo", "advantage=gspax.advantages.standardize"], set()), ([], {"cpu"})],
     ids=["a loss of gspax", "an own loss"],
 )
 def test_the_dry_run_touches_no_device_and_writes_nothing(overrides, initialized, tmp_path):
     """It is quick, initializes no backend, and imports neither the model's nor the optimizer's packages.
 
-    A loss of one's own is computed once, on the CPU.
+    A loss and an advantage of one's own are computed once, on the CPU.
     """
     code = (
         "import sys; from gspax.commands import main; code = main.main(sys.argv[1:]); "

@@ -46,7 +46,7 @@ def shift_by_one(monkeypatch):
     visit = attention.Blocks.visit
 
     def off_by_one(self, x, n, heads):
-        return visit(self._replace(first=self.first - 1), x, n, heads)
+        return visit(self._replace(begin_I=self.begin_I - 1), x, n, heads)
 
     monkeypatch.setattr(attention.Blocks, "visit", off_by_one)
 

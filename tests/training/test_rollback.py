@@ -204,7 +204,9 @@ def test_a_state_to_go_back_to_had_an_update_applied_and_the_last_one_finite(upd
 
 
 def gives_nan_advantages(reward_PG):
-    return (reward_PG * 0).at[1, 2].set(jnp.nan)
+    """NaN for one sample, but not with the rewards of the dry run."""
+    tried = jnp.all(jnp.abs(reward_PG - 0.5) == 0.25)
+    return (reward_PG * 0).at[1, 2].set(jnp.where(tried, 0, jnp.nan))
 
 
 @pytest.mark.parametrize("is_local", [True, False])

@@ -68,7 +68,7 @@ _NO_PRODUCT = re.compile(r"[a-z]{3}|\bno\b", re.IGNORECASE)  # xy is one
 # A letter of multiple choice, alone or before its text: `B`, `(B)`, `B) 12`, `\textbf{(B)}\ 12`, `B. Paris`.
 _LETTER = re.compile(r"(?:(?i:option|choice) )?\(?([A-Z])\)?")
 _CHOICE = re.compile(
-    r"(?:\\(?:text|textbf|mathrm|mathbf|bf)\s?\{\s*)?(?:\(?([A-Z])(?:\)|[.:](?=[\s}]))\}?|([A-Z])\}[.:)])"
+    r"(?:\\(?:text|textbf|mathrm|mathbf|bf)\s?\{\s*)?(?:\(?([A-Z])(?:\)|[.:](?=[\s}]))\}?|([A-Z])\}(?:[.:)]|$))"
     r"(?!\s*(?:,|(?:\\text\s?\{\s*)?(?:or|and)\b))(?!.*(?:\([A-Z]\)|\b[A-Z](?:\)|[.:]\s)))"
 )
 _RESIDUE = re.compile(

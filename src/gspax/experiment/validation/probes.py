@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspax.config.functions import is_gspax, title_of
@@ -23,8 +24,8 @@ def probe_advantage(context: Context) -> Iterator[str]:
         return
     call = context.advantage_call
     rewards, *masks = map(example, call.arguments)
-    rewards = 0.25 + 0.5 * rewards
-    if not np.all(np.isfinite(call.function(rewards, *map(np.ones_like, masks), **call.options))):
+    given = [0.25 + 0.5 * rewards, *map(np.ones_like, masks)]
+    if not np.all(np.isfinite(call.function(*map(jnp.asarray, given), **call.options))):  # a run gives jax's arrays
         yield f"advantage: {title_of(advantage)}: wanted finite numbers for rewards of 0.25 and 0.75, got others"
 
 
