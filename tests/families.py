@@ -110,6 +110,7 @@ SMALL = {  # keys of config.json, by model_type
     "olmo3": SIZES
     | {"num_hidden_layers": 5, "sliding_window": 5, "max_position_embeddings": 64}
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "exaone4": SIZES | {"head_dim": 8, "num_hidden_layers": 5, "sliding_window": 5},
     "gemma3_text": SIZES
     | {"num_hidden_layers": 7, "head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 5}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -361,6 +362,19 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
                 **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
                 **{"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
             },
+        },
+    ),
+    "exaone4": (
+        "LGAI-EXAONE/EXAONE-4.0-1.2B",
+        {
+            **{"vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 30},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+            **{"max_position_embeddings": 65536, "rope_theta": 1000000.0, "tie_word_embeddings": True},
+            "rope_scaling": {
+                **{"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 8192,
+            },
+            **{"sliding_window": None, "layer_types": ["full_attention"] * 30},
         },
     ),
     "gemma3_text": (

@@ -166,8 +166,9 @@ class Family:
     theta: float = 1e4  # default RoPE base
     rope: dict[str, Json] = field(default_factory=dict)  # default of `rope_scaling`
     sliding_theta: float = 0.0  # default RoPE base of the layers with a window, if they have a separate RoPE
-    # The layers without RoPE: those with a 0 in `no_rope_layers`; all or none, by `position_embedding_type`.
-    nope: Literal["list", "type", "none"] = "none"
+    # The layers without RoPE: those with a 0 in `no_rope_layers`; all or none, by `position_embedding_type`; those
+    # without a window, if `sliding_window` is not null.
+    nope: Literal["list", "type", "full", "none"] = "none"
     shared_alone: bool = False  # a model may have no experts; what is else the shared expert is then its MLP
     expert_switch: str = ""  # a key that is true if the model has experts, whose other keys do not count otherwise
     dense_or_sparse: str = ""  # a key that lists each layer as dense or sparse
@@ -424,6 +425,16 @@ FAMILIES = {
         sliding_theta=5e5,
         layer=rows.NORMS_AFTER,
     ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        _sizes(eps=1e-5, context=2048),
+        QK_NORM | {"norm_place": "after"},
+        permitted={"sliding_window_pattern": (None, 0, 4, "LLLG")},
+        window=4,
+        sliding_window=4096,
+        nope="full",
+        layer=rows.NORMS_AFTER,
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _sizes(context=131072, tied=True) | _same(attention_bias=False, query_pre_attn_scalar=256),
@@ -547,7 +558,7 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "lightning attention": ("minimax", "bailing_hybrid"),
     "attention in chunks": ("llama4_text",),
     "a cap on attention scores": ("gemma2", "vaultgemma"),
-    "its family": ("exaone4", "exaone_moe", "granite_swa", "granitemoeshared", "bamba"),  # gspax has their layers
+    "its family": ("exaone_moe", "granite_swa", "granitemoeshared", "bamba"),  # gspax has their layers
     "LayerNorm": (
         *("cohere", "cohere2", "starcoder2", "stablelm", "phi", "olmo", "nemotron", "dbrx", "persimmon"),
         *("gpt2", "gptj", "gpt_neox", "falcon", "opt", "bloom", "mpt"),

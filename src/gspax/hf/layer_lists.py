@@ -68,6 +68,10 @@ def nope_layers(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[i
         return () if kind == "rope" else tuple(range(layers))
     if family.nope == "none":
         return ()
+    if family.nope == "full":
+        _, sliding = windows(raw, family, layers)
+        every = raw.get("sliding_window", family.sliding_window) is None
+        return () if every else tuple(layer for layer in range(layers) if layer not in sliding)
     interval = convert(PositiveInt, raw, "no_rope_layer_interval", 4)
     listed = first_of(raw, ("no_rope_layers",), [int((layer + 1) % interval != 0) for layer in range(layers)])
     if not isinstance(listed, list) or len(listed) != layers:
