@@ -7,8 +7,8 @@ its reason. Means are over the last fifth of the steps, ten of them at least (`R
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +39,8 @@ LARGE_KL = 0.4  # nats per token: beyond it all runs with a clip range collapsed
 HELD_OUT = 0.5  # of the gain in training; less says that most of what was learned are the training problems
 NEWEST = 20  # files of samples that are read
 COMPARED, ERRORS = 20, 4  # completions with and without the answer, of each; standard errors between their rewards
-TWINS, UNEXPLAINED = (
-    20,
-    0.5,
-)  # pairs of equal completions; share of the rewards' variance that the text does not explain
+TWINS = 20  # pairs of equal completions
+UNEXPLAINED = 0.5  # of the variance of the rewards, which the text does not explain
 
 
 class Finding(NamedTuple):
@@ -117,7 +115,7 @@ def find_constant_reward(record: Record) -> Finding | None:
 def find_wrong_sign(record: Record) -> Finding | None:
     """Check if completions with their problem's answer get lower rewards than the others."""
     rewards: dict[bool, list[float]] = {True: [], False: []}
-    for row in _graded(record):
+    for row in _graded(chain.from_iterable(record.samples)):
         if answer := reference(str(row.get("answer", ""))):
             rewards[answer in str(row["completion"])].append(float(row["reward"]))
     if min(map(len, rewards.values())) < COMPARED:
@@ -145,7 +143,7 @@ def find_noise_reward(record: Record) -> Finding | None:
     squares, every = list[float](), list[float]()
     for rows in record.samples:
         equal: dict[tuple[object, object], list[float]] = {}
-        for row in _graded(replace(record, samples=[rows])):
+        for row in _graded(rows):
             equal.setdefault((row.get("prompt"), row["completion"]), []).append(float(row["reward"]))
         for rewards in equal.values():
             every += rewards
@@ -162,9 +160,9 @@ def find_noise_reward(record: Record) -> Finding | None:
     )
 
 
-def _graded(record: Record) -> Iterator[JsonObject]:
-    """Yield the recorded rows with a completion and a reward."""
-    for row in chain.from_iterable(record.samples):
+def _graded(rows: Iterable[JsonObject]) -> Iterator[JsonObject]:
+    """Yield the rows with a completion and a reward."""
+    for row in rows:
         if isinstance(row.get("completion"), str) and isinstance(row.get("reward"), int | float):
             yield row
 
