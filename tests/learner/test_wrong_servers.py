@@ -1,9 +1,19 @@
 """Of 16 servers one is wrong in few tokens of late turns, or a little in all of them: it is found, and no other one."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_experiment
+from api import init_state, make_runtime, prepare_minibatches
 
+from gspax.learner import sources
+from gspax.learner.minibatches import gather_logp, score_minibatches
 from gspax.learner.sources import differences_by_source, find_outliers, turn_metrics
+from gspax.training.judging import judge
 from gspax.types import Rollout
 
 SERVERS, RESPONSES, TURNS, LENGTH = 16, 16, 6, 43  # of each server; tokens of a turn, the last of which is a reply
@@ -54,3 +64,64 @@ def test_a_wrong_server_of_16_is_found_in_a_rollout(break_one, reason):
     turns = [turn_metrics(old_logp_NT, rollout)[f"mismatch/abs_diff_turn_{turn}"] for turn in range(1, TURNS + 1)]
     if break_one is late_tokens:
         assert min(turns[3:]) > 1.2 * max(turns[:3])
+
+
+RESPONSES_OF_4 = 64  # of 4 tokens each after 4 of a prompt, in microbatches of 4 responses
+MIXED, APART = np.arange(RESPONSES_OF_4) % 4 + 1, np.arange(RESPONSES_OF_4) // 16 + 1  # the server of each
+
+
+def sampled(source_N):
+    """A rollout of random tokens."""
+    shape = RESPONSES_OF_4, 8
+    mask_BT = jnp.broadcast_to(jnp.arange(8) >= 4, shape)
+    return Rollout(
+        tokens_BT=jax.random.randint(jax.random.key(1), shape, 1, 12),
+        mask_BT=mask_BT,
+        logp_BT=jnp.zeros(shape),
+        prompt_length_B=np.full(shape[0], 4),
+        length_B=np.full(shape[0], 4),
+        finished_B=jnp.ones(shape[0], bool),
+        source_BT=jnp.where(mask_BT, source_N[:, None], 0).astype(jnp.uint16),
+    )
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize(
+    ("schedule", "old_logp", "source_N", "further"),
+    [
+        pytest.param({"minibatches": 4, "microbatch_rows": 4}, "learner", MIXED, 0, id="enough in the pass"),
+        pytest.param({"minibatches": 4, "microbatch_rows": 4}, "learner", APART, 1, id="first minibatch alone"),
+        pytest.param({"minibatches": 2, "microbatch_rows": 4}, "sampler", MIXED, 4, id="no pass"),
+        pytest.param({"minibatches": 1, "microbatch_tokens": 32}, "learner", APART, 4, id="packed"),
+    ],
+)
+def test_only_microbatches_that_the_check_needs_are_computed(schedule, old_logp, source_N, further, monkeypatch):
+    """It needs 13 tokens of each server. One server is wrong, and is found wherever its responses are."""
+    monkeypatch.setattr(sources, "ENOUGH", 13)
+    small = small_experiment.experiment
+    variant = replace(
+        small,
+        model=replace(small.model, num_hidden_layers=1),
+        sampling=replace(small.sampling, prompts=16),
+        schedule=replace(small.schedule, **schedule),
+        old_logp=old_logp,
+    )
+    runtime, rollout = make_runtime(variant), sampled(source_N)
+    state = init_state(variant.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
+    state = replace(state, step=state.step + 1)  # a run's first step computes all minibatches
+    graded, score, calls = SimpleNamespace(rollout=rollout, policy=0), runtime.steps.score, []
+    prepared = prepare_minibatches(runtime, state, None, (), graded)
+    everything = score_minibatches(score, state.params, None, prepared.batches, range(schedule["minibatches"]))[1]
+    logp_NT = gather_logp(everything, prepared.layouts, rollout.tokens_BT.shape)
+    logp_NT[source_N == 2] += 0.1
+
+    def counting(params, tokens_BT, *rest, **columns):
+        calls.append(len(tokens_BT))
+        return score(params, tokens_BT, *rest, **columns)
+
+    runtime = replace(runtime, steps=runtime.steps._replace(score=counting))
+    rollout = replace(rollout, logp_BT=jnp.asarray(logp_NT))
+    metrics, wrong = judge(runtime, state.params, rollout, *prepared)
+    assert [*wrong] == [2] and "by 0.1 nats" in wrong[2], wrong
+    assert all(metrics[f"mismatch/abs_diff_server_{number}"] < 1e-5 for number in (1, 3, 4)), metrics
+    assert len(calls) == further, calls

@@ -177,25 +177,40 @@ def score_minibatches(
       The minibatches with these arrays, and the old policy's scores of those in `which`, by number.
     """
 
-    def compute(params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
-        rows = batch.tokens_BT, batch.segment_BT, batch.mask_BT
-        with timeline.span(timeline.LEARNER, "log-probs"):
-            scores = score(params, *rows, expert_BLTA, batch.prefix_BT, kept_BTK=batch.kept_BTK)
-            jax.block_until_ready(scores)  # dispatched ahead, they would leave no moment to stop between minibatches
-        interrupt.stop_point()
-        return scores
-
     filled, of_old = list(batches), dict[int, Scores]()
     for index in which:
         batch = filled[index]
-        of_old[index] = scores = compute(params, batch, batch.expert_BLTA)
+        of_old[index] = scores = _score(score, params, batch, batch.expert_BLTA)
         expert_BLTA = batch.expert_BLTA if scores.expert_BLTA is None else scores.expert_BLTA
         filled[index] = replace(
             batch, old_logp_BT=scores.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=scores.router_logp_BLTA
         )
     if first is not None:  # it routes by itself, but chooses from the tokens that the sampler did
-        filled = [replace(batch, ref_logp_BT=compute(first, batch, None).logp_BT) for batch in filled]
+        filled = [replace(batch, ref_logp_BT=_score(score, first, batch, None).logp_BT) for batch in filled]
     return filled, of_old
+
+
+def score_rows(score: Score, params: Params, batch: Batch, rows: np.ndarray, mesh: jax.sharding.Mesh) -> Array:
+    """Compute the log-probs of some rows of a minibatch, float32 [R, T]. Collective, as `score_minibatches`.
+
+    Args:
+      rows: int [R]; R is a microbatch, so one compiled program serves any choice of rows.
+    """
+    part: Batch = jax.jit(_take, out_shardings=named_sharding(mesh, "batch"))(batch, rows)
+    return _score(score, params, part, part.expert_BLTA).logp_BT
+
+
+def _take(batch: Batch, row_R: Array) -> Batch:
+    return jax.tree.map(lambda x: x[row_R], batch)
+
+
+def _score(score: Score, params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
+    rows = batch.tokens_BT, batch.segment_BT, batch.mask_BT
+    with timeline.span(timeline.LEARNER, "log-probs"):
+        scores = score(params, *rows, expert_BLTA, batch.prefix_BT, kept_BTK=batch.kept_BTK)
+        jax.block_until_ready(scores)  # dispatched ahead, they would leave no moment to stop between minibatches
+    interrupt.stop_point()
+    return scores
 
 
 # (batch, entropy_BT of the old policy, key) -> weights [B, T] by the field of `Batch` that they belong to
@@ -264,17 +279,17 @@ def gather_measured(
     measured = [x.measured_BT for x in scores.values() if x.measured_BT is not None]
     if not measured:
         return None
-    return _to_rows(measured, layouts, np.zeros(shape, np.float32))
+    return to_rows(measured, layouts, np.zeros(shape, np.float32))
 
 
-def gather_old_logp(batches: Sequence[Batch], layouts: Sequence[Layout], shape: tuple[int, ...]) -> np.ndarray:
-    """Gather the old log-probs into the rows of the rollout, float32 [N, T]; NaN where there are none. Collective."""
-    known = [(x.old_logp_BT, own) for x, own in zip(batches, layouts, strict=True) if x.old_logp_BT is not None]
-    return _to_rows([x for x, _ in known], [own for _, own in known], np.full(shape, np.nan, np.float32))
+def gather_logp(scores: Mapping[int, Scores], layouts: Sequence[Layout], shape: tuple[int, ...]) -> np.ndarray:
+    """Gather the pass's log-probs into the rows of the rollout, float32 [N, T]; NaN where it did not run."""
+    scored = [layouts[index] for index in scores]
+    return to_rows([x.logp_BT for x in scores.values()], scored, np.full(shape, np.nan, np.float32))
 
 
-def _to_rows(values: Sequence[Array], layouts: Sequence[Layout], rows_NT: np.ndarray) -> np.ndarray:
-    """Write the values of minibatches [B, T] into the rows of the rollout that they are of."""
+def to_rows(values: Sequence[Array], layouts: Sequence[Layout], rows_NT: np.ndarray) -> np.ndarray:
+    """Write the values of minibatches [B, T] into the rows of the rollout that they are of, and return these."""
     for value_BT, layout in zip(multihost.to_host(list(values)), layouts, strict=True):
         row_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
         there_BT = row_BT >= 0

@@ -1,12 +1,13 @@
 """Which server sampled a token, and which servers' log-probs differ from the learner's by far more than the others'.
 
 A server may compute wrong log-probs, or send other tokens than it sampled, while its weights have the right checksum.
-The learner recomputes the log-probs of all tokens, so the mean of |log π_old - log μ| over the tokens of each server
-shows it where all tokens of a server differ, and the number of tokens that differ by more than `EXTREME` where few
-do. A server is compared with the median of the others. The figures are of
+The learner recomputes log-probs of each server's tokens. The mean of |log π_old - log μ| over them shows it where all
+tokens of a server differ, and the number of tokens that differ by more than `EXTREME` where few do. A server is
+compared with the median of the others. Where no pass computes the log-probs of a server's tokens before the first
+update, rows with `ENOUGH` of them are computed for this purpose. The figures are of
 `experiments/studies/sources/false_alarms.py`.
 
-Axes: N responses, T tokens, S servers.
+Axes: N responses, T tokens, S servers, R rows of a minibatch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ FEW = 800.0  # tokens: the factor grows by 1 + FEW / tokens, because the mean of
 EXTREME = 2.0  # nats; rare in healthy tokens, usual in wrong ones
 EXTREMES, EXTREME_FACTOR = 8, 4.0  # extreme tokens that are no sign, and times the others' median share
 FLOOR = 1e-3  # nats; a smaller mean difference is not held against a server
+ENOUGH = 4096  # tokens of a server that show such faults
 FEWEST = 3  # servers; of two that differ nothing says which is wrong
 TURNS = 8  # turns that have a metric of their own
 
@@ -49,6 +51,45 @@ def differences_by_source(old_logp_NT: np.ndarray, rollout: Rollout) -> Differen
     sum_S = np.bincount(number_K, diff_K, minlength=S)
     mean_S = np.divide(sum_S, count_S, out=np.full(S, np.nan), where=count_S > 0)
     return Differences(count_S, mean_S, np.bincount(number_K[diff_K > EXTREME], minlength=S))
+
+
+def count_lacking(old_logp_NT: np.ndarray, rollout: Rollout) -> np.ndarray:
+    """Count the tokens of each server whose log-probs are to be computed still, so that `ENOUGH` are known, or all.
+
+    The arguments are those of `differences_by_source`.
+
+    Returns:
+      int64 [S]; zeros if too few servers have sampled to compare them.
+    """
+    mask_NT, source_NT = np.asarray(rollout.mask_BT), np.asarray(rollout.source_BT)
+    known_NT, S = mask_NT & np.isfinite(old_logp_NT), int(source_NT.max())
+    sampled_S, known_S = (np.bincount(source_NT[here], minlength=S + 1)[1:] for here in (mask_NT, known_NT))
+    lacking_S = np.maximum(np.minimum(sampled_S, ENOUGH) - known_S, 0)
+    return lacking_S * (np.count_nonzero(sampled_S) >= FEWEST)
+
+
+def choose_rows(source_RT: np.ndarray, lacking_S: np.ndarray, multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    """Choose rows that have the tokens that servers lack, the fullest rows first, and others up to a multiple.
+
+    >>> source_RT = np.array([[1, 1], [1, 1], [2, 0], [1, 2]])
+    >>> rows, lacking = choose_rows(source_RT, np.array([1, 2]), 1)
+    >>> rows.tolist(), lacking.tolist()
+    ([0, 2, 3], [0, 0])
+
+    Args:
+      source_RT: the server of each sampled token, 0 elsewhere; R is divisible by `multiple`.
+      lacking_S: from `count_lacking`.
+
+    Returns:
+      The rows in their order, and what is still lacking then.
+    """
+    lacking_S, chosen = lacking_S.copy(), np.zeros(len(source_RT), bool)
+    for row in np.argsort(-np.count_nonzero(source_RT, axis=1), kind="stable"):
+        count_S = np.bincount(source_RT[row], minlength=len(lacking_S) + 1)[1:]
+        if count_S[lacking_S > 0].any():
+            chosen[row], lacking_S = True, np.maximum(lacking_S - count_S, 0)
+    chosen[np.nonzero(~chosen)[0][: -chosen.sum() % multiple]] = True
+    return np.nonzero(chosen)[0], lacking_S
 
 
 def find_outliers(differences: Differences) -> dict[int, str]:

@@ -130,7 +130,7 @@ def take_trusted(
     while True:
         progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
         prepared = prepare(graded)
-        by_source, wrong = judge(runtime, graded.rollout, prepared.batches, prepared.layouts)
+        by_source, wrong = judge(runtime, state.params, graded.rollout, *prepared)
         again = rollouts.take_again(runtime, state, wrong, clock) if wrong else None
         if again is None:
             return graded, prepared, by_source
@@ -191,8 +191,6 @@ def prepare_minibatches(
         first = combine(first, partition(state.params)[1])
     if Passes(experiment).old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
-    elif len(runtime.sampler.aside.addresses) > 1:
-        which = range(len(batches))  # before the first update, too: what a wrong source sampled is not trained on
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
     batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, first, batches, which)
