@@ -19,7 +19,14 @@ from gspax.run.growing import read_growing
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
 CACHE = str(Path(__file__).parents[2] / ".cache" / "faults")
-CLOCKS = ("time/", "cpu/", "perf/", "bucket/")  # of the metrics, what two equal runs differ in
+CLOCKS = (
+    "time/",
+    "cpu/",
+    "perf/",
+    "bucket/",
+    "engine/write_seconds",
+    "engine/load_seconds",
+)  # of the metrics, what two equal runs differ in
 STEPS = 24  # of victim.py
 
 # A server that has imported gspax, but not initialized a device, forks a child for each run: 3 CPU-seconds less each.
@@ -154,6 +161,11 @@ def samples(workdir: Path) -> dict[str, list[str]]:
     return {path.name: path.read_text().splitlines() for path in sorted((workdir / "samples").iterdir())}
 
 
+def skipped(workdir: Path) -> str:
+    path = workdir / "skipped_problems.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
 def copy(workdir: Path, target: Path) -> Path:
     return Path(shutil.copytree(workdir, target))
 
@@ -167,4 +179,6 @@ def differences(workdir: Path, reference: Path, steps: int = STEPS) -> Sequence[
         found.append(f"checkpoint {steps}")
     if samples(workdir) != samples(reference):
         found.append("samples/")
+    if skipped(workdir) != skipped(reference):
+        found.append("skipped_problems.jsonl")
     return found

@@ -4,7 +4,6 @@ import itertools
 import os
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import runs
@@ -100,20 +99,3 @@ def test_a_kill_before_the_first_checkpoint_and_after_the_last(moment, reference
     assert run.wait() == 0 and run.resumed() == step and "Traceback" not in run.text(), run.text()
     assert (workdir / "report.html").exists() and runs.differences(workdir, reference) == []
     injected[f"killed: {moment}, {'all saved' if step == STEPS else 'nothing to restore'}"] += 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_run_killed_between_the_requests_of_its_agents_samples_their_rollouts_again(tmp_path, injected):
-    """The kill comes after an answer, while programs wait for others: each begins again, and gets the same tokens."""
-    agents = {"file": str(Path(__file__).with_name("agent_victim.py")), "steps": 4, "with_report": False}
-    workdir, reference = tmp_path / "run", tmp_path / "reference"
-    assert runs.start(reference, "schedule.eval_every=0", **agents).wait() == 0
-    killed = runs.start(workdir, "schedule.eval_every=0", kill=Kill("request", 2, 0.01), **agents)
-    assert killed.wait() == -9 and killed.resumed() == 0 and newest(workdir) == 2, killed.text()
-    resumed = runs.start(workdir, "schedule.eval_every=0", **agents)
-    assert resumed.wait() == 0 and resumed.resumed() == 2 and "Traceback" not in resumed.text(), resumed.text()
-    steps = rows_of_steps(workdir)
-    assert [*steps] == [1, 2, 3, 4] and all(row["optim/grad_norm"] > 0 for row in steps.values())
-    assert runs.differences(workdir, reference, 4) == []
-    injected["killed: requests of agents"] += 1

@@ -1,4 +1,4 @@
-"""Runs with a teacher: they resume bit for bit, and with another teacher not at all."""
+"""Runs with a teacher: what it computes, and that they resume with no other."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -92,20 +92,16 @@ def learned(run):
     return [row for row in rows if row]
 
 
-def test_a_run_resumes_bit_for_bit_and_only_with_its_teacher(expert, tmp_path):
+def test_a_run_resumes_only_with_its_teacher(expert, tmp_path):
+    """That it has the same bits then is a row of `faults/test_table.py`."""
     teacher = tmp_path / "teacher"
     shutil.copytree(expert, teacher)
     experiment = taught_by_two(teacher)
-    whole = train_steps(experiment, tmp_path / "whole", 2)
-    train_steps(experiment, tmp_path / "halves", 1)
-    halves = train_steps(experiment, tmp_path / "halves", 2)
-    jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=experiment) for run in (halves, whole)))
-    assert learned(halves) == learned(whole)
-    assert len(learned(whole)) == 2 and all(row["policy/teacher_kl"] > 0 for row in learned(whole))
+    assert len(learned(train_steps(experiment, tmp_path / "run", 1))) == 1
     shutil.rmtree(teacher)
     loop.train(replace(wide, seed=1), teacher)
     with pytest.raises(UserError, match=r"teacher.model: wanted the parameters that the run was trained with \(finger"):
-        train_steps(experiment, tmp_path / "halves", 3)
+        train_steps(experiment, tmp_path / "run", 2)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -6,9 +6,9 @@ import fake_vllm
 import jax
 import numpy as np
 import pytest
-from api import RunDir, loop, make_runtime, record
+from api import make_runtime
 from small_experiment import experiment
-from test_partial import CARRIED, CLOCKS, PARTIAL, STEPS, TALKING, check_problems, completions, draw_batches
+from test_partial import CARRIED, PARTIAL, TALKING, check_problems, completions, draw_batches
 
 from gspax.config import Engine, PartialRollouts
 
@@ -89,17 +89,3 @@ def test_a_server_that_restarts_changes_no_sample_of_a_partial_rollout(fake):
     assert fake.faults.restart_after == 0, "it did restart"
     for batch, other in zip(undisturbed, disturbed, strict=True):
         jax.tree.map(np.testing.assert_array_equal, completions(batch.rollout), completions(other.rollout))
-
-
-def test_a_resumed_run_with_partial_rollouts_of_a_server_equals_an_uninterrupted_one(fake, tmp_path):
-    run, rows = served(fake, PARTIAL), []
-    loop.train(run, tmp_path / "whole")
-    loop.train(replace(run, schedule=replace(run.schedule, steps=4)), tmp_path / "cut")
-    loop.train(run, tmp_path / "cut")
-    for name in ("whole", "cut"):
-        metrics = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]
-        clocks = (*CLOCKS, "engine/write_seconds", "engine/load_seconds")
-        rows.append([{key: x for key, x in row.items() if not key.startswith(clocks)} for row in metrics])
-    assert rows[0] == rows[1] and len(rows[0]) == STEPS
-    assert [row["rollout/carried"] for row in rows[0]] == [CARRIED, CARRIED, CARRIED, 0, CARRIED, 0]
-    assert all(row["engine/probe_abs_diff"] < 1e-5 for row in rows[0])

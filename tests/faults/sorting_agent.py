@@ -1,15 +1,7 @@
-"""The experiment of `victim.py` with an agent, which asks three times: its second request begins another sequence."""
+"""An agent that asks three times: its second request begins another sequence."""
 
 import json
 import urllib.request
-from dataclasses import replace
-
-import victim
-from moments import reached
-
-from gspax.config import Turns
-from gspax.data import CharChat
-from gspax.rewards.environments import Agent
 
 
 def ask(endpoint, *texts):
@@ -25,15 +17,5 @@ def ask(endpoint, *texts):
 def solve(problem, endpoint):
     """Let the policy sort two digits first, then go on with its first answer."""
     first = ask(endpoint, problem.prompt)
-    reached("request")
     part = ask(endpoint, problem.prompt[:2] + "=")
     return ask(endpoint, problem.prompt, first, part[:1] + "=")
-
-
-experiment = replace(
-    victim.experiment,
-    tokenizer=CharChat("0123456789="),
-    environment=Agent(run=solve),
-    turns=Turns(limit=3),
-    sampling=replace(victim.experiment.sampling, max_prompt_tokens=16, max_tokens=24),
-)
