@@ -37,7 +37,7 @@ PLACES = {  # a module or a package -> its names, which may be modules
     "gspax.model": "decoding low_rank moe presets transformer",
     "gspax.model.decoding": "LayerCache Slots",
     "gspax.model.kernels": "expert_ffn quantization segments",
-    "gspax.model.kernels.expert_ffn": "BLOCK BLOCKED Experts GELU_TANH RAGGED sort_by_expert sort_keys",
+    "gspax.model.kernels.expert_ffn": "BLOCK BLOCKED Experts GELU_TANH RAGGED SQUARED_RELU sort_by_expert sort_keys",
     "gspax.model.kernels.quantization": "Quantized quantize",
     "gspax.model.low_rank": "combine dense is_low_rank partition",
     "gspax.model.moe": "Routing choose_experts scores_of",

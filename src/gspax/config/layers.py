@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from gspax.config.model import RopeScaling, Router
 
 
+Activation = Literal["silu", "gelu_tanh", "relu2"]  # of the gate; squared ReLU has none
+
+
 class Feature(Enum):
     """A feature of a run that a kind of layer may not support (`Mixer.supports`)."""
 
@@ -357,19 +360,73 @@ class StateSpace(Mixer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoMixer(Mixer):
+    """The mixer of a layer that is a feed-forward network alone."""
+
+    name = "no mixer"
+    deep_prefixes = True
+
+    @property
+    def obstacles(self) -> Mapping[Feature, str]:
+        return {}
+
+    def parameters(self, D: int) -> int:
+        """Count the parameters: none."""
+        return 0
+
+    def flops(self, length: int | float) -> float:
+        """Count a token's FLOPs: none."""
+        return 0
+
+    def activations(self, tensor: int, context: int) -> int:
+        """Count a token's numbers that the backward pass reads: none."""
+        return 0
+
+    def cache(self, tensor: int) -> CacheSize:
+        """Size the cache: nothing is kept."""
+        return CacheSize()
+
+
+def mlp_weights(activation: Activation) -> tuple[str, ...]:
+    """List the matrices of a feed-forward network with this activation."""
+    return ("up", "down") if activation == "relu2" else ("gate", "up", "down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoMlp:
+    """The feed-forward network of a layer that is a mixer alone."""
+
+    def parameters(self, D: int, experts: int) -> int:
+        """Count the parameters: none."""
+        return 0
+
+    def activation_bytes(self, D: int, number: int, tensor: int) -> int:
+        """Count a token's bytes that the backward pass reads: none."""
+        return 0
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """List the sizes that a mesh must divide: none."""
+        return ()
+
+    def adapted(self, D: int) -> dict[str, int]:
+        """Count the numbers in adapters: there is no weight."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseMlp:
-    """A gated feed-forward network."""
+    """A feed-forward network, with a gate unless its activation is squared ReLU."""
 
     width: int
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    activation: Activation = "silu"
 
     def parameters(self, D: int, experts: int) -> int:
         """Count the parameters; there are no experts."""
-        return 3 * D * self.width
+        return len(mlp_weights(self.activation)) * D * self.width
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
         """Count a token's bytes that the backward pass reads, with `number` bytes for each."""
-        return number * (2 * D + 3 * self.width // tensor)
+        return number * (2 * D + len(mlp_weights(self.activation)) * self.width // tensor)
 
     def dimensions(self) -> tuple[Dimension, ...]:
         """List the sizes that a mesh must divide."""
@@ -377,7 +434,7 @@ class DenseMlp:
 
     def adapted(self, D: int) -> dict[str, int]:
         """Count the numbers in an adapter of rank 1 of each weight that can have one: its rows and columns, added."""
-        return dict.fromkeys(("gate", "up", "down"), D + self.width)
+        return dict.fromkeys(mlp_weights(self.activation), D + self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +449,7 @@ class Experts:
     normalize: bool = True  # the gates of a token sum to one
     shared: int = 0  # width of the shared expert; 0: none
     shared_gate: bool = False  # its output is scaled by a sigmoid of the token
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gates of experts
+    activation: Activation = "silu"
     normed: bool = False  # router, experts, and shared expert have norms of their own, and gates a factor
 
     def parameters(self, D: int, experts: int) -> int:
@@ -400,12 +457,14 @@ class Experts:
         router = self.count * (D + self.router.correction_bias + self.bias)
         biases = experts * (2 * self.width + D) * self.bias
         norms = (5 * D + self.count) if self.normed else 0
-        return router + biases + norms + 3 * experts * D * self.width + 3 * D * self.shared + D * self.shared_gate
+        matrices = len(mlp_weights(self.activation)) * D * (experts * self.width + self.shared)
+        return router + biases + norms + matrices + D * self.shared_gate
 
     def activation_bytes(self, D: int, number: int, tensor: int) -> int:
         """Count a token's bytes that the backward pass reads: `number` for each, float32 for the router's logits."""
-        rows = self.active * (2 * D + 3 * self.width // tensor)
-        shared = 2 * D + 3 * self.shared // tensor if self.shared else 0
+        products = len(mlp_weights(self.activation))
+        rows = self.active * (2 * D + products * self.width // tensor)
+        shared = 2 * D + products * self.shared // tensor if self.shared else 0
         return number * (2 * D + rows + shared) + 2 * 4 * self.count
 
     def dimensions(self) -> tuple[Dimension, ...]:
@@ -418,15 +477,15 @@ class Experts:
 
     def adapted(self, D: int) -> dict[str, int]:
         """Count the numbers in adapters of rank 1 of all experts, for each of their matrices."""
-        return dict.fromkeys(("gate", "up", "down"), self.count * (D + self.width))
+        return dict.fromkeys(mlp_weights(self.activation), self.count * (D + self.width))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of a model."""
+    """One layer of a model: a mixer, a feed-forward network, or one after the other."""
 
     mixer: Mixer
-    mlp: DenseMlp | Experts
+    mlp: DenseMlp | Experts | NoMlp
     norms: Literal["before", "after", "around"] = "before"  # the inputs of mixer and MLP, their outputs, or both
     scaled: bool = False  # the layer's output is multiplied by a number
 
@@ -437,7 +496,8 @@ class Layer:
 
     def parameters(self, D: int, experts: int) -> int:
         """Count the parameters with as many experts."""
-        norms = (4 if self.norms == "around" else 2) * D
+        parts = 2 - isinstance(self.mixer, NoMixer) - isinstance(self.mlp, NoMlp)
+        norms = parts * (2 if self.norms == "around" else 1) * D
         if isinstance(self.mlp, Experts) and self.mlp.normed:
             norms -= D
         return self.mixer.parameters(D) + self.mlp.parameters(D, experts) + norms + self.scaled

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from gspax.config.layers import (
+    Activation,
     DenseMlp,
     Experts,
     Feature,
@@ -16,6 +17,8 @@ from gspax.config.layers import (
     LatentAttention,
     Layer,
     Mixer,
+    NoMixer,
+    NoMlp,
     Rope,
     SelfAttention,
 )
@@ -185,7 +188,9 @@ class ModelConfig:
     norm_topk_prob: bool = True  # renormalize the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gates of MLPs and experts
+    no_mlp_layers: tuple[int, ...] = ()  # the layers that are a mixer alone
+    no_mixer_layers: tuple[int, ...] = ()  # the layers that are an MLP or experts alone
+    activation: Activation = "silu"  # of MLPs and experts; relu2, squared ReLU: they have no gates
     rms_norm_eps: Positive = 1e-6
     # Of attention and MLP: their inputs are normalized, their outputs, or both.
     norm_place: Literal["before", "after", "around"] = "before"
@@ -248,6 +253,8 @@ def obstacle(config: ModelConfig, feature: Feature) -> str | None:
 
 def _mixer(config: ModelConfig, number: int) -> Mixer:
     """Make the mixer of the layer with this number, from 0."""
+    if number in config.no_mixer_layers:
+        return NoMixer()
     if config.mixer is not None and number in config.mixer_layers:
         return config.mixer
     if config.delta is not None and number in config.delta_layers:
@@ -284,11 +291,12 @@ def _mixer(config: ModelConfig, number: int) -> Mixer:
     )
 
 
-def _layer(config: ModelConfig, number: int) -> Layer:
-    """Make the layer with this number, from 0."""
-    mlp: DenseMlp | Experts = DenseMlp(width=config.intermediate_size, activation=config.activation)
+def _mlp(config: ModelConfig, number: int) -> DenseMlp | Experts | NoMlp:
+    """Make the feed-forward network of the layer with this number, from 0."""
+    if number in config.no_mlp_layers:
+        return NoMlp()
     if config.num_experts and number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0:
-        mlp = Experts(
+        return Experts(
             count=config.num_experts,
             active=config.num_experts_per_tok,
             width=config.moe_intermediate_size,
@@ -300,7 +308,13 @@ def _layer(config: ModelConfig, number: int) -> Layer:
             activation=config.activation,
             normed=config.normed_experts,
         )
-    return Layer(mixer=_mixer(config, number), mlp=mlp, norms=config.norm_place, scaled=config.layer_scale)
+    return DenseMlp(width=config.intermediate_size, activation=config.activation)
+
+
+def _layer(config: ModelConfig, number: int) -> Layer:
+    """Make the layer with this number, from 0."""
+    mixer, mlp = _mixer(config, number), _mlp(config, number)
+    return Layer(mixer=mixer, mlp=mlp, norms=config.norm_place, scaled=config.layer_scale)
 
 
 def sparse_numbers(config: ModelConfig) -> tuple[int, ...]:
@@ -425,10 +439,11 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
     if m.latent is not None:
         yield from _latent_problems(m)
     yield from _mixer_problems(m)
+    yield from _lone_problems(m)
     sparse = sparse_layers(m)
     if outside := [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]:
         yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
-    if sparse < m.num_hidden_layers and m.intermediate_size < 1:
+    if any(isinstance(layer.mlp, DenseMlp) for layer in layers_of(m)) and m.intermediate_size < 1:
         yield f"model.intermediate_size: wanted at least 1 for the dense layers, got {m.intermediate_size}"
     if sparse and m.moe_intermediate_size < 1:
         yield f"model.moe_intermediate_size: wanted at least 1 for the experts, got {m.moe_intermediate_size}"
@@ -440,6 +455,17 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
         yield from _group_problems(m)
     if sparse and m.normed_experts and not m.shared_expert_intermediate_size:
         yield "model.shared_expert_intermediate_size: wanted at least 1 with model.normed_experts, got 0"
+    if sparse and m.expert_bias and m.activation == "relu2":
+        yield "model.expert_bias: wanted False with model.activation=relu2, got True"
+
+
+def _lone_problems(m: ModelConfig) -> Iterator[str]:
+    """Check the layers that are a mixer or a feed-forward network alone."""
+    for name in ("no_mlp_layers", "no_mixer_layers"):
+        if outside := [layer for layer in getattr(m, name) if not 0 <= layer < m.num_hidden_layers]:
+            yield f"model.{name}: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
+    if both := sorted(set(m.no_mlp_layers) & set(m.no_mixer_layers)):
+        yield f"model.no_mlp_layers: wanted no layer of model.no_mixer_layers, which would be empty, got {both[0]}"
 
 
 def _mixer_problems(m: ModelConfig) -> Iterator[str]:

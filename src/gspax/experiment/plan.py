@@ -11,6 +11,8 @@ from gspax.config import (
     Experiment,
     Layer,
     ModelConfig,
+    NoMixer,
+    NoMlp,
     Sampling,
     SelfAttention,
     WarmStart,
@@ -236,6 +238,10 @@ def _layers(model: ModelConfig) -> str:
 def _name(layer: Layer) -> str:
     """The layer's feed-forward network, and its mixer if that is not attention to everything before a token."""
     mixer = layer.mixer
+    if isinstance(layer.mlp, NoMlp):
+        return f"{mixer.name} alone"
+    if isinstance(mixer, NoMixer):
+        return "experts alone" if layer.sparse else "dense alone"
     plain = "" if isinstance(mixer, SelfAttention) else mixer.name
     own = f"a window of {mixer.window:,}" if mixer.window else plain
     mlp, joined = ("with experts", "and") if layer.sparse else ("dense", "with")

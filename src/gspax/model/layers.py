@@ -36,6 +36,7 @@ from gspax.config import (
     layers_of,
 )
 from gspax.model.kernels.attention import Rows, row_attention
+from gspax.model.kernels.expert_ffn import squared_relu
 from gspax.model.kernels.trees import Tree
 from gspax.model.kernels.weights import contract
 from gspax.parallel.sharding import spec, token_spec
@@ -125,12 +126,13 @@ def rms_norm(x: Array, scale: Array, eps: float, plus_one: bool) -> Array:
 
 
 class DenseMlp(nnx.Module):
-    """down(activation(gate x) * up x), SwiGLU with silu."""
+    """down(activation(gate x) * up x), SwiGLU with silu; with squared ReLU down(relu(up x)^2)."""
 
     def __init__(self, kind: kinds.DenseMlp, config: ModelConfig, *, rngs: nnx.Rngs):
         D, F, scale = config.hidden_size, kind.width, config.initializer_range
         self.activation = kind.activation
-        self.gate = init_weight(rngs, scale, embed=D, mlp=F)
+        gated = "gate" in kinds.mlp_weights(kind.activation)
+        self.gate = init_weight(rngs, scale, embed=D, mlp=F) if gated else None
         self.up = init_weight(rngs, scale, embed=D, mlp=F)
         self.down = init_weight(rngs, scale, mlp=F, embed=D)
 
@@ -138,8 +140,12 @@ class DenseMlp(nnx.Module):
         # Matrices: on CPU the gradient of three-dimensional products takes twice as long. Positions that are sharded
         # cannot be merged with the rows without gathering them.
         x = x_BTD if mesh.shape["context"] > 1 else x_BTD.reshape(-1, x_BTD.shape[-1])
-        gate, up = (contract("...d,df->...f", x, weight.get_value()) for weight in (self.gate, self.up))
-        return contract("...f,fd->...d", _gated(gate, up, self.activation), self.down.get_value()).reshape(x_BTD.shape)
+        up = contract("...d,df->...f", x, self.up.get_value())
+        if self.gate is None:
+            product = jax.checkpoint(squared_relu, prevent_cse=False)(up)
+        else:
+            product = _gated(contract("...d,df->...f", x, self.gate.get_value()), up, self.activation)
+        return contract("...f,fd->...d", product, self.down.get_value()).reshape(x_BTD.shape)
 
 
 @partial(jax.checkpoint, static_argnums=2, prevent_cse=False)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from gspax import config as kinds
 from gspax.config import ModelConfig, Router
-from gspax.model.kernels.expert_ffn import GELU_TANH, Experts, expert_ffn
+from gspax.model.kernels.expert_ffn import GELU_TANH, SQUARED_RELU, Experts, expert_ffn
 from gspax.model.kernels.expert_parallel import (
     by_platform,
     expert_decoding,
@@ -29,6 +29,7 @@ from gspax.model.router_scores import log_scores
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array
 
+ACTIVATIONS = {"silu": None, "gelu_tanh": GELU_TANH, "relu2": SQUARED_RELU}
 # (x [N, D], expert [N, A], gate [N, A], experts) -> y [N, D], and perhaps whether it fell back to the ring
 Ffn = Callable[[Array, Array, Array, Experts], Array | tuple[Array, Array]]
 
@@ -76,7 +77,8 @@ class SparseMlp(nnx.Module):
         D, E, F = config.hidden_size, kind.count, kind.width
         scale = config.initializer_range
         self.router = init_weight(rngs, scale, embed=D, router=E)
-        self.gate = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
+        gated = "gate" in kinds.mlp_weights(kind.activation)
+        self.gate = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F) if gated else None
         self.up = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.down = init_weight(rngs, scale, expert=E, mlp=F, expert_embed=D)
         self.router_bias = init_bias(kind.bias, router=E)
@@ -130,7 +132,7 @@ class SparseMlp(nnx.Module):
         with jax.named_scope("experts"):
             weights = self.gate, self.up, self.down, self.gate_bias, self.up_bias
             arrays = (None if w is None else cast(w.get_value(), x_BTD.dtype) for w in weights)
-            experts = Experts._make((*arrays, None if self.kind.activation == "silu" else GELU_TANH))
+            experts = Experts._make((*arrays, ACTIVATIONS[self.kind.activation]))
             y_BTD, fell_back = _run_experts(shared.mesh, x_BTD, routing.expert, gate_BTA, experts, shared.decoding)
             if self.down_bias is not None:
                 y_BTD += _weigh_biases(routing.expert, gate_BTA, self.down_bias[...].astype(x_BTD.dtype))
@@ -199,7 +201,7 @@ def _run_experts(
             ffn = partial(expert_parallel, exchange=by_platform(axis) if direct else ring(axis))
     into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")
     biases = (None, None) if experts.gate_bias_EF is None else (("expert", "mlp"), ("expert", "mlp"))
-    names = Experts._make((into, into, out, *biases, experts.activation))
+    names = Experts._make((None if experts.gate_EDF is None else into, into, out, *biases, experts.activation))
     axes = jax.tree.map(partial(array_axes, summed=(1,)), experts, names, is_leaf=is_compound)
 
     def on_device(x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts) -> tuple[Array, Array]:

@@ -21,6 +21,8 @@ from gspax.config import (
     Layer,
     LayerGroup,
     ModelConfig,
+    NoMixer,
+    NoMlp,
     layer_groups,
     layer_windows,
 )
@@ -47,24 +49,26 @@ LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a l
 
 
 class DecoderLayer(nnx.Module):
-    """Mixer and feed-forward network, each added to the residual stream.
+    """Mixer and feed-forward network, or one of them alone, each added to the residual stream.
 
     Their inputs, outputs, or both are normalized.
     """
 
     def __init__(self, kind: Layer, config: ModelConfig, *, rngs: nnx.Rngs):
         norm, around = partial(_norm, config), kind.norms == "around"
-        self.attention_norm = norm()
+        mixes, transforms = not isinstance(kind.mixer, NoMixer), not isinstance(kind.mlp, NoMlp)
+        self.attention_norm = norm() if mixes else None
         self.part = kind.mixer.part
-        setattr(self, self.part, import_class(kind.mixer.module)(kind.mixer, config, rngs=rngs))
-        self.attention_out_norm = norm() if around else None
-        self.mlp_norm = None if isinstance(kind.mlp, Experts) and kind.mlp.normed else norm()
-        self.mlp: SparseMlp | DenseMlp
+        setattr(self, self.part, import_class(kind.mixer.module)(kind.mixer, config, rngs=rngs) if mixes else None)
+        self.attention_out_norm = norm() if mixes and around else None
+        normed = isinstance(kind.mlp, Experts) and kind.mlp.normed
+        self.mlp_norm = norm() if transforms and not normed else None
+        self.mlp: SparseMlp | DenseMlp | None = None
         if isinstance(kind.mlp, Experts):
             self.mlp = (NormedExperts if kind.mlp.normed else SparseMlp)(kind.mlp, config, rngs=rngs)
-        else:
+        elif not isinstance(kind.mlp, NoMlp):
             self.mlp = DenseMlp(kind.mlp, config, rngs=rngs)
-        self.mlp_out_norm = norm() if around else None
+        self.mlp_out_norm = norm() if transforms and around else None
         self.norm_after = kind.norms == "after"
         self.residual = config.multipliers.residual
         self.layer_scale = nnx.Param(jnp.ones(1), axes=("norm",)) if config.layer_scale else None
@@ -73,21 +77,29 @@ class DecoderLayer(nnx.Module):
         self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
     ) -> tuple[Array, PyTree, Routing | None]:
         """Return the residual stream, the cache, and a sparse layer's `Routing` (else None)."""
-        with jax.named_scope(self.part):
-            normed_BTD = x_BTD if self.norm_after else self.attention_norm(x_BTD)
-            mixed_BTD, cache = getattr(self, self.part)(normed_BTD, shared, cache, layer)
-            mixed_BTD = self._normalize_output(mixed_BTD, "attention")
-        x_BTD += mixed_BTD
-        normed_BTD = x_BTD if self.norm_after or self.mlp_norm is None else self.mlp_norm(x_BTD)
-        if isinstance(self.mlp, SparseMlp):
-            y_BTD, routing = self.mlp(normed_BTD, shared, forced_BTA)
-        else:
-            with jax.named_scope("mlp"):
-                y_BTD, routing = self.mlp(normed_BTD, shared.mesh), None
-        x_BTD += self._normalize_output(y_BTD, "mlp")
+        routing = None
+        if (mixer := getattr(self, self.part)) is not None:
+            with jax.named_scope(self.part):
+                normed_BTD = self._normalize_input(x_BTD, "attention")
+                mixed_BTD, cache = mixer(normed_BTD, shared, cache, layer)
+                mixed_BTD = self._normalize_output(mixed_BTD, "attention")
+            x_BTD += mixed_BTD
+        if self.mlp is not None:
+            normed_BTD = self._normalize_input(x_BTD, "mlp")
+            if isinstance(self.mlp, SparseMlp):
+                y_BTD, routing = self.mlp(normed_BTD, shared, forced_BTA)
+            else:
+                with jax.named_scope("mlp"):
+                    y_BTD = self.mlp(normed_BTD, shared.mesh)
+            x_BTD += self._normalize_output(y_BTD, "mlp")
         if self.layer_scale is not None:
             x_BTD *= expand_dims_like(jax.lax.stop_gradient(self.layer_scale[...]).astype(x_BTD.dtype), x_BTD)
         return x_BTD, cache, routing
+
+    def _normalize_input(self, x_BTD: Array, part: Literal["attention", "mlp"]) -> Array:
+        """Return what attention or MLP reads of the residual stream."""
+        norm = getattr(self, f"{part}_norm")
+        return x_BTD if self.norm_after or norm is None else norm(x_BTD)
 
     def _normalize_output(self, y_BTD: Array, part: Literal["attention", "mlp"]) -> Array:
         """Return the term that attention or MLP adds to the residual stream."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from api import BLOCK, BLOCKED, GELU_TANH, RAGGED, Experts, quantize, references, sort_by_expert
+from api import BLOCK, BLOCKED, GELU_TANH, RAGGED, SQUARED_RELU, Experts, quantize, references, sort_by_expert
 from api import expert_ffn as module
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -96,18 +96,20 @@ def test_experts_in_8_bits(run, name):
 
 
 @pytest.mark.parametrize("backend", [BLOCKED, RAGGED], ids=["blocked", "ragged"])
-def test_another_activation_replaces_silu(backend):
+@pytest.mark.parametrize("gated", [True, False], ids=["gelu", "squared_relu"])
+def test_another_activation_replaces_silu(backend, gated):
     """Against every expert's product with every row, weighed by zeros where the row does not choose it."""
     x, expert, gate, *weights = make_case("padding")
 
-    def ours(x, gate, *weights):
-        return module.expert_ffn(x, expert, gate, Experts(*weights, activation=GELU_TANH), backend=backend)
+    def ours(x, gate, w_gate, w_up, w_down):
+        experts = Experts(w_gate if gated else None, w_up, w_down, activation=GELU_TANH if gated else SQUARED_RELU)
+        return module.expert_ffn(x, expert, gate, experts, backend=backend)
 
     def dense(x, gate, *weights):
         w_gate, w_up, w_down = weights
         gate_NE = (jax.nn.one_hot(expert, len(w_gate)) * gate[..., None]).sum(1)
         a, u = jnp.einsum("nd,edf->nef", x, w_gate), jnp.einsum("nd,edf->nef", x, w_up)
-        h = jax.nn.gelu(a, approximate=True) * u
+        h = jax.nn.gelu(a, approximate=True) * u if gated else jnp.maximum(u, 0) ** 2
         return jnp.einsum("ne,nef,efd->nd", gate_NE, h, w_down)
 
     (got, ours_back), (want, dense_back) = (jax.vjp(run, x, gate, *weights) for run in (ours, dense))

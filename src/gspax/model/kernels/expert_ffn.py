@@ -26,7 +26,7 @@ E experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,7 +61,7 @@ class Experts(NamedTuple):
     Biases of gate and up change their product (`gated_product`), and so does an activation other than silu.
     """
 
-    gate_EDF: Weight
+    gate_EDF: Weight | None  # None: the activation is that of the product with up
     up_EDF: Weight
     down_EFD: Weight
     gate_bias_EF: Array | None = None
@@ -70,6 +70,14 @@ class Experts(NamedTuple):
 
 
 GELU_TANH = Partial(partial(jax.nn.gelu, approximate=True))
+
+
+def squared_relu(x: Array) -> Array:
+    """Compute max(x, 0)^2, the activation of networks without a gate."""
+    return jnp.square(jax.nn.relu(x))
+
+
+SQUARED_RELU = Partial(squared_relu)
 
 
 class Backend(NamedTuple):
@@ -101,9 +109,10 @@ def expert_ffn(
         ValueError: the shapes do not fit together.
         TypeError: expert_NA is not int32.
     """
-    (N, D), (E, _, F), A = x_ND.shape, experts.gate_EDF.shape, expert_NA.shape[-1]
-    shapes = [a.shape for a in (expert_NA, gate_NA, *experts[:3])]
-    if shapes != [(N, A), (N, A), (E, D, F), (E, D, F), (E, F, D)]:
+    (N, D), (E, _, F), A = x_ND.shape, experts.up_EDF.shape, expert_NA.shape[-1]
+    entries = list(entry_matrices(experts))
+    shapes = [a.shape for a in (expert_NA, gate_NA, *entries, experts.down_EFD)]
+    if shapes != [(N, A), (N, A), *[(E, D, F)] * len(entries), (E, F, D)]:
         raise ValueError(f"for x {x_ND.shape}, wanted shapes [N, A] twice, [E, D, F] twice, [E, F, D]; got {shapes}")
     if expert_NA.dtype != jnp.int32:
         raise TypeError(f"expert_NA must be int32, got {expert_NA.dtype}")
@@ -133,7 +142,7 @@ def _ffn(backend: Backend, x_ND: Array, expert_NA: Array, gate_NA: Array, expert
 def _ffn_forward(
     backend: Backend, x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts
 ) -> tuple[Array, PyTree]:
-    saved = sort_by_expert(expert_NA, experts.gate_EDF.shape[0]), x_ND, gate_NA, experts
+    saved = sort_by_expert(expert_NA, experts.up_EDF.shape[0]), x_ND, gate_NA, experts
     return forward(*saved, backend=backend), saved
 
 
@@ -219,13 +228,22 @@ def take_rows(x: Array, index: Array) -> Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-def gated_product(a_F: Array, u_F: Array, w: Experts, for_rows: Callable[[Array], Array]) -> Array:
-    """Compute the input of the down projections from the products of rows with the matrices of gate and up.
+def entry_matrices(experts: Experts) -> tuple[Weight, ...]:
+    """Return the matrices of gate and up, or of up alone."""
+    return (experts.up_EDF,) if experts.gate_EDF is None else (experts.gate_EDF, experts.up_EDF)
+
+
+def gated_product(products: Sequence[Array], w: Experts, for_rows: Callable[[Array], Array]) -> Array:
+    """Compute the input of the down projections from the products of rows with `entry_matrices`.
 
     Without biases it is silu(a) u, or another activation's; with them, as in gpt-oss (arXiv 2508.10925),
     (u + 1) a σ(1.702 a), where the biases are added first and a is then at most 7 and u from -7 to 7. `for_rows` gives
-    the biases [E, F] the rows' axes.
+    the biases [E, F] the rows' axes. Without a gate it is the activation of u.
     """
+    if w.gate_EDF is None:
+        product: Array = w.activation(*products)
+        return product
+    a_F, u_F = products
     if w.gate_bias_EF is None or w.up_bias_EF is None:
         return (w.activation or jax.nn.silu)(a_F) * u_F
     a_F = jnp.minimum(a_F + for_rows(w.gate_bias_EF), LIMIT)
@@ -250,8 +268,8 @@ def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Arra
 
         def one_block(x_SD: Array, at: Array, mine_B: Array) -> Array:
             x_BD, gate_B = _slice(x_SD, at, mine_B), _slice(gate_S, at, mine_B)
-            a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
-            h_BF = gated_product(a_BF, u_BF, w, _of_one) * gate_B[:, None]
+            products = [dot("bd,df->bf", x_BD, w_DF) for w_DF in entry_matrices(w)]
+            h_BF = gated_product(products, w, _of_one) * gate_B[:, None]
             return _update(x_SD, at, mine_B, dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD))
 
         return _over_blocks(one_block, x_SD, start, count, _has_large_blocks(x_SD, count_E)), None
@@ -309,10 +327,11 @@ def _over_blocks(
 def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tuple[Array, Array, Experts]:
     """Compute dx, dgate and the gradient of an expert's matrices from one block; rows of gate 0 add nothing to it."""
     dtype = x_BD.dtype
-    a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
+    products = [dot("bd,df->bf", x_BD, w_DF) for w_DF in entry_matrices(w)]
     dh_BF = dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
-    if w.gate_bias_EF is not None or w.activation is not None:
-        return _other_gradients(x_BD, gate_B, w, dy_BD, (a_BF, u_BF, dh_BF))
+    if w.gate_EDF is None or w.gate_bias_EF is not None or w.activation is not None:
+        return _other_gradients(x_BD, gate_B, w, dy_BD, (*products, dh_BF))
+    a_BF, u_BF = products
     sigmoid_BF = jax.nn.sigmoid(a_BF)
     silu_BF = a_BF * sigmoid_BF
     h_BF = silu_BF * u_BF
@@ -328,18 +347,19 @@ def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tu
 
 
 def _other_gradients(
-    x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array, products: tuple[Array, Array, Array]
+    x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array, products: tuple[Array, ...]
 ) -> tuple[Array, Array, Experts]:
     """Compute `_block_gradients` of an expert with another product, given the products with its matrices."""
-    a_BF, u_BF, dh_BF = products
-    h_BF, pullback = jax.vjp(lambda a_BF, u_BF: gated_product(a_BF, u_BF, w, _of_one), a_BF, u_BF)
+    *entries, dh_BF = products
+    h_BF, pullback = jax.vjp(lambda *entries: gated_product(entries, w, _of_one), *entries)
     dgate_B = (dh_BF * h_BF).sum(1)
-    da_BF, du_BF = pullback(dh_BF * gate_B[:, None])
-    h_BF, da, du = (x.astype(x_BD.dtype) for x in (h_BF * gate_B[:, None], da_BF, du_BF))
-    dx_BD = dot("bf,df->bd", da, w.gate_EDF) + dot("bf,df->bd", du, w.up_EDF)
-    matrices = dot("bd,bf->df", x_BD, da), dot("bd,bf->df", x_BD, du), dot("bf,bd->fd", h_BF, dy_BD)
-    biases = (None, None) if w.gate_bias_EF is None else (da_BF.sum(0), du_BF.sum(0))
-    return dx_BD, dgate_B, Experts._make((*matrices, *biases, w.activation))
+    gradients = pullback(dh_BF * gate_B[:, None])
+    h_BF, *rounded = (x.astype(x_BD.dtype) for x in (h_BF * gate_B[:, None], *gradients))
+    parts = [dot("bf,df->bd", d_BF, w_DF) for d_BF, w_DF in zip(rounded, entry_matrices(w), strict=True)]
+    no_gate = [None] if w.gate_EDF is None else []
+    matrices = [*no_gate, *(dot("bd,bf->df", x_BD, d_BF) for d_BF in rounded), dot("bf,bd->fd", h_BF, dy_BD)]
+    biases = [None, None] if w.gate_bias_EF is None else [d_BF.sum(0) for d_BF in gradients]
+    return functools.reduce(jnp.add, parts), dgate_B, Experts._make((*matrices, *biases, w.activation))
 
 
 def _slice(x_S: Array, at: Array, mine_B: Array) -> Array:
@@ -379,7 +399,8 @@ def _ragged_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array
     would be larger than the copies.
     """
     if x_SD.shape[0] >= MANY_ROWS * count_E.size:
-        experts = Experts._make((*(dequantize(w, x_SD.dtype, axis=1) for w in experts[:3]), *experts[3:]))
+        matrices = (None if w is None else dequantize(w, x_SD.dtype, axis=1) for w in experts[:3])
+        experts = Experts._make((*matrices, *experts[3:]))
     # Rows after the last group are undefined and may not be finite: masked, but for the result, where none is read.
     row_S = jnp.arange(x_SD.shape[0], dtype=jnp.int32)
     used_S1 = (row_S < count_E.sum())[:, None]
@@ -393,8 +414,8 @@ def _ragged_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array
         return y_SO * w_EKO.scale.at[expert_S].get(mode="clip")
 
     w = cast(experts, x_SD.dtype)
-    a_SF, u_SF = (jnp.where(used_S1, grouped(x_SD, w_EDF), 0).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
-    h_SF = gated_product(a_SF, u_SF, w, lambda b_EF: b_EF.at[expert_S].get(mode="clip")) * gate_S[:, None]
+    products = [jnp.where(used_S1, grouped(x_SD, w_EDF), 0).astype(jnp.float32) for w_EDF in entry_matrices(w)]
+    h_SF = gated_product(products, w, lambda b_EF: b_EF.at[expert_S].get(mode="clip")) * gate_S[:, None]
     return grouped(h_SF.astype(x_SD.dtype), w.down_EFD).astype(x_SD.dtype)
 
 

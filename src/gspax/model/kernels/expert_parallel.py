@@ -190,12 +190,12 @@ def _ring_backward(
 
 def _sort_local(axis: str, expert_NA: Array, experts: Experts) -> Permutation:
     """Return the permutation of the choices of this device's experts; all others are dropped."""
-    return local.sort_by_expert(_own_experts(axis, expert_NA, experts), experts.gate_EDF.shape[0])
+    return local.sort_by_expert(_own_experts(axis, expert_NA, experts), experts.up_EDF.shape[0])
 
 
 def _own_experts(axis: str, expert: Array, experts: Experts) -> Array:
     """Return the numbers of the experts among this device's K; K for all others."""
-    K = experts.gate_EDF.shape[0]
+    K = experts.up_EDF.shape[0]
     own = expert - lax.axis_index(axis) * K
     return jnp.where((own >= 0) & (own < K), own, K)
 
@@ -219,7 +219,7 @@ def all_to_all(
 
     def direct_or_ring(direct: Callable[..., PyTree], around: Callable[..., PyTree]) -> Callable[..., PyTree]:
         def run(x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *dy_ND: Array) -> PyTree:
-            X, K = lax.axis_size(axis), experts.gate_EDF.shape[0]
+            X, K = lax.axis_size(axis), experts.up_EDF.shape[0]
             N, A = expert_NA.shape
             R = buffer_rows(expert_NA.shape, X, K, capacity_factor=capacity_factor, extra_rows=extra_rows)
             outgoing = local.sort_by_expert(expert_NA, X * K)
@@ -328,7 +328,7 @@ def _decoding_rows(expert_NA: Array, axis: str, experts: Experts) -> int:
     return buffer_rows(
         expert_NA.shape,
         lax.axis_size(axis),
-        experts.gate_EDF.shape[0],
+        experts.up_EDF.shape[0],
         capacity_factor=DECODING_CAPACITY_FACTOR,
         extra_rows=DECODING_EXTRA_ROWS,
         tile=16,
@@ -337,7 +337,7 @@ def _decoding_rows(expert_NA: Array, axis: str, experts: Experts) -> int:
 
 def gathered(x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *, axis: str) -> Array:
     """Run the experts on rows that all devices gather."""
-    (N, A), X, K = expert_NA.shape, lax.axis_size(axis), experts.gate_EDF.shape[0]
+    (N, A), X, K = expert_NA.shape, lax.axis_size(axis), experts.up_EDF.shape[0]
     R = _decoding_rows(expert_NA, axis, experts)
     x_GD, expert_GA, gate_GA = (lax.all_gather(x, axis, tiled=True) for x in (x_ND, expert_NA, gate_NA))
     own_M = _own_experts(axis, expert_GA.reshape(-1), experts)
@@ -366,7 +366,7 @@ def to_experts(
     exchange: Callable[..., Array] = lax.ragged_all_to_all,
 ) -> Array:
     """Run the experts on choices that are sent to them. `exchange` has the signature of `lax.ragged_all_to_all`."""
-    (N, A), X, K = expert_NA.shape, lax.axis_size(axis), experts.gate_EDF.shape[0]
+    (N, A), X, K = expert_NA.shape, lax.axis_size(axis), experts.up_EDF.shape[0]
     R, here = _decoding_rows(expert_NA, axis, experts), lax.axis_index(axis)
     device_M = expert_NA.reshape(-1) // K  # X for a dropped choice
     order_M = local.sort_keys(device_M, X + 1)
@@ -408,15 +408,15 @@ def _whole_words(x_RD: Array) -> Array:
 
 def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) -> Array:
     """Run each row through its expert out of K, times its gate, in x's dtype; zeros for expert K."""
-    K = experts.gate_EDF.shape[0]
+    K = experts.up_EDF.shape[0]
     if K > FEW_EXPERTS:
         return local.forward(local.sort_by_expert(expert_R[:, None], K), *vary_alike(x_RD, gate_R[:, None], experts))
     w = cast(experts, x_RD.dtype)
     own_KR = expert_R[None] == jnp.arange(K, dtype=jnp.int32)[:, None]
     x_RD = jnp.where((expert_R < K)[:, None], x_RD, 0)
-    a_KRF, u_KRF = (local.dot("rd,kdf->krf", x_RD, w_KDF) for w_KDF in (w.gate_EDF, w.up_EDF))
+    products = [local.dot("rd,kdf->krf", x_RD, w_KDF) for w_KDF in local.entry_matrices(w)]
     gate_KR = jnp.where(own_KR, gate_R.astype(jnp.float32)[None], 0)
-    product_KRF = local.gated_product(a_KRF, u_KRF, w, lambda b_KF: b_KF[:, None])
+    product_KRF = local.gated_product(products, w, lambda b_KF: b_KF[:, None])
     h_KRF = (product_KRF * gate_KR[..., None]).astype(x_RD.dtype)
     return local.dot_and_sum("krf,kfd->rd", h_KRF, w.down_EFD)
 
