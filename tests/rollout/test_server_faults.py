@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import fake_sglang
@@ -24,6 +25,7 @@ from api import (
     init_state,
     loop,
     make_runtime,
+    prepare_minibatches,
     receive,
     record,
     run_step,
@@ -36,6 +38,9 @@ from small_experiment import Countdown
 from gspax.config import Engine, Turns
 from gspax.data import CharChat
 from gspax.errors import FailureError, UserError
+from gspax.learner.metrics import Clock
+from gspax.rewards.environments import Step
+from gspax.training.step import take_trusted
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -68,6 +73,10 @@ def stale(params):
 AFTER_THE_PUSH = {
     "wrong tokens": lambda fake: setattr(fake.faults, "replaces_tokens", 2),
     "no log-probs": lambda fake: setattr(fake.faults, "nulls", True),
+    "exchanged experts": lambda fake: setattr(fake, "params", fake_vllm.exchange_experts(fake.params)),
+}
+IN_BFLOAT16 = {
+    "late tokens": lambda fake: setattr(fake.faults, "late_tokens", 0.01),  # after the third turn
     "stale weights": lambda fake: setattr(fake, "params", stale(fake.params)),
     "exchanged experts": lambda fake: setattr(fake, "params", fake_vllm.exchange_experts(fake.params)),
     "8-bit weights": lambda fake: setattr(fake, "params", in_8_bits(fake.params)),
@@ -97,6 +106,49 @@ def test_a_wrong_server_of_16_is_set_aside_and_nothing_that_it_sampled_is_traine
             assert all(f"{fakes[7].address} is set aside" in line for line in lines), (name, lines)
             sampled = {server for completion in result.samples.completions for server in completion.sources}
             assert sampled == {*range(1, 17)} - ({8} if lines else set()), name
+
+
+class SixTurns:
+    """Replies with a digit to each of six turns."""
+
+    def reset(self, problem):
+        return 1, [{"role": "user", "content": problem.prompt}]
+
+    def step(self, state, message):
+        return Step(state + 1, [{"role": "user", "content": str(state)}], done=state == 6)
+
+
+@pytest.mark.parametrize(
+    ("servers", "faults"),
+    [(4, ["late tokens"]), pytest.param(16, [*IN_BFLOAT16], marks=pytest.mark.slow)],
+    ids=["4 servers", "16 servers"],
+)
+def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers, faults, here, capsys):
+    """Each server samples 2,900 tokens, whose log-probs differ from the learner's by 0.02 nats of rounding."""
+    tokenizer, letters = CharChat(experiment.tokenizer.alphabet), 60
+    changes = {"vocab_size": tokenizer.vocab_size, "dtype": "bfloat16", "initializer_range": 0.5}
+    model = replace(experiment.model, **changes)
+    talking = {"environment": SixTurns(), "turns": Turns(limit=6), "model": model, "tokenizer": tokenizer}
+    sizes = {"prompts": servers, "group": 8, "max_prompt_tokens": 8, "max_tokens": 6 * letters + 12}
+    schedule = replace(experiment.schedule, minibatches=1, microbatch_rows=8)
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(fake_vllm.serve(model, max_tokens=512, hasty=letters)) for _ in range(servers)]
+        sampling = replace(experiment.sampling, **sizes)
+        runtime = make_runtime(served(*fakes, **talking, sampling=sampling, schedule=schedule))
+        for name in faults:
+            state = fresh(runtime)
+            fakes[2].faults.late_tokens = 0.0
+            runtime.sampler.aside.reasons.clear()
+            runtime.sampler.push(state.params, 0)
+            for fake in fakes:
+                fake.faults.delay = 0.1  # so that each has a group before the first is done
+            IN_BFLOAT16[name](fakes[2])
+            prepare = partial(prepare_minibatches, runtime, state, None, ())
+            graded, _, metrics = take_trusted(runtime, state, InFlight(), prepare, Clock())
+            lines = [line for line in capsys.readouterr().err.splitlines() if "is set aside" in line]
+            assert metrics["engine/set_aside"] == len(lines) == 1 and fakes[2].address in lines[0], (name, lines)
+            sampled = {*np.unique(jax.device_get(graded.rollout.source_BT)).tolist()}
+            assert sampled == {*range(servers + 1)} - {3}, name
 
 
 def sample(runtime, state, weights):
