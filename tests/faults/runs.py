@@ -166,6 +166,10 @@ def skipped(workdir: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def recorded(workdir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (workdir / "rollouts").glob("*")}
+
+
 def copy(workdir: Path, target: Path) -> Path:
     return Path(shutil.copytree(workdir, target))
 
@@ -181,4 +185,6 @@ def differences(workdir: Path, reference: Path, steps: int = STEPS) -> Sequence[
         found.append("samples/")
     if skipped(workdir) != skipped(reference):
         found.append("skipped_problems.jsonl")
+    if recorded(workdir) != recorded(reference):
+        found.append("rollouts/")
     return found

@@ -4,6 +4,7 @@ A row is a feature; what it keeps beside the parameters is at stake. The columns
 
 - *killed early*: what a kill in the warm start or the first two steps leaves is copied, and begins again there.
 - *killed*: what a kill in the third or fourth step leaves is copied, and goes on in this other folder.
+- *SIGTERM early*: the signal comes in the warm start, which is saved, or in the first step, of which nothing is.
 - *SIGTERM*: the signal comes in the fourth step, so the third is saved, which no schedule asked for. Then it goes on.
 - *bucket*: what a kill leaves is copied to a bucket, and goes on there.
 - *more devices*: what a kill leaves goes on with twice the learner's devices, which round otherwise.
@@ -16,6 +17,7 @@ import contextlib
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +39,7 @@ from phases import Moment
 from small_experiment import Spoiled
 from sorting_agent import solve
 
-from gspax.config import Engine, Lora, PartialRollouts, Router, Teacher
+from gspax.config import Collapse, Engine, Guard, Lora, PartialRollouts, Router, Teacher
 from gspax.data.tasks import sort
 from gspax.experiment import validate
 from gspax.hf import hf
@@ -47,7 +49,14 @@ from gspax.storage.paths import to_path
 SEED = os.environ.get("FAULTS_SEED", "0")
 STEPS, SAVED = 4, 2
 PHASES = "sampling", "grading", "computing log-probs", "updating"  # of every step
-EARLY, KILLED, SIGTERM, BUCKET, DEVICES = COLUMNS = "killed early", "killed", "SIGTERM", "bucket", "more devices"
+EARLY, KILLED, FIRST, SIGTERM, BUCKET, DEVICES = COLUMNS = (
+    "killed early",
+    "killed",
+    "SIGTERM early",
+    "SIGTERM",
+    "bucket",
+    "more devices",
+)
 
 
 @dataclass(frozen=True)
@@ -125,12 +134,14 @@ SETTINGS = OPTIONS | {
     "repeated": {"data": Few(min_digits=2, max_digits=3), "sampling": {"temperature": 0.3}},
     "agents": chat(lambda: Agent(run=solve), limit=3),
     "router": {"model": {"router": Router()}},
+    "recorded": {"schedule": {"record_rollouts": True}},
     "served": {"engine": SERVED},
     "served ahead": {"engine": replace(SERVED, staleness=1)},
     "served partly": {"engine": PARTLY_SERVED, "sampling": {"chunk": 2}},
 }
+LASTING = Guard(max_truncated=0.0, collapse=Collapse(alarms=("length",), steps=STEPS, action="warn"))
 SPOILED = Spoiled(small.data, raising=(3, 9), too_long=(12,))
-SKIPPED = Spoiled(small.data, raising=(2, 10), too_long=(19,))  # the first in the warm start
+SKIPPED = Spoiled(small.data, raising=(2, 18), too_long=(27,))  # the first in the warm start
 IS_SAMPLED = {"rollout/staleness": lambda ages: ages == [0, 1, 0, 1]}
 ROWS = {
     "plain": Row(["dense", "evaluated"], {"policy/loss": any}),
@@ -158,7 +169,9 @@ ROWS = {
     ),
     "agents": Row(["dense", "agents"], {"rollout/turns": all}),
     "unusable problems": Row(
-        ["dense", "warm start"], {"data/skipped": lambda count: count == [0, 1, 0, 1]}, {"data": SKIPPED}
+        ["dense", "warm start"],
+        {"data/skipped": lambda count: count == [0, 1, 0, 1]},
+        {"data": SKIPPED, "warm_start": replace(small.warm_start, steps=3, rows=4)},
     ),
     "two teachers of their own files": Row(
         ["dense", "packed"], {"policy/teacher_kl": all}, lambda: {"data": Taught(small.data), "teacher": two_teachers()}
@@ -166,6 +179,17 @@ ROWS = {
     "stale": Row(["dense", "stale", "loss=grpo"], IS_SAMPLED, other=AHEAD),
     "centered scores, stale": Row(
         ["dense", "stale", "loss=grpo", "old_logp=sampler"], IS_SAMPLED, {"center_scores": True}, other=AHEAD
+    ),
+    "an alarm that lasts": Row(
+        ["dense", "evaluated"], {"alarm/collapse": lambda on: on == [0, 0, 0, 1]}, {"guard": LASTING}
+    ),
+    "recorded rollouts, tasks": Row(["dense", "recorded", "task", "evaluated", "diagnostics"], {"policy/loss": any}),
+    "parameters in bfloat16, a schedule": Row(
+        ["dense", "muon", "bfloat16 parameters", "linear"], {"optim/learning_rate": lambda rate: len({*rate}) == STEPS}
+    ),
+    "frozen parameters, offloaded moments": Row(
+        ["dense", "frozen", "offload", "kl in the loss"],
+        {"reference/kl": grows},
     ),
     "a teacher's kept tokens": Row(["dense", "teacher, kept"], {"policy/teacher_kl": all}),
     "a teacher's advantages": Row(["dense", "teacher, advantage"], {"policy/loss": any}),
@@ -236,6 +260,8 @@ class Whole:
         """Copy what a kill would leave, at two moments."""
         for column, drawn in self.leave.items():
             if moment == drawn and not (self.folder / column).exists():
+                while column == KILLED and SAVED not in finished_steps(self.path / "checkpoints"):
+                    time.sleep(0.01)  # another thread saves it
                 phases.leave(self.path, self.folder / column)
 
     def train(self, path, act=lambda moment: None, done=0, devices=0):
@@ -289,6 +315,19 @@ def moved_to_a_bucket(whole, server):
     return whole.folder / BUCKET
 
 
+def ended_early(whole, server):
+    """The warm start goes on where it was; nothing is saved of the first step."""
+    workdir, experiment = whole.folder / FIRST, whole.experiment
+    moments = [Moment(1, phase) for phase in PHASES[:3]]
+    if experiment.warm_start:
+        moments = [Moment(0, "updating")]
+    with pytest.raises(Interrupted):
+        whole.train(workdir, phases.once(draw(whole.name, FIRST, moments), phases.terminate))
+    assert not finished_steps(workdir / "checkpoints")
+    whole.train(workdir)
+    return workdir
+
+
 def ended(whole, server):
     """The signal comes in the fourth step, or at the end of the third, which is saved."""
     workdir, schedule = whole.after(SAVED, SIGTERM), whole.experiment.schedule
@@ -311,7 +350,14 @@ def on_more_devices(whole, server):
     return workdir
 
 
-CELLS = {EARLY: killed_early, KILLED: killed, SIGTERM: ended, BUCKET: moved_to_a_bucket, DEVICES: on_more_devices}
+CELLS = {
+    EARLY: killed_early,
+    KILLED: killed,
+    FIRST: ended_early,
+    SIGTERM: ended,
+    BUCKET: moved_to_a_bucket,
+    DEVICES: on_more_devices,
+}
 QUICK = {("plain", column) for column in (KILLED, SIGTERM, DEVICES)}
 
 
