@@ -1,12 +1,14 @@
 """Demonstrations of the warm start: rows, masks and their order."""
 
+import os
+import signal
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from api import Skipped, loop, make_mesh, warm_start
+from api import Interrupted, Skipped, loop, make_mesh, warm_start
 from small_experiment import experiment
 
 from gspax import config
@@ -85,14 +87,19 @@ def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
 
 
 def test_a_warm_start_without_finite_updates_fails_at_once(monkeypatch, tmp_path):
+    """A signal between two of them changes nothing."""
     calls = []
 
     def update(state, batch):
         calls.append(batch)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         return replace(state, step=state.step + 1), {"loss": jnp.float32(jnp.nan), "skipped": jnp.float32(1)}
 
     monkeypatch.setattr(warm_start, "make_train_step", lambda *args, **kwargs: update)
     broken = replace(experiment, schedule=replace(experiment.schedule, max_skipped=2))
+    with pytest.raises(Interrupted):
+        loop.train(broken, tmp_path / "run")
     with pytest.raises(
         DivergedError, match=r"^warm start: schedule\.max_skipped: wanted fewer than 2 .* got 2 by step 2"
     ) as failed:

@@ -36,12 +36,14 @@ from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.rollout.episodes import encode_demonstration
 from gspax.rollout.problems import Skipped, read_usable
 from gspax.run import interrupt, progress
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.sampler.placement import make_meshes
 from gspax.training.run_guard import NOT_FINITE, count_skipped, save_state, too_many_skipped
 from gspax.types import Array, Batch, TrainState
+
+SKIPPED = "skipped"  # the entry of a checkpoint that counts the updates skipped in a row
 
 
 def nll(logp_BT: Array, mask_BT: Array) -> Terms:
@@ -84,8 +86,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
     stage, model, sampling = experiment.warm_start, experiment.model, experiment.sampling
     assert stage is not None
     policy = TrainedPolicy(model, mesh, make_optimizer(stage.optimizer, experiment.trained.dtype), experiment.lora)
-    rows = microbatch_rows(stage.rows, sampling, experiment.schedule, mesh)
-    speed = stage.optimizer.bias_update_speed
+    rows, speed = microbatch_rows(stage.rows, sampling, experiment.schedule, mesh), stage.optimizer.bias_update_speed
     settings = StepSettings(config=model, mesh=mesh, microbatch_rows=rows, bias_update_speed=speed)
     train_step = make_train_step(settings, imitation, policy.optimizer)
     demonstrations = Demonstrations(
@@ -97,16 +98,17 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
         vocab_size=model.vocab_size,
         seed=experiment.seed,
     )
-    steps, in_a_row, limits = stage.steps, 0, (experiment.schedule.max_skipped, stage.steps)
+    steps, limits = stage.steps, (experiment.schedule.max_skipped, stage.steps)
     with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints, final_errors():
         if (newest := checkpoints.latest()) is None:
-            state = first_state(run, policy, jax.random.key(experiment.seed))
+            state, in_a_row = first_state(run, policy, jax.random.key(experiment.seed)), 0
         else:
             state = restore_state(run, checkpoints, policy, newest)
+            in_a_row = int(read_extra(checkpoints, newest).get(SKIPPED, 0))
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
 
         def save() -> None:
-            save_state(checkpoints, recorder, done, state, {}, is_last=True)
+            save_state(checkpoints, recorder, done, state, {SKIPPED: in_a_row}, is_last=True)
 
         with (
             Recorder(run.warm_start, done) as recorder,
