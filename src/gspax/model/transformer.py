@@ -63,11 +63,13 @@ class DecoderLayer(nnx.Module):
         self.attention_out_norm = norm() if mixes and around else None
         normed = isinstance(kind.mlp, Experts) and kind.mlp.normed
         self.mlp_norm = norm() if transforms and not normed else None
-        self.mlp: SparseMlp | DenseMlp | None = None
+        self.mlp: SparseMlp | DenseMlp | None  # assigned once: nnx keeps a first None apart from a module
         if isinstance(kind.mlp, Experts):
             self.mlp = (NormedExperts if kind.mlp.normed else SparseMlp)(kind.mlp, config, rngs=rngs)
         elif not isinstance(kind.mlp, NoMlp):
             self.mlp = DenseMlp(kind.mlp, config, rngs=rngs)
+        else:
+            self.mlp = None
         self.mlp_out_norm = norm() if transforms and around else None
         self.norm_after = kind.norms == "after"
         self.residual = config.multipliers.residual
