@@ -10,12 +10,24 @@ import math
 import re
 from fractions import Fraction
 
-_LONGEST = 400  # characters
+_LONGEST = 800  # characters
 _MOST_BITS = 1 << 15  # bits of a numerator or a denominator
 _DEEPEST = 40  # nested groups
+# Numbers as countries write them: 1.234,56 and 1.234.567; 1,234 and 12,34,567 and 1'234 with a point or without.
+_CONTINENTAL = r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}"
+_GROUPED = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d{1,3}(?:[_'’]\d{3})+)(?:\.\d*)?"
+_NUMBER = rf"(?:(?:{_CONTINENTAL}|{_GROUPED})(?![\d,])|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?![a-zA-Z_]))?"
+_REPEATING = (  # 0.1\overline{6} and 0.1(6)
+    r"(?P<whole>\d*)\.(?P<once>\d*)"
+    r"(?: ?\\(?:overline|bar|dot) ?\{? ?(?P<bar>\d+) ?\}?| ?\( ?(?P<bracket>\d+) ?\))"
+)
+_MIXED = (  # 3\frac{1}{2} and 3\frac12
+    r"(?P<units>\d{1,3}(?:,\d{3})+|\d+) ?\\?[dt]?frac ?"
+    r"(?:\{ ?(?P<above>\d+) ?\} ?\{ ?(?P<below>\d+) ?\}|(?P<digit>\d) ?(?P<other>\d))"
+)
 _TOKEN = re.compile(
-    r"\s*(?:(\d+(?:\.\d*)?|\.\d+)"
-    r"|\\([dt]?frac|sqrt|cdot|times|div|ast|left|right)(?![a-zA-Z])|([-+*/^!(){}÷×·⋅]))"
+    rf"\s*(?:(?P<repeating>{_REPEATING})|(?P<mixed>{_MIXED})|(?P<number>{_NUMBER})|\\?(?P<function>[dt]?frac|sqrt)"
+    r"|\\(?P<command>cdot|times|div|ast|left|right)(?![a-zA-Z])|(?P<sign>[-+*/^!(){}÷×·⋅]))"
 )
 _SAME = {"cdot": "*", "times": "*", "ast": "*", "div": "/", "×": "*", "·": "*", "⋅": "*", "÷": "/"}
 _SAME |= {"dfrac": "frac", "tfrac": "frac"}
@@ -30,29 +42,53 @@ def evaluate(text: str) -> Fraction | None:
 
     >>> evaluate(r"\frac{2^{10}}{3!}"), evaluate(r"\sqrt{16}"), evaluate(r"\sqrt{2}"), evaluate("7^{10^9}")
     (Fraction(512, 3), Fraction(4, 1), None, None)
+    >>> evaluate("1.234.567"), evaluate("1.234,5"), evaluate("12,34,567"), evaluate("1_234"), evaluate("1.234")
+    (Fraction(1234567, 1), Fraction(2469, 2), Fraction(1234567, 1), Fraction(1234, 1), Fraction(617, 500))
+    >>> evaluate(r"3\frac{1}{2}"), evaluate(r"0.1\overline{6}"), evaluate("0.(3)"), evaluate("1.5e3")
+    (Fraction(7, 2), Fraction(1, 6), Fraction(1, 3), Fraction(1500, 1))
     """
-    if len(text) > _LONGEST:
+    if len(text) > _LONGEST or (tokens := _scan(text.rstrip())) is None:
         return None
-    tokens: list[str] = []
-    position = 0
-    text = text.rstrip()
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            return None
-        token = match[1] or match[2] or match[3]
-        token = _SAME.get(token, token)
-        if token == "*" and tokens[-1:] == ["*"]:  # `**`, as programs write powers
-            tokens[-1] = "^"
-        elif token not in ("left", "right"):
-            tokens.append(token)
-        position = match.end()
     try:
         parser = _Parser(tokens)
         value = parser.sum()
         return value if parser.at_end() else None
     except (_UnknownError, ZeroDivisionError):
         return None
+
+
+def _scan(text: str) -> list[str] | None:
+    """Split a text into tokens, mixed numbers and repeating decimals as sums in brackets; None for unknown texts."""
+    tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            return None
+        position, kind, token = match.end(), match.lastgroup, match[match.lastgroup or 0]
+        if "," in token and "(" in text:  # a pair, or a number
+            return None
+        token = _SAME.get(token, token)
+        if kind == "repeating":
+            once, again = match["once"], match["bar"] or match["bracket"]
+            tokens += ["(", f"{match['whole']}.{once}0", "+", again, "/", "9" * len(again) + "0" * len(once), ")"]
+        elif kind == "mixed":
+            above, below = match["above"] or match["digit"], match["below"] or match["other"]
+            tokens += ["(", _digits(match["units"]), "+", above, "/", below, ")"]
+        elif kind == "number":
+            tokens.append(_digits(token))
+        elif token == "*" and tokens[-1:] == ["*"]:  # `**`, as programs write powers
+            tokens[-1] = "^"
+        elif token not in ("left", "right"):
+            tokens.append(token)
+    return tokens
+
+
+def _digits(number: str) -> str:
+    """Drop the separators of thousands."""
+    if number.count(".") > 1 or "." in number.rpartition(",")[0]:
+        number = number.replace(".", "").replace(",", ".")
+    return re.sub(r"[,_'’]", "", number)
 
 
 class _Parser:
