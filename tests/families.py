@@ -92,6 +92,12 @@ SMALL = {  # keys of config.json, by model_type
     | GRANITE
     | {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 20, "mamba_n_heads": 4}
     | {"mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_head": 8, "layer_types": ["mamba", "attention", "mamba"]},
+    "nemotron_h": {name: SIZES[name] for name in SIZES if name != "num_hidden_layers"}
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"]}
+    | {"head_dim": 8, "mamba_num_heads": 4, "n_groups": 2, "ssm_state_size": 6, "mamba_head_dim": 8}
+    | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 3, "topk_group": 2}
+    | {"moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 2.5}
+    | {"time_step_min": 1e-9},  # transformers takes it for the least step, which the authors' code does not
     "mistral": SIZES | {"head_dim": 8, "sliding_window": 5},
     "phi3": SIZES | {"partial_rotary_factor": 0.5, "sliding_window": 5},
     "glm4_moe": SIZES | GLM | {"attention_bias": True, "use_qk_norm": True},
@@ -231,6 +237,24 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"mamba_proj_bias": False, "normalization_function": "rmsnorm", "init_method": "mup"},
             **{"position_embedding_type": "nope", "rope_scaling": None, "initializer_range": 0.1},
             "layer_types": [*["mamba"] * 5, *["attention", *["mamba"] * 9] * 3, "attention", *["mamba"] * 4],
+        },
+    ),
+    "nemotron_h": (
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        {
+            **{"vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856, "num_hidden_layers": 52},
+            **{"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "layer_norm_epsilon": 1e-05},
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            **{"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
+            **{"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_group": 1},
+            **{"topk_group": 1, "moe_shared_expert_intermediate_size": 3712, "n_shared_experts": 1, "expand": 2},
+            **{"routed_scaling_factor": 2.5, "norm_topk_prob": True, "norm_eps": 1e-05, "chunk_size": 128},
+            **{"max_position_embeddings": 262144, "rope_theta": 10000, "partial_rotary_factor": 1.0},
+            **{"time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "residual_in_fp32": False},
+            **{"rescale_prenorm_residual": True, "mamba_hidden_act": "silu", "mlp_hidden_act": "relu2"},
+            **{"mamba_ssm_cache_dtype": "float32", "use_bias": False, "use_conv_bias": True, "mlp_bias": False},
+            **{"mamba_proj_bias": False, "hidden_dropout": 0.0, "num_logits_to_keep": 1, "use_mamba_kernels": True},
+            **{"sliding_window": None, "attention_bias": False, "tie_word_embeddings": False},
         },
     ),
     "mistral": (

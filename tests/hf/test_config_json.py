@@ -7,7 +7,7 @@ from pathlib import Path
 import families as families_of_tests
 import pytest
 import tiny
-from api import config_json, presets, read_config, to_json
+from api import config_json, parameter_count, presets, read_config, to_json
 
 from gspax.config import LongRope, ModelConfig, Yarn, layers_of
 from gspax.config.model import architecture_problems
@@ -205,7 +205,10 @@ def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     family, sizes = families.FAMILIES[name], MOE | dict.fromkeys(EXPERTS, 5) | dict.fromkeys(ACTIVE, 2)
     sizes |= dict.fromkeys(LATENT, 8) | ({"num_key_value_heads": 4} if "latent.rank" in family.copied else {})
     needed = {each.name for each in family.copied.values() if each.default is families.REQUIRED}
-    if "mixer.heads" in family.copied:  # whose default number fits the default width alone
+    if family.pattern:
+        sizes |= {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4}
+        needed |= {"hybrid_override_pattern"}
+    elif "mixer.heads" in family.copied:  # whose default number fits the default width alone
         sizes |= {"mamba_n_heads": 4, "mamba_d_head": sizes["hidden_size"] // 2}
         needed |= {"mamba_n_heads"}
     if "hidden_size_per_layer_input" in family.permitted:  # whose default gspax refuses
@@ -300,6 +303,18 @@ LONGROPE = {"type": "longrope", "short_factor": [1, 1.5], "long_factor": [2, 4.0
 OLMO3 = {name: DENSE[name] for name in DENSE if name in SIZES} | {"model_type": "olmo3"}
 GEMMA3 = OLMO3 | {"model_type": "gemma3_text"}
 GPT_OSS = OLMO3 | {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2}
+NEMOTRON = {  # of Nemotron-H-8B-Base-8K, as Megatron-Bridge's tests have it, without keys of other families
+    **{"model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504},
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    **{"num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 8, "attention_head_dim": 128},
+    **{"mamba_head_dim": 64, "mamba_num_heads": 128, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},
+    **{"expand": 2, "chunk_size": 128, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-5, "mlp_hidden_act": "relu2"},
+    **{"rescale_prenorm_residual": True, "max_position_embeddings": 8192, "tie_word_embeddings": False},
+    "auto_map": {
+        "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+        "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+    },
+}
 KNOWN = " or ".join(json.dumps(name) for name in (*families.FAMILIES, *families.ALIASES))
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -321,6 +336,20 @@ def test_longrope_is_of_the_original_length_unless_a_run_says_otherwise(tmp_path
     assert read_config(write(tmp_path, to_json(other))) == other
     (problem,) = architecture_problems(replace(config, max_position_embeddings=40961))
     assert problem == "model.max_position_embeddings: wanted at most 40960, got 40961"
+
+
+def test_each_layer_of_a_nemotron_h_has_one_part(tmp_path):
+    config = read_config(write(tmp_path, NEMOTRON))
+    assert (parameter_count(config), config.num_experts) == (8_100_852_736, 0)
+    assert config.mixer_layers[:5] == (0, 2, 4, 6, 9) and config.no_mixer_layers[:4] == (1, 3, 5, 8)
+    assert [layer.mixer.name for layer in layers_of(config)].count("attention") == 4
+    written = to_json(config)
+    assert written["hybrid_override_pattern"] == NEMOTRON["hybrid_override_pattern"]
+    assert read_config(write(tmp_path, written)) == config
+    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    listed = {"layers_block_type": [letters[each] for each in NEMOTRON["hybrid_override_pattern"]]}
+    without = {name: NEMOTRON[name] for name in NEMOTRON if name != "hybrid_override_pattern"}
+    assert read_config(write(tmp_path, without | listed)) == config
 
 
 def test_gpt_oss_has_yarn_unless_its_file_says_otherwise(tmp_path):
@@ -430,6 +459,22 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
         (OLMO3 | {"rope_parameters": {"full_attention": 1}}, "full_attention: wanted an object or null, got 1"),
         (GPT_OSS | {"swiglu_limit": 6.0}, "swiglu_limit: wanted null or 7, got 6.0"),
         (GPT_OSS | {"hidden_act": "gelu"}, 'hidden_act: wanted "silu", got "gelu"'),
+        (
+            NEMOTRON | {"hybrid_override_pattern": "MAM-"},
+            'hybrid_override_pattern: wanted the letters M, *, E, and -, got "MAM-"',
+        ),
+        (NEMOTRON | {"num_hidden_layers": 51}, "num_hidden_layers: wanted null or 52, got 51"),
+        (
+            NEMOTRON | {"layers_block_type": ["mlp"]},
+            f'hybrid_override_pattern: wanted null or "-", got "{NEMOTRON["hybrid_override_pattern"]}"',
+        ),
+        (NEMOTRON | {"rms_norm_eps": 1e-6}, "rms_norm_eps: wanted null or 1e-05, got 1e-06"),
+        (NEMOTRON | {"attention_head_dim": 64}, "attention_head_dim: wanted null or 128, got 64"),
+        (NEMOTRON | {"moe_latent_size": 1024}, "moe_latent_size: wanted null, got 1024"),
+        (
+            NEMOTRON | {"time_step_limit": [0.01, 1.0]},
+            'time_step_limit: wanted null or [0.0, Infinity] or [0.0, {"__float__": "Infinity"}], got [0.01, 1.0]',
+        ),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: wanted null, got 50.0"),
         (GEMMA3 | {"sliding_window_pattern": 5}, "sliding_window_pattern: wanted null or 6, got 5"),
         (

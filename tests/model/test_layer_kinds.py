@@ -25,7 +25,7 @@ from api import (
 from averages import Averages
 from small_experiment import experiment
 
-from gspax.config import Engine, Feature, Mesh, ModelConfig, Multipliers, StateSpace, layers_of, obstacle
+from gspax.config import Engine, Feature, Mesh, ModelConfig, Multipliers, Router, StateSpace, layers_of, obstacle
 from gspax.config.functions import parse
 from gspax.errors import UserError
 from gspax.experiment import describe, validate
@@ -47,6 +47,12 @@ KINDS = {
     "latent attention": replace(tiny.CONFIGS["latent attention"], num_hidden_layers=1),
     "gated delta nets": replace(DELTA, mlp_only_layers=()),
     "state space layers": replace(PLAIN, qk_norm=False, mixer=SPACE, mixer_layers=(0,), multipliers=MULTIPLIERS),
+    "one part in each layer": replace(
+        replace(PLAIN, qk_norm=False, mixer=SPACE, nope_layers=(0, 1), activation="relu2", model_type="nemotron_h"),
+        **{"num_hidden_layers": 2, "no_mlp_layers": (0,), "no_mixer_layers": (1,), "num_experts": 6},
+        **{"num_experts_per_tok": 2, "shared_expert_intermediate_size": 20, "shared_expert_gate": False},
+        router=Router(scoring="sigmoid", correction_bias=True, groups=3, top_groups=2),
+    ),
     "averages": replace(PLAIN, mixer=Averages(), mixer_layers=(0,)),
 }
 PROMPT, T = 5, 9

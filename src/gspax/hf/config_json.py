@@ -23,11 +23,13 @@ from gspax.config import (
     GatedDelta,
     GlobalHeads,
     Latent,
+    Layer,
     LinearRope,
     Llama3Rope,
     LongRope,
     ModelConfig,
     Multipliers,
+    NoMixer,
     ProportionalRope,
     Router,
     StateSpace,
@@ -38,7 +40,18 @@ from gspax.config import (
 from gspax.config.model import RopeScaling, architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
-from gspax.hf.families import ALIASES, FAMILIES, MISSING, OF_MTP, REQUIRED, TOWERS, WRAPPERS, Family, Key
+from gspax.hf.families import (
+    ALIASES,
+    FAMILIES,
+    MISSING,
+    NEMOTRON_DOUBLES,
+    OF_MTP,
+    REQUIRED,
+    TOWERS,
+    WRAPPERS,
+    Family,
+    Key,
+)
 from gspax.hf.json_values import convert, expect, first_of, part_of
 from gspax.hf.layer_lists import (
     FULL,
@@ -46,7 +59,9 @@ from gspax.hf.layer_lists import (
     MAMBA,
     SLIDING,
     global_heads,
+    letters,
     linear_layers,
+    lone_layers,
     mamba_layers,
     nope_layers,
     windows,
@@ -98,6 +113,7 @@ HARMLESS_ROPE = ("attn_factor",)  # in DeepSeek-R1-0528-Qwen3-8B; transformers r
 ACTIVATIONS: dict[str, dict[str, Json]] = {
     "silu": {"hidden_act": "silu"},
     "gelu_tanh": {"hidden_activation": "gelu_pytorch_tanh"},
+    "relu2": {"mlp_hidden_act": "relu2"},
 }
 MROPE = ("mrope_section", "mrope_interleaved")  # for images; the tokens of a text have one position, as in RoPE
 OF_WRAPPER = (  # keys around a text model
@@ -183,7 +199,7 @@ def _fits(config: ModelConfig, name: str) -> bool:
     family = FAMILIES[name]
     shared = "shared_experts" in family.copied or "shared_expert_intermediate_size" in family.copied
     experts = family.experts
-    if family.shared_alone and not config.num_experts:
+    if (family.shared_alone or family.pattern) and not config.num_experts:
         experts = shared = False
     parts = (f"{part}.{name}" in family.copied for part, name in (("latent", "rank"), ("global_heads", "head_dim")))
     kinds = (experts, shared, family.delta, family.state_space, *parts)
@@ -276,7 +292,9 @@ def _mixers_json(config: ModelConfig, family: Family) -> dict[str, Json]:
     layers = range(config.num_hidden_layers)
     if family.delta:
         content["layer_types"] = [LINEAR if n in config.delta_layers else FULL for n in layers]
-    if isinstance(mixer := config.mixer, StateSpace) and family.state_space:
+    if family.pattern:
+        content["hybrid_override_pattern"] = "".join(map(_letter, layers_of(config)))
+    elif isinstance(mixer := config.mixer, StateSpace) and family.state_space:
         content["layer_types"] = [MAMBA[LINEAR if n in config.mixer_layers else FULL] for n in layers]
         content["mamba_expand"] = mixer.heads * mixer.head_dim // config.hidden_size
     if family.nope == "list":
@@ -284,6 +302,13 @@ def _mixers_json(config: ModelConfig, family: Family) -> dict[str, Json]:
     if family.nope == "type":
         content["position_embedding_type"] = "nope" if config.nope_layers else "rope"
     return content
+
+
+def _letter(layer: Layer) -> str:
+    """Return the letter of a layer of Nemotron-H; one with two parts, which none has, counts as its mixer."""
+    if isinstance(layer.mixer, NoMixer):
+        return "E" if layer.sparse else "-"
+    return "M" if isinstance(layer.mixer, StateSpace) else "*"
 
 
 def _scaling_json(config: ModelConfig) -> dict[str, Json] | None:
@@ -353,7 +378,10 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
     fields |= _rope(raw, family, fields["max_position_embeddings"], fields["head_dim"])
     if family.delta:
         fields["delta_layers"], raw = linear_layers(raw, fields["num_hidden_layers"]), {**raw, "layer_types": None}
-    if family.state_space:
+    if family.pattern:
+        fields |= lone_layers(letters(raw))
+        raw = {**raw, "layer_types": None}
+    elif family.state_space:
         fields["mixer_layers"] = mamba_layers(raw, fields["num_hidden_layers"])
         raw = {**raw, "layer_types": None}
     fields["nope_layers"] = nope_layers(raw, family, fields["num_hidden_layers"])
@@ -406,7 +434,9 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
         values |= global_heads(raw)
     if family.ungrouped is not None and first_of(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
         values |= {"n_group": 1, "topk_group": 1}
-    if family.state_space and raw.get("mamba_d_head", "auto") in (None, "auto"):
+    if family.pattern:
+        values |= _implied_by_pattern(family, raw)
+    elif family.state_space and raw.get("mamba_d_head", "auto") in (None, "auto"):
         heads = convert(HINTS["mixer.heads"], raw, "mamba_n_heads", 128)
         expand = convert(HINTS["mixer.heads"], raw, "mamba_expand", 2)
         values["mamba_d_head"] = expand * convert(HINTS["hidden_size"], raw, "hidden_size", REQUIRED) // heads
@@ -421,6 +451,18 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
         expect(key, first_of(raw, (key,), leading), (leading,))
         values[key] = leading
     return values
+
+
+def _implied_by_pattern(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the number of layers, and no experts if no layer of a Nemotron-H has them."""
+    pattern = letters(raw)
+    for double, key in NEMOTRON_DOUBLES.items():
+        usual = family.head_dim if key == "head_dim" else family.copied["rms_norm_eps"].default
+        expect(double, raw.get(double), (None, raw.get(key, usual)))
+    expect("num_hidden_layers", raw.get("num_hidden_layers"), (None, len(pattern)))
+    parts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    none: dict[str, Json] = {} if "E" in pattern else {family.copied[part].name: 0 for part in parts}
+    return {"num_hidden_layers": len(pattern)} | none
 
 
 def _parse_wrapper(raw: Mapping[str, Json], name: str) -> ModelConfig:

@@ -94,6 +94,12 @@ def _code(version: str) -> dict[str, Json]:
     }
 
 
+# The code in Nemotron-H's files, which became part of transformers; some have no `AutoModel`.
+NEMOTRON_CODE: dict[str, Json] = {
+    "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+    "AutoModel": "modeling_nemotron_h.NemotronHForCausalLM",
+    "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+}
 # Qwen3-Next and Qwen3.5: three of four layers have a gated delta net, unless the file says which.
 DELTA: Fields = {
     "delta.key_heads": Key("linear_num_key_heads", 16),
@@ -118,6 +124,38 @@ STATE_SPACE_KEYS: dict[str, tuple[Json, ...]] = {
     # No limit: as published files write it, and as transformers does.
     "time_step_limit": (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
 }
+# Nemotron-H: mixers and feed-forward networks are layers of their own.
+NEMOTRON_MIXER: Fields = {
+    "mixer.heads": Key("mamba_num_heads", 128),
+    "mixer.groups": Key("n_groups", 8, other="mamba_n_groups"),
+    "mixer.state_dim": Key("ssm_state_size", 128),
+    "mixer.head_dim": Key("mamba_head_dim", 64),
+    "mixer.taps": Key("conv_kernel", 4, other="mamba_d_conv"),
+    "mixer.conv_bias": Key("use_conv_bias", True, other="mamba_conv_bias"),
+}
+NEMOTRON_ROUTER: Fields = {
+    "router.groups": Key("n_group", 1),
+    "router.top_groups": Key("topk_group", 1),
+    "router.scale": Key("routed_scaling_factor", 1.0),
+}
+NEMOTRON_KEYS: dict[str, tuple[Json, ...]] = {
+    **{"mlp_hidden_act": (None, "relu2"), "mamba_hidden_act": (None, "silu")},
+    **{"use_bias": (None, False), "mlp_bias": (None, False), "mamba_proj_bias": (None, False)},
+    **{"hidden_dropout": (None, 0), "residual_in_fp32": (None, False), "mamba_ssm_cache_dtype": (None, "float32")},
+    **{"n_shared_experts": (None, 1), "moe_latent_size": (None,)},
+    "time_step_limit": STATE_SPACE_KEYS["time_step_limit"],
+    "mamba_dt_limit": STATE_SPACE_KEYS["time_step_limit"],
+    "auto_map": (None, {name: value for name, value in NEMOTRON_CODE.items() if name != "AutoModel"}, NEMOTRON_CODE),
+}
+NEMOTRON_DOUBLES = {  # other names in some files, which must have the value of the key that is read
+    **{"norm_eps": "layer_norm_epsilon", "rms_norm_eps": "layer_norm_epsilon", "attention_head_dim": "head_dim"},
+}
+NEMOTRON_UNREAD = (  # how parameters are drawn, how a sequence is cut, what the sizes make of the width, and MTP
+    *("rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor"),
+    *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor", "chunk_size", "mamba_chunk_size"),
+    *("expand", "mamba_expand", "num_logits_to_keep", "use_mamba_kernels", "moe_shared_expert_overlap"),
+    *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+)
 MULTIPLIERS: Fields = {
     "multipliers.embedding": Key("embedding_multiplier", 1.0),
     "multipliers.attention": Key("attention_multiplier", 1.0),
@@ -167,8 +205,8 @@ class Family:
     rope: dict[str, Json] = field(default_factory=dict)  # default of `rope_scaling`
     sliding_theta: float = 0.0  # default RoPE base of the layers with a window, if they have a separate RoPE
     # The layers without RoPE: those with a 0 in `no_rope_layers`; all or none, by `position_embedding_type`; those
-    # without a window, if `sliding_window` is not null.
-    nope: Literal["list", "type", "full", "none"] = "none"
+    # without a window, if `sliding_window` is not null; all.
+    nope: Literal["list", "type", "full", "all", "none"] = "none"
     shared_alone: bool = False  # a model may have no experts; what is else the shared expert is then its MLP
     expert_switch: str = ""  # a key that is true if the model has experts, whose other keys do not count otherwise
     dense_or_sparse: str = ""  # a key that lists each layer as dense or sparse
@@ -179,6 +217,9 @@ class Family:
     ahead: bool = False  # whether files may have layers that predict several tokens ahead (MTP), which are copied
     assumed: dict[str, Json] = field(default_factory=dict)  # values of absent keys that `permitted` may reject
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
+    pattern: bool = False  # whether the files say by one letter of each layer that it is a mixer or an MLP alone
+    stem: str = "model."  # of the names of tensors, which rows and adapters write so in all families
+    outer: tuple[Row, ...] = rows.OUTER  # the tensors outside of layers,
     layer: tuple[Row, ...] = rows.LAYER  # the tensors of a layer without its MLP,
     dense: tuple[Row, ...] = rows.DENSE  # of a dense MLP,
     sparse: tuple[Row, ...] = rows.SPARSE  # and of an MLP with experts
@@ -290,6 +331,27 @@ FAMILIES = {
         layer=rows.GRANITE_LAYER,
         dense=rows.GRANITE_DENSE,
         sparse=rows.GRANITE_SPARSE,
+    ),
+    "nemotron_h": Family(  # and Nemotron 3 Nano
+        "NemotronHForCausalLM",
+        {name: key for name, key in _sizes(context=4096).items() if name != "tie_word_embeddings"}
+        | {"rms_norm_eps": Key("layer_norm_epsilon", 1e-5)}
+        | (_experts("n_routed_experts") | NEMOTRON_ROUTER | NEMOTRON_MIXER)
+        | {"shared_expert_intermediate_size": Key("moe_shared_expert_intermediate_size", 7688)}
+        | _same(norm_topk_prob=True),
+        SIGMOID | {"activation": "relu2", "shared_expert_gate": False, "tie_word_embeddings": False},
+        permitted=NEMOTRON_KEYS,
+        harmless=("hybrid_override_pattern", "layers_block_type", *NEMOTRON_DOUBLES, *NEMOTRON_UNREAD),
+        head_dim=128,
+        nope="all",
+        pattern=True,
+        ahead=True,
+        written={"n_shared_experts": 1},
+        stem="backbone.",
+        outer=rows.NEMOTRON_OUTER,
+        layer=rows.NEMOTRON_LAYER,
+        dense=rows.NEMOTRON_DENSE,
+        sparse=rows.NEMOTRON_SPARSE,
     ),
     "mistral": Family("MistralForCausalLM", _sizes(context=131072), window="all", sliding_window=4096),
     "phi3": Family(  # and Phi-4
@@ -570,7 +632,7 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "hyper-connections": ("deepseek_v4",),
     "a head size for each kind of layers": ("mimo_v2_flash",),
     "a short convolution": ("lfm2", "lfm2_moe"),
-    "a layer that is a mixer or a feed-forward network alone": ("nemotron_h", "mamba2"),
+    "a model of state spaces alone": ("mamba2",),
     "attention beside a state space in one layer": ("falcon_h1",),
     "a state space layer of Mamba-1": ("falcon_mamba", "jamba", "zamba", "mamba"),
     "a layer that shares its weights": ("zamba2",),

@@ -13,6 +13,10 @@ from gspax.hf.families import REQUIRED, Family
 from gspax.hf.json_values import convert, expect, first_of, list_layers, part_of
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+LETTERS = {  # of a Nemotron-H's kinds of layers: the names of transformers 5, and older ones
+    **{LINEAR: "M", FULL: "*", "moe": "E", "mlp": "-"},
+    **{"mamba": "M", "attention": "*"},
+}
 MAMBA = {LINEAR: "mamba", FULL: "attention"}  # the Hub's names of a Granite 4's kinds of layers
 
 
@@ -61,13 +65,38 @@ def mamba_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
     return list_layers({"layer_types": listed}, every, (FULL, LINEAR), LINEAR)
 
 
+def letters(raw: Mapping[str, Json]) -> str:
+    """Return the letters of a Nemotron-H's layers, which files have as a text or as a list of names."""
+    pattern, listed = raw.get("hybrid_override_pattern"), first_of(raw, ("layers_block_type", "layer_types"), None)
+    if listed is not None:
+        if not isinstance(listed, list):
+            raise ValueError(f"layers_block_type: wanted a list of names, got {show(listed)}")
+        named = "".join(LETTERS[expect("layers_block_type", each, tuple(LETTERS))] for each in listed)
+        pattern = expect("hybrid_override_pattern", pattern, (None, named)) or named
+    if not isinstance(pattern, str) or not pattern or set(pattern) - {*LETTERS.values()}:
+        raise ValueError(f"hybrid_override_pattern: wanted the letters M, *, E, and -, got {show(pattern)}")
+    return pattern
+
+
+def lone_layers(pattern: str) -> dict[str, tuple[int, ...]]:
+    """Return the fields of `ModelConfig` that say of which part each of these layers is."""
+
+    def at(kinds: str) -> tuple[int, ...]:
+        return tuple(number for number, letter in enumerate(pattern) if letter in kinds)
+
+    return {
+        **{"mixer_layers": at("M"), "no_mlp_layers": at("M*")},
+        **{"no_mixer_layers": at("E-"), "mlp_only_layers": at("-") if "E" in pattern else ()},
+    }
+
+
 def nope_layers(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, ...]:
     """Return the layers without RoPE."""
     if family.nope == "type":
         kind = expect("position_embedding_type", raw.get("position_embedding_type"), (None, "nope", "rope"))
         return () if kind == "rope" else tuple(range(layers))
-    if family.nope == "none":
-        return ()
+    if family.nope in ("all", "none"):
+        return tuple(range(layers)) if family.nope == "all" else ()
     if family.nope == "full":
         _, sliding = windows(raw, family, layers)
         every = raw.get("sliding_window", family.sliding_window) is None

@@ -15,7 +15,7 @@ import numpy as np
 from gspax.config import ModelConfig, layer_places, layers_of
 from gspax.hf.config_json import family_of
 from gspax.hf.families import FAMILIES, WRAPPERS, Family
-from gspax.hf.rows import OUTER, Row, fused_rows, replaced
+from gspax.hf.rows import Row, fused_rows, replaced
 from gspax.hf.tensors import WHOLE, Part
 
 STRIP, GAP = 2**17, 32  # in `copy`: elements of a strip, and padding after each of its rows
@@ -46,8 +46,10 @@ def list_chunks(
       parameters: the parameters' shapes by their paths, such as `runs/0/attention/query`.
       fused: whether a layer's experts are one tensor; for gpt-oss, whether that tensor is in 4 bits (mxfp4).
     """
-    table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
     family = FAMILIES[family_of(config)]
+    table = {
+        row.ours: [Chunk(row.published, (), row)] for row in family.outer if row.ours in parameters
+    }  # tied: no head
     stacks: dict[tuple[int, ...], list[int]] = {}  # the layers of each stack
     for number, place in enumerate(layer_places(config)):
         stacks.setdefault(place.stack, []).append(number)
@@ -103,7 +105,14 @@ def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
 
 def published_name(tensor: str, config: ModelConfig) -> str:
     """Return the name of a text model's tensor in its checkpoint, which may also contain a vision tower."""
-    return re.sub(r"^model\.", "model.language_model.", tensor) if config.model_type in WRAPPERS else tensor
+    stem = "model.language_model." if config.model_type in WRAPPERS else FAMILIES[family_of(config)].stem
+    return re.sub(r"^model\.", stem, tensor)
+
+
+def embedding_name(config: ModelConfig) -> str:
+    """Return the name of the embedding's tensor."""
+    (row,) = (row for row in FAMILIES[family_of(config)].outer if row.ours == "embedding")
+    return published_name(row.published, config)
 
 
 def carries(config: ModelConfig) -> bool:

@@ -29,7 +29,7 @@ from gspax.model import transformer
 from gspax.parallel import multihost
 from gspax.types import Params, named_leaves
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 PIECE = 2**22  # numbers read into a buffer at a time: touching new memory costs more than reading
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file, as in transformers up to version 4
 Box = tuple[tuple[int, int], ...]  # start and stop of each axis
@@ -107,7 +107,7 @@ def _validate(
 ) -> None:
     """Raise a UserError unless the tensors are the model's. A tied model may have a copy of its embedding as head."""
     copied_head = config.tie_word_embeddings and HEAD in stored
-    table = names.published_name(EMBEDDING, config)
+    table = names.embedding_name(config)
     if copied_head:
         expected[HEAD] = expected[table]
     tensors.require_shapes(folder, stored, expected)
@@ -266,7 +266,7 @@ def publish(
 
 def _kept_float32(config: ModelConfig, origin: Mapping[str, Stored]) -> dict[str, np.dtype]:
     """Return the float32 tensors of a checkpoint whose embedding is not float32, such as Qwen3.5's decay rates."""
-    embedding, single = origin.get(names.published_name(EMBEDDING, config)), np.dtype(np.float32)
+    embedding, single = origin.get(names.embedding_name(config)), np.dtype(np.float32)
     if embedding is None or embedding.dtype == single:
         return {}
     return {name: single for name, each in origin.items() if each.dtype == single}
@@ -277,4 +277,4 @@ def _model_order(tensor: str) -> tuple[int, int]:
     parts = tensor.replace("language_model.", "").split(".")
     if parts[1] == "layers":
         return 1, int(parts[2])
-    return (0 if parts[1] == "embed_tokens" else 2), 0
+    return (0 if parts[1].startswith("embed") else 2), 0

@@ -217,6 +217,12 @@ GRANITE_LAYER = (  # attention, or a state space layer with K groups of R heads
 )
 
 
+def _alone(row: Row) -> Row:
+    """Return a row with the names of layers that have one part and one norm, whatever the part is."""
+    name = row.published.replace("self_attn.", "mixer.").replace("mamba.", "mixer.")
+    return replace(row, published="norm.weight" if row.ours in ("attention_norm/scale", "mlp_norm/scale") else name)
+
+
 def _joined_mlp(ours: str, published: str) -> tuple[Row, ...]:
     """Return the rows of a feed-forward network whose gate and up projections are one tensor."""
     return (
@@ -226,6 +232,17 @@ def _joined_mlp(ours: str, published: str) -> tuple[Row, ...]:
     )
 
 
+NEMOTRON_OUTER = (
+    Row("embedding", "model.embeddings.weight", "V D -> V D"),
+    Row("norm/scale", "model.norm_f.weight", "D -> D"),
+    Row("head", "lm_head.weight", "V D -> D V"),
+)
+NEMOTRON_LAYER = tuple(_alone(row) for row in GRANITE_LAYER)
+NEMOTRON_DENSE = mlp("mlp", "mixer")
+NEMOTRON_SPARSE = (
+    Row("mlp/router", "mixer.gate.weight", "E D -> D E"),
+    *(*mlp("mlp", "mixer.experts.{expert}"), *mlp("mlp/shared", "mixer.shared_experts"), correction("mixer.gate")),
+)
 GRANITE_DENSE = _joined_mlp("mlp", "shared_mlp")
 GRANITE_EXPERTS = (
     Row("mlp/router", "block_sparse_moe.router.layer.weight", "E D -> D E"),

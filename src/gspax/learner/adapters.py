@@ -84,7 +84,7 @@ def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -
 
     def of_stacks(stacks: Params) -> Params:
         """Return the changed weights of one stack of layers, or of several by their number."""
-        if "mlp" not in stacks:
+        if all(isinstance(number, int) for number in stacks):
             return {number: of_stacks(stack) for number, stack in stacks.items()}
         return {
             part: {name: change(leaf) for name, leaf in stacks[part].items() if name in chosen}

@@ -114,7 +114,7 @@ def forward(model: Any, tokens: Sequence[int]) -> Forward:
         streams.append(stream[0].float().numpy())
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
-        for module in (model.model.embed_tokens, *model.model.layers):
+        for module in (model.get_input_embeddings(), *model.model.layers):
             hooks.callback(module.register_forward_hook(keep).remove)
         logits_TV = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
     return Forward(streams=streams, logits_TV=logits_TV)
