@@ -46,13 +46,12 @@ from gspax.hf.families import (
     MISSING,
     NEMOTRON_DOUBLES,
     OF_MTP,
-    REQUIRED,
     TOWERS,
     WRAPPERS,
     Family,
-    Key,
 )
 from gspax.hf.json_values import convert, expect, first_of, part_of
+from gspax.hf.keys import REQUIRED, Key
 from gspax.hf.layer_lists import (
     FULL,
     LINEAR,

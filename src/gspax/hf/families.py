@@ -8,67 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from gspax.data.files import Json
 from gspax.hf import rows
+from gspax.hf.keys import LOCAL, REQUIRED, Fields, Key, experts, routed, same, sizes
 from gspax.hf.rows import Row
 
-LOCAL = "num_local_experts"  # the name of transformers 5
-REQUIRED = object()  # no default for an absent key
 PLAIN: dict[str, Json] = {"qk_norm": False, "qkv_bias": False, "attention_bias": False}
-
-
-class Key(NamedTuple):
-    """The key of `config.json` that holds a field."""
-
-    name: str  # as gspax writes it
-    default: object = REQUIRED  # the value if a file lacks the key
-    other: str = ""  # another name that some files use
-    null: bool = False  # whether the file has null for 0
-
-
-Fields = dict[str, Key]  # the keys of fields of ModelConfig
-
-
-def _same(**defaults: object) -> Fields:
-    """Return fields whose keys have the same names, with the given defaults."""
-    return {name: Key(name, default) for name, default in defaults.items()}
-
-
-def _sizes(*, eps: float = 1e-6, context: int = 32768, dense: bool = True, tied: bool = False) -> Fields:
-    """Return the fields of every family; `intermediate_size` only if there are dense layers."""
-    needed = ("vocab_size", "hidden_size", *(["intermediate_size"] if dense else []), "num_hidden_layers")
-    return {name: Key(name) for name in (*needed, "num_attention_heads", "num_key_value_heads")} | _same(
-        rms_norm_eps=eps, tie_word_embeddings=tied, initializer_range=0.02, max_position_embeddings=context
-    )
-
-
-def _experts(
-    name: str = "num_experts",
-    other: str = LOCAL,
-    *,
-    active: str = "num_experts_per_tok",
-    width: str = "moe_intermediate_size",
-) -> Fields:
-    """Return the fields of the experts: their number, the number of active ones, and their width."""
-    count = Key(name, other=other)
-    return {"num_experts_per_tok": Key(active), "moe_intermediate_size": Key(width), "num_experts": count}
-
-
-def _routed(
-    groups: int = 1, top_groups: int = 1, scale: float = 1.0, *, dense: int, shared: object, other: str = LOCAL
-) -> Fields:
-    """Return the fields of experts as in DeepSeek-V2 and later: groups, leading dense layers, and shared experts."""
-    return _experts("n_routed_experts", other) | {
-        "router.groups": Key("n_group", groups),
-        "router.top_groups": Key("topk_group", top_groups),
-        "router.scale": Key("routed_scaling_factor", scale),
-        "dense_layers": Key("first_k_dense_replace", dense),
-        "shared_experts": Key("n_shared_experts", shared),
-    }
-
-
 QK_NORM: dict[str, Json] = {"qk_norm": True}
 # The router of DeepSeek-V3 and later.
 SIGMOID: dict[str, Json] = {"router.scoring": "sigmoid", "router.correction_bias": True}
@@ -163,7 +110,7 @@ MULTIPLIERS: Fields = {
     "multipliers.logits": Key("logits_scaling", 1.0),
 }
 GATED = QK_NORM | {"attention_gate": True, "norm_plus_one": True}
-STEPS = _same(decoder_sparse_step=1, mlp_only_layers=())  # the layers with experts in Qwen's models
+STEPS = same(decoder_sparse_step=1, mlp_only_layers=())  # the layers with experts in Qwen's models
 GATED_KEYS: dict[str, tuple[Json, ...]] = {
     **{"attn_output_gate": (None, True), "output_gate_type": (None, "swish"), "mamba_ssm_dtype": (None, "float32")},
     "mlp_only_layers": (None, list[Json]()),
@@ -250,29 +197,29 @@ class Family:
 FAMILIES = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        _sizes() | _same(attention_bias=False),
+        sizes() | same(attention_bias=False),
         QK_NORM,
         head_dim=128,
         window="switch",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        _sizes() | _experts() | STEPS | _same(norm_topk_prob=False, attention_bias=False),
+        sizes() | experts() | STEPS | same(norm_topk_prob=False, attention_bias=False),
         QK_NORM,
         window="switch",
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        _sizes()
-        | _experts()
+        sizes()
+        | experts()
         | STEPS
-        | _same(norm_topk_prob=False, shared_expert_intermediate_size=REQUIRED, qkv_bias=True),
+        | same(norm_topk_prob=False, shared_expert_intermediate_size=REQUIRED, qkv_bias=True),
         has_head_dim=False,
         sparse=(*rows.SPARSE, *rows.GATED_EXPERT),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        _sizes(eps=1e-5, context=131072, dense=False) | _experts(LOCAL, "num_experts", width="intermediate_size"),
+        sizes(eps=1e-5, context=131072, dense=False) | experts(LOCAL, "num_experts", width="intermediate_size"),
         {"norm_topk_prob": True},
         window="all",
         theta=1e6,
@@ -280,7 +227,7 @@ FAMILIES = {
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        _sizes(),
+        sizes(),
         {"qkv_bias": True},
         permitted={"use_mrope": (None, False)},
         has_head_dim=False,
@@ -288,12 +235,12 @@ FAMILIES = {
     ),
     "llama": Family(
         "LlamaForCausalLM",
-        _sizes(context=2048) | _same(attention_bias=False),
+        sizes(context=2048) | same(attention_bias=False),
         permitted={"mlp_bias": (None, False)},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        _sizes(tied=True) | _same(attention_bias=False),
+        sizes(tied=True) | same(attention_bias=False),
         permitted={"mlp_bias": (None, False)},
         harmless=("no_rope_layers", "no_rope_layer_interval"),
         theta=2e6,
@@ -303,25 +250,25 @@ FAMILIES = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
-        _sizes(context=2048) | MULTIPLIERS | _same(attention_bias=False),
+        sizes(context=2048) | MULTIPLIERS | same(attention_bias=False),
         permitted={"mlp_bias": (None, False)},
         has_head_dim=False,
     ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",
-        _sizes(context=2048, dense=False)
-        | (_experts(LOCAL, "num_experts", width="intermediate_size") | MULTIPLIERS)
-        | _same(attention_bias=False),
+        sizes(context=2048, dense=False)
+        | (experts(LOCAL, "num_experts", width="intermediate_size") | MULTIPLIERS)
+        | same(attention_bias=False),
         {"norm_topk_prob": True},
         has_head_dim=False,
         sparse=rows.GRANITE_EXPERTS,
     ),
     "granitemoehybrid": Family(  # Granite 4
         "GraniteMoeHybridForCausalLM",
-        _sizes(context=2048, dense=False)
-        | (_experts(LOCAL, "num_experts", width="intermediate_size") | STATE_SPACE | MULTIPLIERS)
+        sizes(context=2048, dense=False)
+        | (experts(LOCAL, "num_experts", width="intermediate_size") | STATE_SPACE | MULTIPLIERS)
         | {"shared_expert_intermediate_size": Key("shared_intermediate_size", 1024)}
-        | _same(attention_bias=False),
+        | same(attention_bias=False),
         {"norm_topk_prob": True, "shared_expert_gate": False},
         permitted=STATE_SPACE_KEYS,
         harmless=("mamba_chunk_size", "mamba_expand", "init_method", "layers_block_type", "position_embedding_type"),
@@ -334,11 +281,11 @@ FAMILIES = {
     ),
     "nemotron_h": Family(  # and Nemotron 3 Nano
         "NemotronHForCausalLM",
-        {name: key for name, key in _sizes(context=4096).items() if name != "tie_word_embeddings"}
+        {name: key for name, key in sizes(context=4096).items() if name != "tie_word_embeddings"}
         | {"rms_norm_eps": Key("layer_norm_epsilon", 1e-5)}
-        | (_experts("n_routed_experts") | NEMOTRON_ROUTER | NEMOTRON_MIXER)
+        | (experts("n_routed_experts") | NEMOTRON_ROUTER | NEMOTRON_MIXER)
         | {"shared_expert_intermediate_size": Key("moe_shared_expert_intermediate_size", 7688)}
-        | _same(norm_topk_prob=True),
+        | same(norm_topk_prob=True),
         SIGMOID | {"activation": "relu2", "shared_expert_gate": False, "tie_word_embeddings": False},
         permitted=NEMOTRON_KEYS,
         harmless=("hybrid_override_pattern", "layers_block_type", *NEMOTRON_DOUBLES, *NEMOTRON_UNREAD),
@@ -353,10 +300,10 @@ FAMILIES = {
         dense=rows.NEMOTRON_DENSE,
         sparse=rows.NEMOTRON_SPARSE,
     ),
-    "mistral": Family("MistralForCausalLM", _sizes(context=131072), window="all", sliding_window=4096),
+    "mistral": Family("MistralForCausalLM", sizes(context=131072), window="all", sliding_window=4096),
     "phi3": Family(  # and Phi-4
         "Phi3ForCausalLM",
-        _sizes(eps=1e-5, context=4096) | {"rope_fraction": Key("partial_rotary_factor", 1.0)},
+        sizes(eps=1e-5, context=4096) | {"rope_fraction": Key("partial_rotary_factor", 1.0)},
         permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE, PHI4_CODE)}
         | {"mlp_bias": (None, False), "lm_head_bias": (None, False)}
         | {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
@@ -370,8 +317,8 @@ FAMILIES = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        _sizes(eps=1e-5, context=131072)
-        | (_routed(dense=1, shared=1) | _same(norm_topk_prob=True))
+        sizes(eps=1e-5, context=131072)
+        | (routed(dense=1, shared=1) | same(norm_topk_prob=True))
         | {"qk_norm": Key("use_qk_norm", False), "qkv_bias": Key("attention_bias", False)}
         | {"rope_fraction": Key("partial_rotary_factor", 0.5)},
         SIGMOID | {"shared_expert_gate": False},
@@ -382,14 +329,14 @@ FAMILIES = {
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
-        _sizes(context=2048) | (_routed(dense=0, shared=REQUIRED) | _same(norm_topk_prob=False, attention_bias=False)),
+        sizes(context=2048) | (routed(dense=0, shared=REQUIRED) | same(norm_topk_prob=False, attention_bias=False)),
         SIGMOID | {"qk_norm": True, "shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"moe_layer_freq": (None, 1)},
         sparse=rows.DEEPSEEK,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        _sizes(context=2048) | _routed(dense=0, shared=2, other="num_experts") | LATENT,
+        sizes(context=2048) | routed(dense=0, shared=2, other="num_experts") | LATENT,
         {"norm_topk_prob": False, "rope_interleaved": True, "router.group_best": 1, "shared_expert_gate": False},
         permitted={"auto_map": (None, _code("V2")), "scoring_func": (None, "softmax"), "moe_layer_freq": (None, 1)}
         | {"topk_method": (None, "greedy", "group_limited_greedy"), "mlp_bias": (None, False)},
@@ -400,8 +347,8 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        _sizes(context=4096)
-        | (_routed(8, 4, 2.5, dense=3, shared=1) | LATENT | _same(norm_topk_prob=True))
+        sizes(context=4096)
+        | (routed(8, 4, 2.5, dense=3, shared=1) | LATENT | same(norm_topk_prob=True))
         | {"rope_interleaved": Key("rope_interleave", True)},
         SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"auto_map": (None, _code("V3")), "moe_layer_freq": (None, 1)},
@@ -414,8 +361,8 @@ FAMILIES = {
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
-        _sizes(eps=1e-5, context=202752)
-        | (_routed(scale=1.8, dense=1, shared=1) | LATENT | _same(norm_topk_prob=True))
+        sizes(eps=1e-5, context=202752)
+        | (routed(scale=1.8, dense=1, shared=1) | LATENT | same(norm_topk_prob=True))
         | {"rope_interleaved": Key("rope_interleave", True)},
         SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS,
@@ -428,8 +375,8 @@ FAMILIES = {
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
-        _sizes(context=196608, dense=False)
-        | _experts(LOCAL, "num_experts", width="intermediate_size")
+        sizes(context=196608, dense=False)
+        | experts(LOCAL, "num_experts", width="intermediate_size")
         | {"rope_fraction": Key("rotary_dim", 1.0, other="partial_rotary_factor")},
         SIGMOID | {"qk_norm": True, "norm_topk_prob": True, "qk_norm_projection": True},
         permitted=SIGMOID_KEYS
@@ -443,8 +390,8 @@ FAMILIES = {
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
-        _sizes(eps=1e-5, context=131072, tied=True)
-        | _experts("moe_num_experts", "", active="moe_k")
+        sizes(eps=1e-5, context=131072, tied=True)
+        | experts("moe_num_experts", "", active="moe_k")
         | {"dense_layers": Key("moe_layer_start_index", 1), "shared_experts": Key("moe_num_shared_experts", 2)},
         {"norm_topk_prob": True, "router.correction_bias": True, "shared_expert_gate": False, "rope_interleaved": True},
         permitted={"use_bias": (None, False), "moe_layer_interval": (None, 1), "moe_gate_act": (None,)}
@@ -455,10 +402,10 @@ FAMILIES = {
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
-        _sizes(eps=1e-5, context=2048, dense=False)
-        | _experts(active="moe_topk", width="intermediate_size")
+        sizes(eps=1e-5, context=2048, dense=False)
+        | experts(active="moe_topk", width="intermediate_size")
         | {"shared_expert_intermediate_size": Key("intermediate_size")}
-        | _same(attention_bias=False),
+        | same(attention_bias=False),
         {"qk_norm": True, "norm_topk_prob": True, "qk_norm_after_rope": True, "shared_expert_gate": False},
         permitted={"num_shared_expert": (None, 1), "use_mixed_mlp_moe": (None, True), "mlp_bias": (None, False)}
         | {"use_cla": (None, False), "use_mla": (None, False), "moe_layer_num_skipped": (None, 0)}
@@ -471,14 +418,14 @@ FAMILIES = {
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        _sizes(eps=1e-5, context=2048) | _same(attention_bias=False),
+        sizes(eps=1e-5, context=2048) | same(attention_bias=False),
         {"qk_norm": True, "qk_norm_projection": True, "norm_place": "after"},
         has_head_dim=False,
         layer=rows.NORMS_AFTER,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        _sizes(eps=1e-5, context=2048) | _same(attention_bias=False),
+        sizes(eps=1e-5, context=2048) | same(attention_bias=False),
         {"qk_norm": True, "qk_norm_projection": True, "norm_place": "after"},
         has_head_dim=False,
         window=4,
@@ -489,7 +436,7 @@ FAMILIES = {
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
-        _sizes(eps=1e-5, context=2048),
+        sizes(eps=1e-5, context=2048),
         QK_NORM | {"norm_place": "after"},
         permitted={"sliding_window_pattern": (None, 0, 4, "LLLG")},
         window=4,
@@ -499,7 +446,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        _sizes(context=131072, tied=True) | _same(attention_bias=False, query_pre_attn_scalar=256),
+        sizes(context=131072, tied=True) | same(attention_bias=False, query_pre_attn_scalar=256),
         QK_NORM | {"norm_place": "around", "norm_plus_one": True, "activation": "gelu_tanh", "scale_embedding": True},
         permitted={"hidden_activation": (None, GELU), "hidden_act": (None, GELU)}
         | {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}
@@ -514,7 +461,7 @@ FAMILIES = {
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
-        _sizes(context=131072, dense=False, tied=True)
+        sizes(context=131072, dense=False, tied=True)
         | {"global_heads.head_dim": Key("global_head_dim", 512)}
         | {"global_heads.key_heads": Key("num_global_key_value_heads")}
         | {"global_heads.keys_as_values": Key("attention_k_eq_v", False)}
@@ -522,7 +469,7 @@ FAMILIES = {
         | {"num_experts_per_tok": Key("top_k_experts", 0, null=True)}
         | {"moe_intermediate_size": Key("moe_intermediate_size", 0, null=True)}
         | {"shared_expert_intermediate_size": Key("intermediate_size")}
-        | _same(attention_bias=False),
+        | same(attention_bias=False),
         QK_NORM
         | {"norm_place": "around", "activation": "gelu_tanh", "scale_embedding": True, "multipliers.attention": 1.0}
         | {"value_norm": True, "layer_scale": True}
@@ -548,9 +495,9 @@ FAMILIES = {
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        _sizes(eps=1e-5, context=131072, dense=False)
-        | _experts(LOCAL, "num_experts", width="intermediate_size")
-        | _same(attention_bias=True),
+        sizes(eps=1e-5, context=131072, dense=False)
+        | experts(LOCAL, "num_experts", width="intermediate_size")
+        | same(attention_bias=True),
         {"norm_topk_prob": True, "attention_sinks": True, "expert_bias": True},
         permitted={"swiglu_limit": (None, 7), "swiglu_alpha": (None, 1.702)},
         harmless=("experts_per_token", "initial_context_length"),
@@ -564,16 +511,16 @@ FAMILIES = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        _sizes(eps=1e-5, context=4096, dense=False)
-        | _experts(width="intermediate_size")
-        | _same(norm_topk_prob=False, attention_bias=False),
+        sizes(eps=1e-5, context=4096, dense=False)
+        | experts(width="intermediate_size")
+        | same(norm_topk_prob=False, attention_bias=False),
         {"qk_norm": True, "qk_norm_projection": True},
         permitted={"clip_qkv": (None,)},
         has_head_dim=False,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        _sizes() | _experts() | STEPS | _same(norm_topk_prob=True, shared_expert_intermediate_size=512) | DELTA,
+        sizes() | experts() | STEPS | same(norm_topk_prob=True, shared_expert_intermediate_size=512) | DELTA,
         GATED,
         permitted=GATED_KEYS,
         harmless=("full_attention_interval",),
@@ -584,7 +531,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        _sizes() | DELTA,
+        sizes() | DELTA,
         GATED,
         permitted=GATED_KEYS,
         harmless=("full_attention_interval",),
@@ -595,7 +542,7 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        _sizes(dense=False) | _experts() | _same(shared_expert_intermediate_size=REQUIRED) | DELTA,
+        sizes(dense=False) | experts() | same(shared_expert_intermediate_size=REQUIRED) | DELTA,
         GATED | {"norm_topk_prob": True},
         permitted=GATED_KEYS,
         harmless=("full_attention_interval",),

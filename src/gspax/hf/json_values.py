@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from gspax.data.files import Json, show
-from gspax.hf.families import REQUIRED
+from gspax.hf.keys import REQUIRED
 
 T = TypeVar("T")
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from gspax.config.ranges import NonNegativeInt, PositiveInt
 from gspax.data.files import Json, show
-from gspax.hf.families import REQUIRED, Family
+from gspax.hf.families import Family
 from gspax.hf.json_values import convert, expect, first_of, list_layers, part_of
+from gspax.hf.keys import REQUIRED
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LETTERS = {  # of a Nemotron-H's kinds of layers: the names of transformers 5, and older ones
