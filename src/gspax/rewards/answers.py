@@ -9,15 +9,15 @@ from __future__ import annotations
 from fractions import Fraction
 
 from gspax.rewards.finding import FORMS, extract, find_problem, reference
-from gspax.rewards.notation import write_numbers
+from gspax.rewards.notation import bare, write_numbers
 from gspax.rewards.values import (
+    Answer,
     Based,
     Bound,
     Choice,
     Quantity,
     Several,
     Time,
-    Value,
     Verbatim,
     Words,
     read,
@@ -33,27 +33,39 @@ def compare(expected: str, answer: str) -> bool | None:
     with a space between them are a mixed number (`3 1/2`) or groups of three (`1 234`). Others, such as `1 2`, equal
     only themselves; math-verify would add the numbers.
     """
-    wanted = read(expected)
-    got = wanted if answer == expected else read(answer)
+    if expected == answer:
+        return bare(answer) != ""
+    wanted, got = read(expected), read(answer)
     if not wanted.text or not got.text:
         return False
     if wanted.text == got.text:
         return True
     if wanted.power and got.power and wanted.power != got.power:  # square inches are not cubic inches
         return False
-    equal = _compare_values(wanted.value, got.value)
-    if isinstance(wanted.value, Based) and not isinstance(got.value, Based) and got.text.isalnum():
-        equal = got.text == wanted.value.digits  # an answer may omit the expected base
-    if equal is None and wanted.is_changed != got.is_changed:
-        return None if isinstance(wanted.value, Quantity) and isinstance(got.value, Quantity) else False
-    return equal
+    if isinstance(wanted.value, Quantity) and isinstance(got.value, Quantity):
+        return _compare_numbers(wanted.value, got.value)
+    equal = _compare_kinds(wanted, got)
+    return False if equal is None and wanted.is_changed != got.is_changed else equal
 
 
-def _compare_values(wanted: Value, got: Value) -> bool | None:
-    """Compare two values by their kinds; None if these do not decide. The first case that fits decides."""
+def _compare_numbers(wanted: Quantity, got: Quantity) -> bool | None:
+    if wanted.number == got.number:
+        return None if wanted.has_unit else True
+    difference, limit = abs(wanted.number - got.number), Fraction(1, 10**5) * max(Fraction(1), abs(wanted.number))
+    if (wanted.is_decimal or got.is_decimal) and difference <= limit:
+        return None
+    counts_dozens = got.dozens and not (wanted.dozens or wanted.has_unit)  # "How many dozens of eggs ...?"
+    return counts_dozens and wanted.number == got.number / 12
+
+
+def _compare_kinds(expected: Answer, answer: Answer) -> bool | None:
+    """Compare other values by their kinds; None if these do not decide. The first case that fits decides."""
+    wanted, got = expected.value, answer.value
     match wanted, got:
-        case Quantity(), Quantity():
-            return _compare_numbers(wanted, got)
+        case (Quantity(), Several() | Bound()) | (Several() | Bound(), Quantity()):
+            return False
+        case Several(), Several():
+            return None if wanted.numbers == got.numbers else False
         case Choice(), Choice():
             return wanted.letter == got.letter if wanted.alone or got.alone or wanted.letter != got.letter else None
         case Words(), Words():
@@ -64,29 +76,13 @@ def _compare_values(wanted: Value, got: Value) -> bool | None:
             return wanted.clock == got.clock and wanted.half in ("", got.half)
         case Based(), Based():
             return wanted == got
+        case Based(), _ if answer.text.isalnum():  # without the base
+            return answer.text == wanted.digits
         case Quantity(), Based():
             return wanted.number == got.number
-        case Several(), Several():
-            return None if wanted.numbers == got.numbers else False
-        case (Quantity(), Several() | Bound()) | (Several() | Bound(), Quantity()):
-            return False
         case (Verbatim(), _) | (_, Verbatim()):
             return wanted == got
     return None
-
-
-def _compare_numbers(wanted: Quantity, got: Quantity) -> bool | None:
-    if wanted.number == got.number:
-        return None if wanted.has_unit else True
-    if (
-        got.dozens and not (wanted.dozens or wanted.has_unit) and wanted.number == got.number / 12
-    ):  # "How many dozens of eggs ...?"
-        return True
-    difference = abs(wanted.number - got.number)
-    is_rounded = (wanted.is_decimal or got.is_decimal) and difference <= Fraction(1, 10**5) * max(
-        Fraction(1), abs(wanted.number)
-    )
-    return None if is_rounded else False
 
 
 def canonical(answer: str) -> str:
@@ -97,10 +93,10 @@ def canonical(answer: str) -> str:
     >>> canonical("1,600.0"), canonical(r"$\frac{1}{2}$"), canonical("x + 1.")
     ('1600', '1/2', 'x + 1')
     """
-    read_answer = read(answer)
-    match read_answer.value:
+    known = read(answer)
+    match known.value:
         case Choice(letter):
             return letter
         case Quantity(number) if max(number.numerator, number.denominator).bit_length() <= 4000:
             return str(number)
-    return read_answer.text
+    return known.text

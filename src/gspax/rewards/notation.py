@@ -111,7 +111,7 @@ _WORDS = _compiled(
         _write_mixed,
     ),
     (r"(?i)(?:negative|minus) (?=[$€£]?\d)", "-"),
-    (r"(?i)(?<=\d) ?per ?cent(?![a-z])", "%"),
+    (r"(?i)(?<=[\d}]) ?per ?cent(?![a-z])", "%"),
 )
 _RULES = [*_OUTSIDE, *_CHARACTERS, *_WORDS]
 _ASCII_RULES = [*_OUTSIDE, *_WORDS]
@@ -120,9 +120,7 @@ _LOOKS = _compiled(
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))", "°"),
     (r"(?:\s|\\[,;:! ]|\\(?:quad|left|right)(?![a-zA-Z])|~)+", " "),
 )
-_BELOW_ZERO = re.compile(
-    r"(\d[\d.,/]{0,20})(?: ?°(?: ?[CF])?| degrees(?: celsius| fahrenheit| [CF])?)? below zero", re.IGNORECASE
-)
+_BELOW_ZERO = re.compile(r"(\d.{0,40}) below zero", re.IGNORECASE)
 
 
 def tidy(answer: str) -> str:
