@@ -72,7 +72,7 @@ def write_tables(rows: Rows) -> str:
     for dtype in DTYPES:
         here = [row for row in rows if row["dtype"] == dtype]
         found = {(row["model"], *sorted((row["one"], row["other"]))): row["nats"] for row in here}
-        text += f"\n### {dtype}\n\nFrom the learner's microbatches of one row, in nats:\n\n"
+        text += f"\n### {dtype}\n\nLargest difference from the learner's microbatches of one row, in nats:\n\n"
         body = [
             [model, *(shorten(found.get((model, *sorted((ONE_ROW, way))))) for way in others)]
             for model in dict.fromkeys(row["model"] for row in here)
@@ -86,7 +86,7 @@ def write_tables(rows: Rows) -> str:
                     for other in ways[1:]
                 ]
                 body.append([one, *(shorten(x) if at >= place else "" for at, x in enumerate(largest))])
-            text += f"\nOf each two ways, the largest of {name}:\n\n" + table(["", *ways[1:]], body)
+            text += f"\nLargest difference between two ways, in nats, of {name}:\n\n" + table(["", *ways[1:]], body)
     return text
 
 
