@@ -8,6 +8,9 @@ A row is a feature; what it keeps beside the parameters is at stake. The columns
 - *SIGTERM*: the signal comes in the fourth step, so the third is saved, which no schedule asked for. Then it goes on.
 - *bucket*: what a kill leaves is copied to a bucket, and goes on there.
 - *more devices*: what a kill leaves goes on with twice the learner's devices, which round otherwise.
+- *other settings*: what a kill leaves goes on with others of those that a resumed run may change.
+- *gone back*: the run diverges in its third step, and goes back to the second one with other problems. It is the run
+  that was killed there and does the same in a new process.
 
 The moment depends on the names of row and column, and on FAULTS_SEED. A cell promises the bits of the whole run, one of
 *more devices* its choices and nearly its numbers, unless the row says otherwise.
@@ -39,24 +42,21 @@ from phases import Moment
 from small_experiment import Spoiled
 from sorting_agent import solve
 
-from gspax.config import Collapse, Engine, Guard, Lora, PartialRollouts, Router, Teacher
+from gspax.config import Collapse, Diagnostics, Engine, Guard, Lora, PartialRollouts, Router, Teacher
 from gspax.data.tasks import sort
+from gspax.errors import DivergedError
 from gspax.experiment import validate
 from gspax.hf import hf
 from gspax.rewards.environments import Agent
 from gspax.storage.paths import to_path
+from gspax.training.run_guard import RunGuard
 
 SEED = os.environ.get("FAULTS_SEED", "0")
 STEPS, SAVED = 4, 2
 PHASES = "sampling", "grading", "computing log-probs", "updating"  # of every step
-EARLY, KILLED, FIRST, SIGTERM, BUCKET, DEVICES = COLUMNS = (
-    "killed early",
-    "killed",
-    "SIGTERM early",
-    "SIGTERM",
-    "bucket",
-    "more devices",
-)
+EARLY, KILLED, FIRST, SIGTERM, BUCKET = "killed early", "killed", "SIGTERM early", "SIGTERM", "bucket"
+DEVICES, SETTING, BACK = "more devices", "other settings", "gone back"
+COLUMNS = EARLY, KILLED, FIRST, SIGTERM, BUCKET, DEVICES, SETTING, BACK
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,13 @@ class Whole:
                     time.sleep(0.01)  # another thread saves it
                 phases.leave(self.path, self.folder / column)
 
-    def train(self, path, act=lambda moment: None, done=0, devices=0):
+    def train(self, path, act=lambda moment: None, done=0, devices=0, experiment=None):
         """Begin or continue a run."""
         without_report = mock.patch(
             "gspax.training.open_training.run_page", SimpleNamespace(write=lambda workdir: None)
         )
         with few_devices(devices or self.devices), phases.watched(act, done), without_report:
-            loop.train(self.experiment, path, report_to=())
+            loop.train(experiment or self.experiment, path, report_to=())
 
     def after(self, step, name):
         """A copy whose newest checkpoint is that of a step."""
@@ -350,6 +350,41 @@ def on_more_devices(whole, server):
     return workdir
 
 
+def changed(whole, server):
+    """No update depends on what a resumed run may change."""
+    workdir, run = whole.after(SAVED, SETTING), whole.experiment
+    schedule = replace(run.schedule, eval_every=1, record_rollouts=not run.schedule.record_rollouts)
+    if run.apart is None or not run.apart.staleness:
+        schedule = replace(schedule, checkpoint_every=1)
+    changes = {"schedule": schedule, "diagnostics": None if run.diagnostics else Diagnostics(every=1)}
+    changes["evaluation"] = replace(run.evaluation, problems=3, max_tokens=6)
+    if run.engine is not None:
+        changes["engine"] = replace(run.engine, folder="others", requests=3)
+    whole.train(workdir, experiment=replace(run, **changes))
+    return workdir
+
+
+def gone_back(whole, server):
+    workdir, again, after_step = whole.after(SAVED, BACK), whole.after(SAVED, "back again"), RunGuard.after_step
+    begun = []
+
+    def diverge(guard, step, result):
+        metrics, problem = after_step(guard, step, result)
+        if not begun:
+            begun.append(step)
+            problem = DivergedError("it has diverged", step=step, position=int(result.state.position))
+        return metrics, problem
+
+    with mock.patch.object(RunGuard, "after_step", diverge):
+        whole.train(workdir)
+    assert begun == [SAVED + 1]
+    shutil.copy(workdir / "rollbacks.jsonl", again)
+    whole.train(again)
+    assert whole.steps(workdir)[-1] != whole.steps(whole.path)[-1], "other problems"
+    assert runs.differences(workdir, again, STEPS) == []
+    return workdir
+
+
 CELLS = {
     EARLY: killed_early,
     KILLED: killed,
@@ -357,6 +392,8 @@ CELLS = {
     SIGTERM: ended,
     BUCKET: moved_to_a_bucket,
     DEVICES: on_more_devices,
+    SETTING: changed,
+    BACK: gone_back,
 }
 QUICK = {("plain", column) for column in (KILLED, SIGTERM, DEVICES)}
 
@@ -383,12 +420,15 @@ def test_a_run_is_the_one_that_nothing_happened_to(whole, column, gcs_server):
         assert rows[:same] == others[:same] and [row["step"] for row in rows] == [1, 2, 3, 4]
     elif column == DEVICES:
         check_near(whole, workdir)
-    else:
+    elif column == SETTING:
+        assert runs.arrays(workdir, STEPS) == runs.arrays(whole.path, STEPS)
+    elif column != BACK:
         assert runs.differences(workdir, whole.path, STEPS) == []
     schedule = whole.experiment.schedule
     updates, position = (open_array(workdir / "checkpoints", STEPS, name, ())[()] for name in ("step", "position"))
     assert updates == schedule.minibatches * schedule.epochs * STEPS
-    assert position == open_array(whole.path / "checkpoints", STEPS, "position", ())[()]
+    if column != BACK:
+        assert position == open_array(whole.path / "checkpoints", STEPS, "position", ())[()]
 
 
 def check_near(whole, workdir):
