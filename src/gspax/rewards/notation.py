@@ -55,7 +55,7 @@ def _write_mixed(number: re.Match[str]) -> str:
 
 _AROUND = _compiled(  # what a policy writes around an answer
     (r"(?<![\w*)}\]\\])(\*{1,3}|__|`{1,3})(?=[^\s*`])([^*`\n]*[^\s*`])\1(?![\w*({\[])", r"\2"),  # **18**
-    (r"\\(?:textbf|textit|text|mathbf|mathrm|boldsymbol|bm|bf|emph|underline)\s?\{\s*([-+$\\\d.,/% ]+)\}", r"\1"),
+    (r"\\(?:textbf|textit|text|mathbf|mathrm|boldsymbol|bm|bf|emph|underline)\s?\{([-+$\\\d.,/%\s]+)\}", r"\1"),
 )
 _CLOSING = re.compile(r"(?:\*{2,3}|`+)(?=[.!]?$)|(?<=[.!])\*$")  # the end of an emphasis that begins before the answer
 _QUOTED = re.compile(r"""(?:"([^"\n]+)"|“([^“”\n]+)”|«([^«»\n]+)»|'([^'\n]+)'|‘([^‘’\n]+)’)[.!]?""")
@@ -66,8 +66,8 @@ _OUTSIDE = _compiled(
     (rf"\A[\s{_SYMBOLS}]+|(?<![\s{_SYMBOLS}])[\s{_SYMBOLS}]+\Z", ""),  # 18 ✅
     (r"\A(?:\$([^$]*[^$\s])\$|\\\((.*?)\\\))(?=\s*[a-zA-Z][a-zA-Z\s]*\.?\Z)", r"\1\2"),  # `$72$ dollars`
     (  # \text{18 apples}
-        r"(?i)\A\\(?:text|textbf|textrm|mbox|mathrm)\s?\{\s*([-+$]{0,2}\d[^{}\\]*|[a-z(][^{}\\]+?)\s*\}\.?\Z",
-        r"\1",
+        r"(?i)\A\\(?:text|textbf|textrm|mbox|mathrm)\s?\{(\s*(?:[-+$]{0,2}\d|[a-z(][^{}\\])[^{}\\]*)\}\.?\Z",
+        lambda found: found[1].strip(),
     ),
 )
 _CHARACTERS = _compiled(
@@ -82,7 +82,7 @@ _CHARACTERS = _compiled(
 _WORDS = _compiled(
     (rf"(?i)\A(?:{_COUNTS} \(([-+$\d.,]+)\)|([-+$\d.,]+) \({_COUNTS}\))\.?\Z", r"\1\2"),  # twelve (12)
     (  # `Total:`, `The answer is`, also as \text{}
-        r"(?i)\A(?:\\text\s?\{\s*)?[a-z][a-z' ]{1,60}?(?::|\b(?:is|are|was|has|have|equals)\b:?)\s*\}?\s*"
+        r"(?i)\A(?:\\text\s?\{\s*)?[a-z][a-z' ]{1,60}?(?::|\b(?:is|are|was|has|have|equals)\b:?)\s*(?:\}\s*)?"
         rf"(?=-?{_MONEY}\d)",
         "",
     ),
