@@ -131,7 +131,7 @@ def test_adversarial_completions_are_graded_quickly(text):
     assert time.process_time() - began < 1
 
 
-@pytest.mark.parametrize("text", ["ab:", r"\text{1", r"\text{ab", r"\mathbf{"])
+@pytest.mark.parametrize("text", ["ab:", r"\text{1", r"\text{ab"])
 def test_answers_with_many_spaces_are_compared_quickly(text):
     began = time.process_time()
     compare("7/2", text + " " * 20_000 + "x")
