@@ -269,6 +269,29 @@ GRANITE4 = (
     "{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"
 )
 
+NEMOTRON3 = (
+    CHATML
+    + """{%- set own = messages[0].content if messages[0].role == 'system' else '' %}{{ '<|im_start|>system\n' + own }}
+{%- if tools %}{{ ('\n\n' if own else '') + '<tools>' }}{%- for tool in tools %}{{ '\n' + tool|tojson }}{%- endfor %}
+{{- '\n</tools>' }}{%- endif %}{{ '<|im_end|>\n' }}"""
+    + LAST_USER
+    + """{%- for m in messages %}{%- if m.role == 'assistant' %}{%- set text = m.content or '' %}
+{%- if '<think>' not in text and '</think>' not in text %}{%- set text = '<think></think>' + text %}{%- endif %}
+{%- if loop.index0 < ns.user and '</think>' in text and ('<think>' in text or m.tool_calls) %}
+{%- set text = '<think></think>' + text.split('</think>')[-1] %}{%- endif %}
+{{- '<|im_start|>assistant\n' + text|trim + ('\n' if m.tool_calls else '') }}
+{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}
+{{- '<tool_call>\n<function=' + call.name + '>\n' }}{%- for name, value in call.arguments|items %}
+{{- '<parameter=' + name + '>\n' + (value if value is string else value|tojson) + '\n</parameter>\n' }}{%- endfor %}
+{{- '</function>\n</tool_call>\n' }}{%- endfor %}{{ '<|im_end|>\n' }}
+{%- elif m.role == 'user' or m.role == 'system' and not loop.first %}{{ say(m.role, m.content) }}
+{%- elif m.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user\n' }}{%- endif %}
+{{- '<tool_response>\n' + m.content + '\n</tool_response>\n' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{%- endif %}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}
+{{- '</think>' if enable_thinking is defined and enable_thinking is false else '\n' }}{%- endif %}"""
+)
+
 
 class Published(NamedTuple):
     """A template with what the other files of its model say."""
@@ -328,6 +351,9 @@ PUBLISHED = {
     "Granite 4": Published(
         "granitemoehybrid", GRANITE4, ("<|end_of_text|>",),
         ("<|start_of_role|>", "<|end_of_role|>", *IM_TOKENS[3:]), source=COPIES,
+    ),
+    "Nemotron 3 Nano": Published(
+        "nemotron_h", NEMOTRON3, ("<|im_end|>", "</s>"), IM_TOKENS, bos="<s>", thinking=True, source=COPIES
     ),
     "Mistral": Published(
         "mistral, mixtral", MISTRAL, ("</s>",), ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]"), bos="<s>",
