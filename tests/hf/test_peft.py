@@ -27,7 +27,7 @@ from api import (
 from published import load, published, random_params
 from safetensors.numpy import load_file, save_file
 
-from gspax.config import Lora, Mesh, Multipliers, StateSpace, adapted_weights
+from gspax.config import Lora, Mesh, Multipliers, Router, StateSpace, adapted_weights
 from gspax.errors import UserError
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
@@ -237,6 +237,30 @@ def test_some_of_the_factors_of_experts_are_not_written_because_peft_drops_them(
     with pytest.raises(UserError, match=r"lora.mlp: wanted all of gate, up, and down, or down alone, .*, got \('"):
         write_adapters(tmp_path, tiny.MOE, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
     assert not list(tmp_path.iterdir())
+
+
+NEMOTRON = replace(
+    replace(tiny.CONFIGS["dense"], qk_norm=False, mixer=StateSpace(groups=1, heads=2, state_dim=4, head_dim=4)),
+    **{"num_hidden_layers": 2, "nope_layers": (0, 1), "no_mlp_layers": (0,), "no_mixer_layers": (1,)},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    **{"shared_expert_gate": False, "activation": "relu2", "model_type": "nemotron_h"},
+    router=Router(scoring="sigmoid", correction_bias=True),
+)
+
+
+def test_an_adapter_of_experts_without_gates_is_refused_and_one_of_attention_is_written(tmp_path):
+    def write(lora):
+        shapes = named_shapes(adapters.abstract(NEMOTRON, lora))
+        write_adapters(tmp_path, NEMOTRON, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
+
+    with pytest.raises(
+        UserError, match=r"^lora.mlp: wanted false in an adapter of experts without gates, .*, got True$"
+    ):
+        write(LORA)
+    write(replace(LORA, mlp=False))
+    assert "base_model.model.backbone.layers.0.mixer.q_proj.lora_A.weight" in load_file(
+        tmp_path / "adapter_model.safetensors"
+    )
 
 
 PHI = replace(tiny.CONFIGS["dense"], qk_norm=False, model_type="phi3")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from gspax.config import Lora, ModelConfig
+from gspax.config import Lora, ModelConfig, mlp_weights
 from gspax.data.files import SHOWN, Json, read_object, require_own_files, show
 from gspax.errors import UserError
 from gspax.hf import names, tensors
@@ -185,6 +185,11 @@ def _targets(config: ModelConfig, lora: Lora, pieces: Mapping[str, Sequence[_Pie
     times = {name.split(".")[-3]: len(held) for name, held in pieces.items() if len(held) > 1}  # multiples of the rank
     leaves = list(dict.fromkeys(module.split(".")[-1] for module in modules))
     of_experts = {module.split(".")[-1] for module in modules if ".experts." in module}
+    if of_experts and "gate" not in mlp_weights(config.activation):
+        raise UserError(
+            f"lora.mlp: wanted false in an adapter of experts without gates, which gspax writes only merged into the "
+            f"model, got {lora.mlp}"
+        )
     if len(of_experts) not in (0, 3) and not of_experts <= {"down_proj", "w2"}:
         raise UserError(
             f"lora.mlp: wanted all of gate, up, and down, or down alone, in an adapter of experts: PEFT reads no "
