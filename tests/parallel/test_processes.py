@@ -475,6 +475,72 @@ def test_rows_on_devices_of_several_processes(start, tmp_path, mesh):
     assert_same_samples(RunDir(tmp_path / "four"), RunDir(tmp_path / "one"))
 
 
+AGENT = """
+import json
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+from small_experiment import experiment as small
+
+from gspax.config import Sampling, Turns
+from gspax.data import CharChat
+from gspax.rewards.environments import Agent
+
+
+def ask(endpoint, *texts):
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    body = json.dumps({"model": endpoint.model, "messages": messages, "max_tokens": 4}).encode()
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+
+def solve(problem, endpoint):
+    with Path(__file__).with_suffix(".txt").open("a") as started:
+        print(problem.prompt, file=started)
+    first = ask(endpoint, problem.prompt)
+    if first.startswith("1"):
+        raise ValueError("a tool that fails")
+    part = ask(endpoint, problem.prompt[:2] + "=")
+    return ask(endpoint, problem.prompt, first, part[:1] + "=")
+
+
+experiment = replace(
+    small,
+    tokenizer=CharChat("0123456789="),
+    environment=Agent(run=solve),
+    turns=Turns(limit=3),
+    grading=replace(small.grading, max_failed=1.0),
+    sampling=Sampling(prompts=8, group=4, max_prompt_tokens=16, max_tokens=24, chunk=2),
+    model=replace(small.model, num_hidden_layers=1, vocab_size=CharChat("0123456789=").vocab_size),
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [[], ["model.num_key_value_heads=2", "sampler_mesh=gspax.config.Mesh", "sampler_mesh.tensor=2"]],
+    ids=["rows", "halves of rows"],
+)
+def test_each_process_runs_the_agents_of_its_rows(start, tmp_path, mesh):
+    """Two processes, which have each a half of the rows, or a half of each row: then the first runs all programs."""
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    changed = ["warm_start=null", "schedule.steps=2", "schedule.eval_every=0", "evaluation.problems=8", *mesh]
+    finished(start(2, 1, tmp_path / "two", *changed, file=str(file)))
+    programs = file.with_suffix(".txt").read_text().splitlines()
+    finished(start(1, 2, tmp_path / "one", *changed, file=str(file)))
+    two, one = RunDir(tmp_path / "two"), RunDir(tmp_path / "one")
+    assert_close(two, one)
+    assert_same_samples(two, one)
+    assert sorted(2 * programs) == sorted(file.with_suffix(".txt").read_text().splitlines()), "each runs once"
+    rows = [row for row in record.read_metrics(two.metrics) if "policy/loss" in row]
+    assert all(row["rollout/turns"] > 1 and row["optim/grad_norm"] > 0 for row in rows)
+
+
 @pytest.mark.slow
 def test_adapters_are_trained_and_replayed_across_processes(start, tmp_path):
     file = tmp_path / "adapted.py"

@@ -24,14 +24,12 @@ from small_experiment import Countdown
 from small_experiment import experiment as small
 
 from gspax import advantages
-from gspax.config import Engine, Evaluation, Grading, Sampling, Turns
+from gspax.config import Engine, Evaluation, Sampling, Turns
 from gspax.data import CharChat, Problem, hf_chat
-from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.rewards.environments import Agent, Command, calculator, parse_brackets
 from gspax.rollout.agents import openai as protocol
 from gspax.rollout.agents.conversation import Conversation, Limits
-from gspax.rollout.agents.interaction import employ
 from gspax.rollout.agents.openai import Refusal
 from gspax.rollout.agents.sequences import with_sequences
 
@@ -59,7 +57,7 @@ def converse(*, max_tokens=32, limit=4, sampling=None, tokenizer=CHAT):
     def answer(text, *, stops=True):
         turn = turns.get_nowait()
         tokens = [*tokenizer.encode_completion(text), *([tokenizer.turn_end] if stops else [])]
-        turn.take(tokens, [-0.5] * len(tokens))
+        talk.take(tokens, [-0.5] * len(tokens))
         return turn
 
     return talk, turns, answer
@@ -239,12 +237,6 @@ def test_what_does_not_fit_an_agent_is_refused_at_the_dry_run():
         assert any("beside an Agent" in each for each in validate(replace(COUNTING, environment=agent, **changes)))
     assert not [each for each in validate(replace(COUNTING, environment=agent)) if "Agent" in each]
     assert any("timeout" in each for each in validate(replace(COUNTING, environment=Agent(run=print, timeout=0))))
-
-
-def test_several_processes_are_refused_before_anything_is_sampled(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match=r"^environment: wanted one process with an Agent, .*, got 2$"):
-        employ(Agent(run=print), CHAT, None, Turns(), Grading(), Sampling())
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------

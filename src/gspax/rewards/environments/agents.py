@@ -30,6 +30,7 @@ from gspax.errors import how_to_install, shorten
 from gspax.rewards.environments.tool_calls import Call, Malformed, parse_hermes
 
 PACKAGES = ("starlette", "uvicorn")  # of the extra `agents`
+POLICY = "policy"  # the only model that an endpoint has
 
 
 class Endpoint(NamedTuple):
@@ -37,7 +38,7 @@ class Endpoint(NamedTuple):
 
     base_url: str  # http://127.0.0.1:PORT/v1
     api_key: str  # of this rollout alone
-    model: str = "policy"
+    model: str = POLICY
 
 
 @dataclass(frozen=True)

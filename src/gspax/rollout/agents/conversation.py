@@ -31,16 +31,14 @@ if TYPE_CHECKING:
     from gspax.rollout.agents.interaction import AgentInteraction
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """Tokens that the policy reads, after which it writes."""
 
     row: int  # of the rollout
     tokens: list[int]
     first: bool  # they begin a sequence
     most: int  # tokens that it may write
-    logprobs: bool
-    take: Callable[[Sequence[int], Sequence[float]], None]  # gets the tokens that it wrote, and their log-probs
+    logprobs: bool  # of what it writes are wanted
 
 
 class _Known(NamedTuple):
@@ -180,9 +178,9 @@ class Conversation:
         self.texts += texts
         self._opening = opening_of(tokenizer, new)
         room = self._tokens.room
-        return Turn(self.row, new, first, min(asked.most or room, room), asked.logprobs, self._take)
+        return Turn(self.row, new, first, min(asked.most or room, room), asked.logprobs)
 
-    def _take(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
+    def take(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
         """Take what the policy wrote, and answer the request."""
         limits, tokenizer = self.limits, self.interaction.tokenizer
         with self._lock:

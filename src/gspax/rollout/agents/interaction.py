@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import jax
-
 from gspax.config import Grading, Sampling, Turns
 from gspax.config.functions import unwrap
 from gspax.config.protocols import ConversationTokenizer, Tokenizer
@@ -36,9 +34,7 @@ class AgentInteraction:
 def employ(
     agent: Agent, tokenizer: Tokenizer, rewards: Calls[Result], turns: Turns, grading: Grading, sampling: Sampling
 ) -> AgentInteraction:
-    """Make the interaction with an agent. UserError with several processes, or without the extra `agents`."""
-    if (count := jax.process_count()) > 1:
-        raise UserError(f"environment: wanted one process with an Agent, whose programs talk with it, got {count}")
+    """Make the interaction with an agent. UserError without the extra `agents`."""
     if missing := agent.find_missing({}):
         raise UserError(f"environment: {missing}")
     limits = replace(grading, timeout=agent.timeout, concurrency=agent.concurrency)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,15 @@ from gspax.rollout.episodes import Ready
 from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import SMALLEST_REPLY, pad_rows, round_to_power
 from gspax.types import Array, Rollout
+
+
+class Written(NamedTuple):
+    """A turn that has ended, and what the policy wrote."""
+
+    turn: Turn
+    tokens: list[int]
+    logps: list[float]  # if the turn wants them
+
 
 _NOTHING = Problem("")  # the sampler needs the tokens alone
 _SEQUENCE = 2654435761  # what a place's further sequences add to its id, modulo 2^32: far from all other ids
@@ -55,10 +64,8 @@ class Places:
         self._asked: dict[int, Turn] = {}  # that wait to be sampled
         self._turns: dict[int, Turn] = {}  # that are sampled, by place
         self._starts: dict[int, int] = {}  # where these begin
-        self._options, self._earlier = (
-            options,
-            dict[int, list[Rollout]](),
-        )  # by place: the sequences before, on the host
+        self._options = options
+        self._earlier = dict[int, list[Rollout]]()  # by place: the sequences before, on the host
         self.admitted_R, self._waits_R = np.zeros(count, bool), np.zeros(count, bool)
         self._left_R, self._length_R = np.zeros(count, bool), np.zeros(count, np.int32)
 
@@ -72,8 +79,8 @@ class Places:
         for turns in (self._asked, self._turns):
             turns.pop(place, None)
 
-    def advance(self) -> bool:
-        """Sample the next tokens, and hand over the turns that have ended; return whether there were new tokens."""
+    def advance(self) -> tuple[bool, list[Written]]:
+        """Sample the next tokens; return whether there are any, and the turns that have ended. Collective."""
         begun = {place: turn for place, turn in self._asked.items() if turn.first}
         again = [place for place in begun if self.admitted_R[place]]
         self._reply({place: turn for place, turn in self._asked.items() if not turn.first}, again)
@@ -81,22 +88,23 @@ class Places:
         self._admit(begun)
         self._asked = {}
         if not self._turns:
-            return False
+            return False, []
         self._held.advance(self._weights)
         progress, before_R = self._held.progress(), self._length_R
         arrays = progress.length_B, progress.ended_B, progress.waiting_B
         self._length_R, ended_R, self._waits_R = (np.array(x) for x in multihost.to_host(arrays))
-        done = [place for place in self._turns if ended_R[place] or self._waits_R[place]]
+        done, written = [place for place in self._turns if ended_R[place] or self._waits_R[place]], list[Written]()
         if done:
             wanted = any(self._turns[place].logprobs for place in done)
             tokens_RC, logp_RC = multihost.to_host((progress.tokens_BC, progress.logp_BC if wanted else None))
             for place in done:
                 turn, new = self._turns.pop(place), slice(self._starts[place], int(self._length_R[place]))
-                turn.take(tokens_RC[place][new].tolist(), logp_RC[place][new].tolist() if turn.logprobs else ())
-        return bool(done) or bool((self._length_R != before_R).any())
+                logps = logp_RC[place][new].tolist() if turn.logprobs else []
+                written.append(Written(turn, tokens_RC[place][new].tolist(), logps))
+        return bool(done) or bool((self._length_R != before_R).any()), written
 
     def rollout(self) -> Rollout:
-        """Take the rollout of all places; those where nobody has asked for anything have no sampled tokens."""
+        """Take the rollout of all places; those where nobody has asked have no sampled tokens. Collective."""
         silent_R = ~self.admitted_R
         if silent_R.any():  # their rows are empty, but there
             self._hold(dict.fromkeys(np.flatnonzero(silent_R).tolist(), Ready(_NOTHING, [0], most=1)))
@@ -104,7 +112,7 @@ class Places:
         width = sampling.max_prompt_tokens + sampling.max_tokens
         rollout = with_sequences(taken, width, self._options.model.num_experts)
         if self._earlier:
-            joined = join_sequences(jax.device_get(rollout), self._earlier)
+            joined = join_sequences(multihost.to_host(rollout), self._earlier)
             rollout = multihost.to_devices(joined, named_sharding(self._mesh, "batch"))
         if not silent_R.any():
             return rollout
@@ -121,10 +129,9 @@ class Places:
         if not places:
             return
         taken = self._held.take(np.resize(np.array(places), len(self.ids)))  # so many rows, as at the end
+        taken = multihost.to_host(taken)
         for number, place in enumerate(places):
-            self._earlier.setdefault(place, []).append(
-                jax.device_get(jax.tree.map(lambda leaf, row=number: leaf[row], taken))
-            )
+            self._earlier.setdefault(place, []).append(jax.tree.map(lambda leaf, row=number: leaf[row], taken))
             self.ids[place] = (self.ids[place] + _SEQUENCE) % 2**32
 
     def _admit(self, turns: dict[int, Turn]) -> None:
