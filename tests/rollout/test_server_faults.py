@@ -95,7 +95,7 @@ def test_a_wrong_server_of_16_is_set_aside_and_nothing_that_it_sampled_is_traine
             runtime.sampler.aside.reasons.clear()
             runtime.sampler.push(state.params, 0)
             for fake in fakes:
-                fake.faults.delay = 0.1  # so that each has a group before the first is done
+                fake.faults.delay = 0.3  # so that each has a group before the first is done
             break_one(fakes[7])
             capsys.readouterr()
             result = run_step(runtime, state, None, InFlight())
@@ -141,7 +141,7 @@ def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers
             runtime.sampler.aside.reasons.clear()
             runtime.sampler.push(state.params, 0)
             for fake in fakes:
-                fake.faults.delay = 0.1  # so that each has a group before the first is done
+                fake.faults.delay = 0.3  # so that each has a group before the first is done
             IN_BFLOAT16[name](fakes[2])
             prepare = partial(prepare_minibatches, runtime, state, None, ())
             graded, _, metrics = take_trusted(runtime, state, InFlight(), prepare, Clock())

@@ -32,32 +32,48 @@ def judge(
     scores: Mapping[int, Scores],
     layouts: Sequence[Layout],
 ) -> tuple[dict[str, float], dict[int, str]]:
-    """Compare the log-probs of a rollout's sources, and of its turns, with the learner's. Collective.
+    """Compare the log-probs of a rollout's sources with the learner's, before its first update. Collective.
 
     It reads the log-probs that a pass has computed anyway, `scores`, and computes those of further rows only where a
     source has too few of them.
 
     Returns:
-      The metrics, and why not to train on what some sources sampled, by their number from 1. A source that was set
+      A metric, and why not to train on what some sources sampled, by their number from 1. A source that was set
       aside before is among them if it sampled any token.
     """
-    if rollout.source_BT is None and rollout.reply_B is None:
+    if rollout.source_BT is None:
         return {}, {}
-    old_logp_NT = gather_logp(scores, layouts, rollout.tokens_BT.shape)
-    names = ("mask_BT", "logp_BT", "source_BT")
-    held = replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in names}))
-    if held.source_BT is not None:
-        rest = {index: batch for index, batch in enumerate(batches) if index not in scores}
-        old_logp_NT = add_rows(runtime, params, held, rest, layouts, old_logp_NT)
-    metrics = {} if rollout.reply_B is None else turn_metrics(old_logp_NT, held)
-    if held.source_BT is None:
-        return metrics, {}
+    held, old_logp_NT = hold(rollout), gather_logp(scores, layouts, rollout.tokens_BT.shape)
+    rest = {index: batch for index, batch in enumerate(batches) if index not in scores}
+    old_logp_NT = add_rows(runtime, params, held, rest, layouts, old_logp_NT)
     distrusted = runtime.sampler.aside.numbers()
     differences = differences_by_source(old_logp_NT, held)
     sampled = set(np.unique(np.asarray(held.source_BT)).tolist())
     outliers = {index + 1: reason for index, reason in find_outliers(differences).items()}
     wrong = outliers | dict.fromkeys(distrusted & sampled, "it was before")
-    return metrics | source_metrics(differences.mean_S) | {"engine/set_aside": float(len(distrusted))}, wrong
+    return {"engine/set_aside": float(len(distrusted))}, wrong
+
+
+def measure(rollout: Rollout, scored: Sequence[tuple[Batch, Scores]], layouts: Sequence[Layout]) -> dict[str, float]:
+    """Measure how a rollout's sources, and its turns, differ from the learner, after its updates. Collective.
+
+    Args:
+      scored: from `Updated`; of the first minibatches, mostly all.
+    """
+    if rollout.source_BT is None and rollout.reply_B is None:
+        return {}
+    scores = {index: own for index, (_, own) in enumerate(scored)}
+    held, old_logp_NT = hold(rollout), gather_logp(scores, layouts, rollout.tokens_BT.shape)
+    metrics = {} if rollout.reply_B is None else turn_metrics(old_logp_NT, held)
+    if held.source_BT is None:
+        return metrics
+    return metrics | source_metrics(differences_by_source(old_logp_NT, held).mean_S)
+
+
+def hold(rollout: Rollout) -> Rollout:
+    """Return the rollout with what is compared on the host. Collective."""
+    names = ("mask_BT", "logp_BT", "source_BT")
+    return replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in names}))
 
 
 def add_rows(

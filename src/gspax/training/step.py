@@ -51,7 +51,7 @@ from gspax.rollout.grading import (
 from gspax.rollout.lost_samples import lost_metrics
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.training.judging import judge
+from gspax.training.judging import judge, measure
 from gspax.training.open_terms import Opened, after_step, heads_of
 from gspax.training.opened import GradedStep
 from gspax.training.rollouts import Rollouts
@@ -106,6 +106,7 @@ def run_step(
         **age_metrics(runtime, graded, trained),
         **shaping_metrics,
         **by_source,
+        **measure(graded.rollout, updated.scored, layouts),
         **learner_metrics(updated, layouts, experiment.model),
         "optim/learning_rate": float(learning_rate(experiment.optimizer)(max(applied_updates(state) - 1, 0))),
         **clock.metrics(int(count_sampled(graded.rollout).sum())),
