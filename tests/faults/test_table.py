@@ -9,8 +9,23 @@ A row is a feature; what it keeps beside the parameters is at stake. The columns
 - *bucket*: what a kill leaves is copied to a bucket, and goes on there.
 - *more devices*: what a kill leaves goes on with twice the learner's devices, which round otherwise.
 - *other settings*: what a kill leaves goes on with others of those that a resumed run may change.
-- *gone back*: the run diverges in its third step, and goes back to the second one with other problems. It is the run
-  that was killed there and does the same in a new process.
+- *gone back*: the run diverges in its third step, and goes back to its start with other problems. It is the run that is
+  killed there and goes on in a new process.
+
+Other files hold these cells:
+
+- a plain run killed by SIGKILL at any moment: test_kills.py; in a bucket at any request: test_bucket_faults.py
+- one of several processes killed: test_killed_hosts.py, in a bucket test_bucket_faults.py
+- several processes ended by a signal, or continued by fewer, with a reference, a clip range, and routing:
+  parallel/test_processes.py
+- the server dies, not the run: rollout/test_server_faults.py; real servers: release/test_vllm.py
+
+No test holds these:
+
+- several processes x most rows: a run of processes takes a minute. Each row's state goes through the same checkpoint.
+- a wrong server that was set aside: a new process trusts it again until it is wrong again, as `engine/set_aside` shows.
+- samples of real servers, which differ from one start to the next.
+- SIGTERM in a chunk of the sampler or a request of an agent: nothing is written there, as at the begin of sampling.
 
 The moment depends on the names of row and column, and on FAULTS_SEED. A cell promises the bits of the whole run, one of
 *more devices* its choices and nearly its numbers, unless the row says otherwise.
@@ -365,22 +380,25 @@ def changed(whole, server):
 
 
 def gone_back(whole, server):
-    workdir, again, after_step = whole.after(SAVED, BACK), whole.after(SAVED, "back again"), RunGuard.after_step
-    begun = []
+    """What is in flight then was sampled by parameters that are gone; a new process has nothing in flight."""
+    workdir, again, after_step, begun = whole.folder / BACK, whole.folder / "back again", RunGuard.after_step, []
+    run = replace(whole.experiment, schedule=replace(whole.experiment.schedule, checkpoint_every=STEPS))
 
     def diverge(guard, step, result):
         metrics, problem = after_step(guard, step, result)
-        if not begun:
+        if step == 3 and not begun:
             begun.append(step)
             problem = DivergedError("it has diverged", step=step, position=int(result.state.position))
         return metrics, problem
 
+    def kill(moment):
+        if begun and not again.exists():
+            phases.leave(workdir, again)
+
     with mock.patch.object(RunGuard, "after_step", diverge):
-        whole.train(workdir)
-    assert begun == [SAVED + 1]
-    shutil.copy(workdir / "rollbacks.jsonl", again)
-    whole.train(again)
-    assert whole.steps(workdir)[-1] != whole.steps(whole.path)[-1], "other problems"
+        whole.train(workdir, kill, experiment=run)
+    whole.train(again, experiment=run)
+    assert (again / "rollbacks.jsonl").read_text() == (workdir / "rollbacks.jsonl").read_text()
     assert runs.differences(workdir, again, STEPS) == []
     return workdir
 
