@@ -98,6 +98,9 @@ SMALL = {  # keys of config.json, by model_type
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 3, "topk_group": 2}
     | {"moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 2.5}
     | {"time_step_min": 1e-9},  # transformers takes it for the least step, which the authors' code does not
+    "lfm2": SIZES
+    | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 4, "conv_bias": True}
+    | {"tie_word_embeddings": True},
     "mistral": SIZES | {"head_dim": 8, "sliding_window": 5},
     "phi3": SIZES | {"partial_rotary_factor": 0.5, "sliding_window": 5},
     "glm4_moe": SIZES | GLM | {"attention_bias": True, "use_qk_norm": True},
@@ -255,6 +258,18 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"mamba_ssm_cache_dtype": "float32", "use_bias": False, "use_conv_bias": True, "mlp_bias": False},
             **{"mamba_proj_bias": False, "hidden_dropout": 0.0, "num_logits_to_keep": 1, "use_mamba_kernels": True},
             **{"sliding_window": None, "attention_bias": False, "tie_word_embeddings": False},
+        },
+    ),
+    "lfm2": (
+        "LiquidAI/LFM2-1.2B",
+        {
+            **{"vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16, "max_position_embeddings": 128000},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_heads": 32, "rope_theta": 1000000.0},
+            **{"full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-05},
+            **{"block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288, "block_multiple_of": 256},
+            **{"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_norm_eps": 1e-05},
+            **{"block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True},
+            **{"conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": True, "use_pos_enc": True},
         },
     ),
     "mistral": (

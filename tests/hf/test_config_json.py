@@ -315,6 +315,7 @@ NEMOTRON = {  # of Nemotron-H-8B-Base-8K, as Megatron-Bridge's tests have it, wi
         "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
     },
 }
+LFM2 = families_of_tests.PUBLISHED["lfm2"][1] | {"model_type": "lfm2"}
 KNOWN = " or ".join(json.dumps(name) for name in (*families.FAMILIES, *families.ALIASES))
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -350,6 +351,21 @@ def test_each_layer_of_a_nemotron_h_has_one_part(tmp_path):
     listed = {"layers_block_type": [letters[each] for each in NEMOTRON["hybrid_override_pattern"]]}
     without = {name: NEMOTRON[name] for name in NEMOTRON if name != "hybrid_override_pattern"}
     assert read_config(write(tmp_path, without | listed)) == config
+
+
+def test_the_width_and_the_layers_of_an_lfm2_have_older_and_newer_keys(tmp_path):
+    older = read_config(write(tmp_path, LFM2))
+    assert (older.intermediate_size, older.mixer.width, older.tie_word_embeddings) == (8192, 2048, True)
+    assert set(range(16)) - set(older.mixer_layers) == {2, 5, 8, 10, 12, 14}
+    kinds = ["conv" if layer in older.mixer_layers else "full_attention" for layer in range(16)]
+    newer = {name: LFM2[name] for name in LFM2 if not name.startswith(("block", "conv_dim", "full_attn", "rope"))}
+    newer |= {"layer_types": kinds, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert read_config(write(tmp_path, newer | {"intermediate_size": 12288})) == older
+    whole = {"intermediate_size": 8192, "block_auto_adjust_ff_dim": False, "tie_embedding": True}
+    assert read_config(write(tmp_path, newer | whole)) == older == read_config(write(tmp_path, to_json(older)))
+    assert not read_config(write(tmp_path, newer | whole | {"tie_embedding": False})).tie_word_embeddings
+    smaller = read_config(write(tmp_path, LFM2 | {"block_ff_dim": 6656}))
+    assert smaller.intermediate_size == 4608  # as in LFM2-350M
 
 
 def test_gpt_oss_has_yarn_unless_its_file_says_otherwise(tmp_path):
@@ -475,6 +491,15 @@ def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
             NEMOTRON | {"time_step_limit": [0.01, 1.0]},
             'time_step_limit: wanted null or [0.0, Infinity] or [0.0, {"__float__": "Infinity"}], got [0.01, 1.0]',
         ),
+        (LFM2 | {"block_dim": 1024}, "block_dim: wanted null or 2048, got 1024"),
+        (LFM2 | {"theta": 1e4}, "theta: wanted null or 1000000.0, got 10000.0"),
+        (LFM2 | {"block_use_swiglu": False}, "block_use_swiglu: wanted null or true, got false"),
+        (LFM2 | {"full_attn_idxs": 2}, "full_attn_idxs: wanted a list of layers, got 2"),
+        (
+            LFM2 | {"layer_types": ["conv", "full_attention"]},
+            'layer_types: wanted a list of 16 names, got ["conv", "full_attention"]',
+        ),
+        (LFM2 | {"layer_types": ["mamba"] * 16}, 'layer_types: wanted "full_attention" or "conv", got "mamba"'),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: wanted null, got 50.0"),
         (GEMMA3 | {"sliding_window_pattern": 5}, "sliding_window_pattern: wanted null or 6, got 5"),
         (

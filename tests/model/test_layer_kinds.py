@@ -25,7 +25,18 @@ from api import (
 from averages import Averages
 from small_experiment import experiment
 
-from gspax.config import Engine, Feature, Mesh, ModelConfig, Multipliers, Router, StateSpace, layers_of, obstacle
+from gspax.config import (
+    Engine,
+    Feature,
+    Mesh,
+    ModelConfig,
+    Multipliers,
+    Router,
+    ShortConvolution,
+    StateSpace,
+    layers_of,
+    obstacle,
+)
 from gspax.config.functions import parse
 from gspax.errors import UserError
 from gspax.experiment import describe, validate
@@ -53,6 +64,7 @@ KINDS = {
         **{"num_experts_per_tok": 2, "shared_expert_intermediate_size": 20, "shared_expert_gate": False},
         router=Router(scoring="sigmoid", correction_bias=True, groups=3, top_groups=2),
     ),
+    "short convolutions": replace(PLAIN, mixer=ShortConvolution(width=PLAIN.hidden_size, bias=True), mixer_layers=(0,)),
     "averages": replace(PLAIN, mixer=Averages(), mixer_layers=(0,)),
 }
 PROMPT, T = 5, 9

@@ -60,6 +60,7 @@ from gspax.config.layers import (
     NoMlp,
     Rope,
     SelfAttention,
+    ShortConvolution,
     StateSpace,
     mlp_weights,
 )
@@ -156,6 +157,7 @@ __all__ = [
     "Sampling",
     "Schedule",
     "SelfAttention",
+    "ShortConvolution",
     "StateSpace",
     "Task",
     "Teacher",

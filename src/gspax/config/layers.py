@@ -360,6 +360,42 @@ class StateSpace(Mixer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortConvolution(Mixer):
+    """A convolution of a few tokens between two gates (`model.short_convolution`): it keeps its last inputs alone."""
+
+    module = "gspax.model.short_convolution.ShortConvolutionNet"
+    name = "short convolutions"
+
+    width: Size  # channels
+    taps: Annotated[int, at_least(2), at_most(64)] = 3  # inputs that the convolution reads, a token's own included
+    bias: bool = False  # of the projections and the convolution
+
+    @property
+    def obstacles(self) -> Mapping[Feature, str]:
+        return {}
+
+    def parameters(self, D: int) -> int:
+        """Count the parameters."""
+        return 4 * D * self.width + self.width * self.taps + self.bias * (4 * self.width + D)
+
+    def flops(self, length: int | float) -> float:
+        """Count a token's FLOPs besides its products with weights: those of the two gates."""
+        return 2 * self.width
+
+    def activations(self, tensor: int, context: int) -> int:
+        """Count a token's numbers that the backward pass reads: the gates, the inputs, and what is convolved."""
+        return 6 * self.width // tensor
+
+    def cache(self, tensor: int) -> CacheSize:
+        """Size the last inputs of a device's channels."""
+        return CacheSize(inputs=(self.taps - 1) * self.width // tensor)
+
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """List the sizes that a mesh must divide."""
+        return (Dimension("mixer.width", self.width, "heads"),)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoMixer(Mixer):
     """The mixer of a layer that is a feed-forward network alone."""
 

@@ -32,6 +32,7 @@ from gspax.config import (
     NoMixer,
     ProportionalRope,
     Router,
+    ShortConvolution,
     StateSpace,
     Yarn,
     layers_of,
@@ -44,7 +45,6 @@ from gspax.hf.families import (
     ALIASES,
     FAMILIES,
     MISSING,
-    NEMOTRON_DOUBLES,
     OF_MTP,
     TOWERS,
     WRAPPERS,
@@ -55,13 +55,12 @@ from gspax.hf.keys import REQUIRED, Key
 from gspax.hf.layer_lists import (
     FULL,
     LINEAR,
-    MAMBA,
     SLIDING,
     global_heads,
     letters,
     linear_layers,
     lone_layers,
-    mamba_layers,
+    mixer_layers,
     nope_layers,
     windows,
 )
@@ -127,12 +126,13 @@ ROPE_TYPES = {
 }
 BESIDE_ALPHA = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # unused with an alpha
 HINTS = typing.get_type_hints(ModelConfig, include_extras=True)
-OBJECTS = {
-    **{"router": Router, "latent": Latent, "delta": GatedDelta, "mixer": StateSpace, "multipliers": Multipliers},
+OBJECTS: dict[str, type | None] = {
+    **{"router": Router, "latent": Latent, "delta": GatedDelta, "multipliers": Multipliers},
     "global_heads": GlobalHeads,
 }
+MIXERS = StateSpace, ShortConvolution
 OF_ALL_LAYERS = ("norm_plus_one", "scale_embedding", "multipliers", "layer_scale", "logit_cap")  # not in `layers_of`
-for part, kind in OBJECTS.items():
+for part, kind in (*OBJECTS.items(), *(("mixer", mixer) for mixer in MIXERS)):
     HINTS |= {f"{part}.{name}": hint for name, hint in typing.get_type_hints(kind, include_extras=True).items()}
 HINTS |= {"dense_layers": HINTS["intermediate_size"], "shared_experts": HINTS["vocab_size"]}
 
@@ -201,10 +201,10 @@ def _fits(config: ModelConfig, name: str) -> bool:
     if (family.shared_alone or family.pattern) and not config.num_experts:
         experts = shared = False
     parts = (f"{part}.{name}" in family.copied for part, name in (("latent", "rank"), ("global_heads", "head_dim")))
-    kinds = (experts, shared, family.delta, family.state_space, *parts)
+    kinds = (experts, shared, family.delta, family.mixer, *parts)
     own = config.num_experts > 0, config.shared_expert_intermediate_size > 0, config.delta is not None
     own_parts = config.latent is not None, config.global_heads is not None
-    if kinds != (*own, isinstance(config.mixer, StateSpace), *own_parts):
+    if kinds != (*own, None if config.mixer is None else type(config.mixer), *own_parts):
         return False
     if family.experts and family.window in ("switch", "none"):
         config = replace(config, sliding_layers=())
@@ -293,8 +293,9 @@ def _mixers_json(config: ModelConfig, family: Family) -> dict[str, Json]:
         content["layer_types"] = [LINEAR if n in config.delta_layers else FULL for n in layers]
     if family.pattern:
         content["hybrid_override_pattern"] = "".join(map(_letter, layers_of(config)))
-    elif isinstance(mixer := config.mixer, StateSpace) and family.state_space:
-        content["layer_types"] = [MAMBA[LINEAR if n in config.mixer_layers else FULL] for n in layers]
+    elif family.mixer is not None:
+        content["layer_types"] = [family.mixer_names[n not in config.mixer_layers] for n in layers]
+    if "mamba_expand" in family.harmless and isinstance(mixer := config.mixer, StateSpace) and not family.pattern:
         content["mamba_expand"] = mixer.heads * mixer.head_dim // config.hidden_size
     if family.nope == "list":
         content["no_rope_layers"] = [int(n not in config.nope_layers) for n in layers]
@@ -380,8 +381,8 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
     if family.pattern:
         fields |= lone_layers(letters(raw))
         raw = {**raw, "layer_types": None}
-    elif family.state_space:
-        fields["mixer_layers"] = mamba_layers(raw, fields["num_hidden_layers"])
+    elif family.mixer is not None:
+        fields["mixer_layers"] = mixer_layers(raw, family, fields["num_hidden_layers"])
         raw = {**raw, "layer_types": None}
     fields["nope_layers"] = nope_layers(raw, family, fields["num_hidden_layers"])
     fields["sliding_window"], fields["sliding_layers"] = windows(raw, family, fields["num_hidden_layers"])
@@ -391,16 +392,16 @@ def _model(raw: Mapping[str, Json], name: str) -> ModelConfig:
     if family.shared_alone and not fields["num_experts"]:
         fields["intermediate_size"] = fields.pop("shared_expert_intermediate_size")
         fields |= {"num_experts_per_tok": 0, "moe_intermediate_size": 0}
-    for part, kind in OBJECTS.items():
+    for part, kind in (OBJECTS | {"mixer": family.mixer}).items():
         own = {name.removeprefix(f"{part}."): fields.pop(name) for name in [*fields] if name.startswith(f"{part}.")}
-        fields |= {part: kind(**own)} if own else {}
+        fields |= {part: kind(**own)} if own and kind else {}
     return ModelConfig(**fields)
 
 
 def _require_known(family: Family, raw: Mapping[str, Json]) -> None:
     """Raise a ValueError unless every key is known, and has a permitted value if no field represents it."""
     known = {name for key in family.copied.values() for name in (key.name, key.other)} - {""}
-    known |= {*TRANSLATED, *filter(is_harmless, raw), *family.harmless}
+    known |= {*TRANSLATED, *filter(is_harmless, raw), *family.harmless, *family.doubles}
     if _is_read(part_of(raw, "quantization_config"), family):
         known |= {"quantization_config"}
     permitted = _permitted(family, raw)
@@ -433,9 +434,12 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
         values |= global_heads(raw)
     if family.ungrouped is not None and first_of(raw, ("topk_method",), family.ungrouped) == family.ungrouped:
         values |= {"n_group": 1, "topk_group": 1}
+    _require_equal_doubles(family, raw)
+    if "block_ff_dim" in family.harmless:
+        values |= {"intermediate_size": _adjusted_width(raw), "conv_dim": raw.get("hidden_size")}
     if family.pattern:
         values |= _implied_by_pattern(family, raw)
-    elif family.state_space and raw.get("mamba_d_head", "auto") in (None, "auto"):
+    elif "mamba_expand" in family.harmless and raw.get("mamba_d_head", "auto") in (None, "auto"):
         heads = convert(HINTS["mixer.heads"], raw, "mamba_n_heads", 128)
         expand = convert(HINTS["mixer.heads"], raw, "mamba_expand", 2)
         values["mamba_d_head"] = expand * convert(HINTS["hidden_size"], raw, "hidden_size", REQUIRED) // heads
@@ -452,12 +456,29 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
     return values
 
 
+def _require_equal_doubles(family: Family, raw: Mapping[str, Json]) -> None:
+    """Raise a ValueError if a file has a value under two names, and they differ."""
+    usual = {key.name: key.default for key in family.copied.values()} | {"head_dim": family.head_dim or REQUIRED}
+    for double, key in family.doubles.items():
+        value = raw.get(key, usual.get(key, REQUIRED))
+        if value is not REQUIRED:
+            expect(double, raw.get(double), (None, typing.cast(Json, value)))
+
+
+def _adjusted_width(raw: Mapping[str, Json]) -> int:
+    """Return the width of an LFM2's MLPs: two thirds of what its file says, rounded up, unless that is switched off."""
+    key = "intermediate_size" if raw.get("block_ff_dim") is None else "block_ff_dim"
+    width = convert(HINTS["intermediate_size"], raw, key, REQUIRED)
+    if not expect("block_auto_adjust_ff_dim", raw.get("block_auto_adjust_ff_dim", True), (True, False)):
+        return int(width)
+    multiple = convert(HINTS["intermediate_size"], raw, "block_multiple_of", 256)
+    multiplier = convert(float, raw, "block_ffn_dim_multiplier", 1.0)
+    return int(multiple * -(-int(multiplier * int(2 * width / 3)) // multiple))
+
+
 def _implied_by_pattern(family: Family, raw: Mapping[str, Json]) -> dict[str, Json]:
     """Return the number of layers, and no experts if no layer of a Nemotron-H has them."""
     pattern = letters(raw)
-    for double, key in NEMOTRON_DOUBLES.items():
-        usual = family.head_dim if key == "head_dim" else family.copied["rms_norm_eps"].default
-        expect(double, raw.get(double), (None, raw.get(key, usual)))
     expect("num_hidden_layers", raw.get("num_hidden_layers"), (None, len(pattern)))
     parts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     none: dict[str, Json] = {} if "E" in pattern else {family.copied[part].name: 0 for part in parts}

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gspax.config import Mixer, ShortConvolution, StateSpace
 from gspax.data.files import Json
 from gspax.hf import rows
 from gspax.hf.keys import LOCAL, REQUIRED, Fields, Key, experts, routed, same, sizes
@@ -103,6 +104,15 @@ NEMOTRON_UNREAD = (  # how parameters are drawn, how a sequence is cut, what the
     *("expand", "mamba_expand", "num_logits_to_keep", "use_mamba_kernels", "moe_shared_expert_overlap"),
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 )
+LFM2_KEYS: dict[str, tuple[Json, ...]] = {"block_use_swiglu": (None, True), "use_pos_enc": (None, True)}
+LFM2_UNREAD = (  # how wide an MLP is and which layers attend, which is read apart; how parameters are drawn
+    *("block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs"),
+    *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
+)
+LFM2_DOUBLES = {  # other names, which must have the value of the key that is read
+    **{"block_dim": "hidden_size", "conv_dim_out": "hidden_size", "conv_dim": "hidden_size", "theta": "rope_theta"},
+    **{"num_heads": "num_attention_heads", "block_norm_eps": "norm_eps"},
+}
 MULTIPLIERS: Fields = {
     "multipliers.embedding": Key("embedding_multiplier", 1.0),
     "multipliers.attention": Key("attention_multiplier", 1.0),
@@ -140,6 +150,7 @@ class Family:
     copied: Fields  # the fields that have a key
     parts: dict[str, Json] = field(default_factory=dict)  # fields with one value in the family, if not as in `PLAIN`
     permitted: dict[str, tuple[Json, ...]] = field(default_factory=dict)  # further keys, with their permitted values
+    doubles: dict[str, str] = field(default_factory=dict)  # other names of keys, which must have the same value
     harmless: tuple[str, ...] = ()  # further keys that have no effect in gspax, or are read by separate code
     head_dim: int = 0  # default of the key; 0: hidden_size / num_attention_heads
     has_head_dim: bool = True  # False: its files have no such key, unless the size differs from that quotient
@@ -164,6 +175,8 @@ class Family:
     ahead: bool = False  # whether files may have layers that predict several tokens ahead (MTP), which are copied
     assumed: dict[str, Json] = field(default_factory=dict)  # values of absent keys that `permitted` may reject
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
+    mixer: type[Mixer] | None = None  # the kind of the layers that are no attention, where `layer_types` says so
+    mixer_names: tuple[str, str] = ("mamba", "attention")  # in `layer_types`: of these layers, and of the others
     pattern: bool = False  # whether the files say by one letter of each layer that it is a mixer or an MLP alone
     stem: str = "model."  # of the names of tensors, which rows and adapters write so in all families
     outer: tuple[Row, ...] = rows.OUTER  # the tensors outside of layers,
@@ -182,11 +195,6 @@ class Family:
     def delta(self) -> bool:
         """Whether the family's models have gated delta nets, in the layers that `layer_types` says."""
         return "delta.key_heads" in self.copied
-
-    @property
-    def state_space(self) -> bool:
-        """Whether the family's models have state space layers, where `layer_types` says so."""
-        return "mixer.groups" in self.copied
 
     @property
     def implied(self) -> dict[str, Json]:
@@ -275,6 +283,7 @@ FAMILIES = {
         has_head_dim=False,
         nope="type",
         shared_alone=True,
+        mixer=StateSpace,
         layer=rows.GRANITE_LAYER,
         dense=rows.GRANITE_DENSE,
         sparse=rows.GRANITE_SPARSE,
@@ -288,9 +297,11 @@ FAMILIES = {
         | same(norm_topk_prob=True),
         SIGMOID | {"activation": "relu2", "shared_expert_gate": False, "tie_word_embeddings": False},
         permitted=NEMOTRON_KEYS,
-        harmless=("hybrid_override_pattern", "layers_block_type", *NEMOTRON_DOUBLES, *NEMOTRON_UNREAD),
+        harmless=("hybrid_override_pattern", "layers_block_type", *NEMOTRON_UNREAD),
+        doubles=NEMOTRON_DOUBLES,
         head_dim=128,
         nope="all",
+        mixer=StateSpace,
         pattern=True,
         ahead=True,
         written={"n_shared_experts": 1},
@@ -299,6 +310,27 @@ FAMILIES = {
         layer=rows.NEMOTRON_LAYER,
         dense=rows.NEMOTRON_DENSE,
         sparse=rows.NEMOTRON_SPARSE,
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        sizes(context=128000)
+        | {
+            "rms_norm_eps": Key("norm_eps", 1e-5),
+            "tie_word_embeddings": Key("tie_word_embeddings", True, "tie_embedding"),
+        }
+        | {"mixer.width": Key("conv_dim"), "mixer.taps": Key("conv_L_cache", 3), "mixer.bias": Key("conv_bias", False)},
+        QK_NORM,
+        permitted=LFM2_KEYS,
+        harmless=LFM2_UNREAD,
+        doubles=LFM2_DOUBLES,
+        has_head_dim=False,
+        theta=1e6,
+        written={"block_auto_adjust_ff_dim": False},
+        mixer=ShortConvolution,
+        mixer_names=("conv", "full_attention"),
+        outer=rows.LFM2_OUTER,
+        layer=rows.LFM2_LAYER,
+        dense=rows.LFM2_DENSE,
     ),
     "mistral": Family("MistralForCausalLM", sizes(context=131072), window="all", sliding_window=4096),
     "phi3": Family(  # and Phi-4
@@ -578,7 +610,7 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "an expert without weights": ("longcat_flash",),
     "hyper-connections": ("deepseek_v4",),
     "a head size for each kind of layers": ("mimo_v2_flash",),
-    "a short convolution": ("lfm2", "lfm2_moe"),
+    "a short convolution beside experts": ("lfm2_moe",),
     "a model of state spaces alone": ("mamba2",),
     "attention beside a state space in one layer": ("falcon_h1",),
     "a state space layer of Mamba-1": ("falcon_mamba", "jamba", "zamba", "mamba"),

@@ -18,7 +18,6 @@ LETTERS = {  # of a Nemotron-H's kinds of layers: the names of transformers 5, a
     **{LINEAR: "M", FULL: "*", "moe": "E", "mlp": "-"},
     **{"mamba": "M", "attention": "*"},
 }
-MAMBA = {LINEAR: "mamba", FULL: "attention"}  # the Hub's names of a Granite 4's kinds of layers
 
 
 def global_heads(raw: Mapping[str, Json]) -> dict[str, Json]:
@@ -58,12 +57,21 @@ def linear_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
     )
 
 
-def mamba_layers(raw: Mapping[str, Json], layers: int) -> tuple[int, ...]:
-    """Return the state space layers, which have one of two names; without a list all layers are such."""
-    every, listed = [LINEAR] * layers, first_of(raw, ("layer_types", "layers_block_type"), None)
+def mixer_layers(raw: Mapping[str, Json], family: Family, layers: int) -> tuple[int, ...]:
+    """Return the layers with the family's own mixer, which have two names in files of a Granite 4.
+
+    Without a list all layers of a Granite 4 have it, and the layers of an LFM2 that are not in `full_attn_idxs`.
+    """
+    own, other = family.mixer_names
+    names: dict[Json, Json] = {LINEAR: own, FULL: other}
+    listed = first_of(raw, ("layer_types", "layers_block_type"), None)
     if isinstance(listed, list):
-        listed = [next((kind for kind, name in MAMBA.items() if name == each), each) for each in listed]
-    return list_layers({"layer_types": listed}, every, (FULL, LINEAR), LINEAR)
+        listed = [names.get(each, each) if isinstance(each, str) else each for each in listed]
+    attention = first_of(raw, ("full_attn_idxs",), [*range(layers)]) if "full_attn_idxs" in family.harmless else []
+    if not isinstance(attention, list) or not all(isinstance(number, int) for number in attention):
+        raise ValueError(f"full_attn_idxs: wanted a list of layers, got {show(attention)}")
+    usual = [other if layer in attention else own for layer in range(layers)]
+    return list_layers({"layer_types": listed}, usual, (other, own), own)
 
 
 def letters(raw: Mapping[str, Json]) -> str:

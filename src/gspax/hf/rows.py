@@ -243,6 +243,32 @@ NEMOTRON_SPARSE = (
     Row("mlp/router", "mixer.gate.weight", "E D -> D E"),
     *(*mlp("mlp", "mixer.experts.{expert}"), *mlp("mlp/shared", "mixer.shared_experts"), correction("mixer.gate")),
 )
+LFM2_OUTER = (
+    Row("embedding", "model.embed_tokens.weight", "V D -> V D"),
+    Row("norm/scale", "model.embedding_norm.weight", "D -> D"),
+    Row("head", "lm_head.weight", "V D -> D V"),
+)
+LFM2_LAYER = (  # attention, or a short convolution with C channels
+    *replaced(
+        LAYER,
+        Row("attention_norm/scale", "operator_norm.weight", "D -> D"),
+        Row("attention/out", "self_attn.out_proj.weight", "D (N H) -> N H D"),
+        Row("attention/query_norm/scale", "self_attn.q_layernorm.weight", "H -> H"),
+        Row("attention/key_norm/scale", "self_attn.k_layernorm.weight", "H -> H"),
+        Row("mlp_norm/scale", "ffn_norm.weight", "D -> D"),
+    ),
+    Row("mixer/input_gate", "conv.in_proj.weight", "C+ D -> D C"),
+    Row("mixer/output_gate", "conv.in_proj.weight", "C+ D -> D C"),
+    Row("mixer/input", "conv.in_proj.weight", "C+ D -> D C"),
+    Row("mixer/input_gate_bias", "conv.in_proj.bias", "C+ -> C"),
+    Row("mixer/output_gate_bias", "conv.in_proj.bias", "C+ -> C"),
+    Row("mixer/input_bias", "conv.in_proj.bias", "C+ -> C"),
+    Row("mixer/input_taps", "conv.conv.weight", "C 1 J -> C J"),
+    Row("mixer/convolution_bias", "conv.conv.bias", "C -> C"),
+    Row("mixer/output", "conv.out_proj.weight", "D C -> C D"),
+    Row("mixer/output_bias", "conv.out_proj.bias", "D -> D"),
+)
+LFM2_DENSE = mlp("mlp", "feed_forward", ("w1", "w3", "w2"))
 GRANITE_DENSE = _joined_mlp("mlp", "shared_mlp")
 GRANITE_EXPERTS = (
     Row("mlp/router", "block_sparse_moe.router.layer.weight", "E D -> D E"),

@@ -65,7 +65,7 @@ def gated_rms_norm(x_BTKRU: Array, z_BTKRU: Array, scale_U: Array, eps: float) -
     return (x32 * inverse * scale * jax.nn.silu(z32)).astype(z_BTKRU.dtype)
 
 
-def convolve(
+def short_convolution(
     x_BT: Array,
     weight: Array,
     segment_BT: Array,
@@ -74,7 +74,7 @@ def convolve(
     *,
     bias: Array | float = 0.0,
 ) -> tuple[Array, Array]:
-    """Convolve each channel causally, within segments, then apply silu.
+    """Convolve each channel causally, within segments.
 
     Args:
       x_BT: the inputs [B, T, ...]; the axes after T are the channels.
@@ -85,7 +85,7 @@ def convolve(
       bias: of the channels [...], in x's dtype.
 
     Returns:
-      The outputs in x's dtype, and for rows with one segment the last J inputs, `before` of the next call: for a row
+      The outputs in float32, and for rows with one segment the last J inputs, `before` of the next call: for a row
       without tokens its own `before`, bit for bit.
     """
     (B, T), J = x_BT.shape[:2], weight.shape[-1] - 1
@@ -105,6 +105,19 @@ def convolve(
         y_BT += jnp.where(is_read_BT.reshape(B, T, *channels), weighted, 0.0)
     last_BJ = (segment_BT > 0).sum(axis=1)[:, None] + jnp.arange(J)[None]
     after_BJ = jnp.take_along_axis(inputs, last_BJ.reshape(B, J, *channels), axis=1)
+    return y_BT, after_BJ
+
+
+def convolve(
+    x_BT: Array,
+    weight: Array,
+    segment_BT: Array,
+    before_BJ: Array | None = None,
+    *prefix_BT: Array,
+    bias: Array | float = 0.0,
+) -> tuple[Array, Array]:
+    """Apply silu to a `short_convolution`, whose arguments these are; the outputs are in x's dtype."""
+    y_BT, after_BJ = short_convolution(x_BT, weight, segment_BT, before_BJ, *prefix_BT, bias=bias)
     return jax.nn.silu(y_BT).astype(x_BT.dtype), after_BJ
 
 
