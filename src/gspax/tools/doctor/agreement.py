@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import GatedDelta, Latent, ModelConfig, Sampling, Schedule, StateSpace, row_shape
+from gspax.config import GatedDelta, Latent, ModelConfig, Sampling, Schedule, ShortConvolution, StateSpace, row_shape
 from gspax.config.layers import Feature
 from gspax.config.model import obstacle
 from gspax.learner.forward import StepSettings
@@ -55,6 +55,7 @@ KINDS = {  # a model of two layers for each kind of layer
         DENSE, delta=GatedDelta(key_heads=2, value_heads=4, key_dim=64, value_dim=64), delta_layers=(0,)
     ),
     "state spaces": replace(DENSE, mixer=StateSpace(groups=2, heads=4, state_dim=64, head_dim=64), mixer_layers=(0,)),
+    "short convolutions": replace(DENSE, mixer=ShortConvolution(width=DENSE.hidden_size), mixer_layers=(0,)),
 }
 
 
