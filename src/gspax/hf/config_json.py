@@ -44,9 +44,7 @@ from gspax.errors import UserError
 from gspax.hf.families import (
     ALIASES,
     FAMILIES,
-    MISSING,
     OF_MTP,
-    TOWERS,
     WRAPPERS,
     Family,
 )
@@ -65,6 +63,7 @@ from gspax.hf.layer_lists import (
     windows,
 )
 from gspax.hf.packed import FP8_BLOCK
+from gspax.hf.refused import MISSING, TOWERS
 from gspax.storage.paths import to_path
 
 T = TypeVar("T")
