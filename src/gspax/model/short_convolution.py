@@ -3,7 +3,7 @@
 Each channel is a sum over a token's input and those of the few tokens before it, between two gates. A row keeps these
 few inputs instead of keys and values.
 
-Axes: as in `model.kernels.gated_delta`; C channels, X rows of a state, D model.
+Axes: as in `model.kernels.convolution`; C channels, X rows of a state, D model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from gspax.config import ModelConfig, ShortConvolution
-from gspax.model.kernels.gated_delta import short_convolution
+from gspax.model.kernels.convolution import convolve
 from gspax.model.kernels.weights import contract
 from gspax.model.layers import LayerInputs, add_bias, init_bias, init_weight
 from gspax.types import Array, PyTree
@@ -61,7 +61,7 @@ class ShortConvolutionNet(nnx.Module):
           segment_BT: int32; segments do not see one another, 0 is padding, after a row's tokens.
           state: the state before the row, which its first segment continues; None: empty. A row without tokens has its
             state returned bit for bit.
-          prefix_BT: as in `chunked_rule`, or nothing; without a state.
+          prefix_BT: as in `convolve`, or nothing; without a state.
         """
         projections = (
             (self.input_gate, self.input_gate_bias),
@@ -73,7 +73,7 @@ class ShortConvolutionNet(nnx.Module):
         last_BJC = None if state is None else state.input_XCJ.swapaxes(1, 2)
         bias = 0.0 if self.convolution_bias is None else self.convolution_bias[None, None].astype(x_BTD.dtype)
         with jax.named_scope("short_convolution"):
-            y_BTC, last_BJC = short_convolution(
+            y_BTC, last_BJC = convolve(
                 before_BTC * input_BTC, self.input_taps[...], segment_BT, last_BJC, *prefix_BT, bias=bias
             )
         gated_BTC = after_BTC * y_BTC.astype(x_BTD.dtype)

@@ -12,8 +12,9 @@ system, and the state moves once per chunk. It takes packed rows, whose segments
 after a prompt which they share, right-padded prompts, whose last state is returned, and blocks of new tokens after a
 state.
 
-Around the rule are a short causal convolution of queries, keys, and values (`convolve`), the gates (`decay_and_beta`),
-and a norm of the output (`gated_rms_norm`). All are per head or per channel, so that heads may be sharded.
+Around the rule are a short causal convolution of queries, keys, and values (`kernels.convolution`), the gates
+(`decay_and_beta`), and a norm of the output (`gated_rms_norm`). All are per head or per channel, so that heads may be
+sharded.
 
 Axes: B rows, T tokens, t and s tokens of a chunk, K key heads, R value heads of each, H dimension of a key, U of a
 value, J inputs before a token that the convolution reads, Y and Z states that a row carries from chunk to chunk.
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from gspax.model.kernels.convolution import convolve
 from gspax.model.kernels.over_devices import accumulate, shift
 from gspax.model.kernels.weights import Weight, contract
 from gspax.parallel.sharding import spec, token_spec
@@ -65,62 +67,6 @@ def gated_rms_norm(x_BTKRU: Array, z_BTKRU: Array, scale_U: Array, eps: float) -
     return (x32 * inverse * scale * jax.nn.silu(z32)).astype(z_BTKRU.dtype)
 
 
-def short_convolution(
-    x_BT: Array,
-    weight: Array,
-    segment_BT: Array,
-    before_BJ: Array | None = None,
-    prefix_BT: Array | None = None,
-    *,
-    bias: Array | float = 0.0,
-) -> tuple[Array, Array]:
-    """Convolve each channel causally, within segments.
-
-    Args:
-      x_BT: the inputs [B, T, ...]; the axes after T are the channels.
-      weight: [..., J + 1], for the J inputs before a token and its own input, the oldest first.
-      segment_BT: int32; 0 is padding, and only after a row's tokens.
-      before_BJ: the inputs before the row [B, J, ...], which its first segment continues; None: zeros.
-      prefix_BT: as in `chunked_rule`: the inputs before a segment are its prefix's last ones; without `before_BJ`.
-      bias: of the channels [...], in x's dtype.
-
-    Returns:
-      The outputs in float32, and for rows with one segment the last J inputs, `before` of the next call: for a row
-      without tokens its own `before`, bit for bit.
-    """
-    (B, T), J = x_BT.shape[:2], weight.shape[-1] - 1
-    channels = (1,) * (x_BT.ndim - 2)
-    before_BJ = jnp.zeros((B, J, *x_BT.shape[2:]), x_BT.dtype) if before_BJ is None else before_BJ.astype(x_BT.dtype)
-    inputs = jnp.concatenate([before_BJ, x_BT], axis=1)
-    if prefix_BT is None:
-        segments = jnp.concatenate([jnp.broadcast_to(segment_BT[:, :1], (B, J)), segment_BT], axis=1)
-        read = [(segments[:, tap : tap + T] == segment_BT, inputs[:, tap : tap + T]) for tap in range(J + 1)]
-    else:
-        places = earlier_places(segment_BT, prefix_BT, J)
-        moved = [jnp.take_along_axis(x_BT, jnp.maximum(each, 0).reshape(B, T, *channels), axis=1) for each in places]
-        read = [*((each >= 0, x) for each, x in zip(places, moved, strict=True)), (segment_BT == segment_BT, x_BT)]
-    y_BT = jnp.broadcast_to(jnp.asarray(bias, jnp.float32), x_BT.shape)
-    for tap, (is_read_BT, input_BT) in enumerate(read):
-        weighted = input_BT.astype(jnp.float32) * weight[None, None, ..., tap].astype(jnp.float32)
-        y_BT += jnp.where(is_read_BT.reshape(B, T, *channels), weighted, 0.0)
-    last_BJ = (segment_BT > 0).sum(axis=1)[:, None] + jnp.arange(J)[None]
-    after_BJ = jnp.take_along_axis(inputs, last_BJ.reshape(B, J, *channels), axis=1)
-    return y_BT, after_BJ
-
-
-def convolve(
-    x_BT: Array,
-    weight: Array,
-    segment_BT: Array,
-    before_BJ: Array | None = None,
-    *prefix_BT: Array,
-    bias: Array | float = 0.0,
-) -> tuple[Array, Array]:
-    """Apply silu to a `short_convolution`, whose arguments these are; the outputs are in x's dtype."""
-    y_BT, after_BJ = short_convolution(x_BT, weight, segment_BT, before_BJ, *prefix_BT, bias=bias)
-    return jax.nn.silu(y_BT).astype(x_BT.dtype), after_BJ
-
-
 class Projection(NamedTuple):
     """What a layer reads from its inputs with a convolution after it: K heads, `...` the axes of a head."""
 
@@ -136,7 +82,7 @@ def project(
     before: Sequence[Array | None],
     *prefix_BT: Array,
 ) -> tuple[list[Array], list[Array]]:
-    """Project the inputs and convolve each projection.
+    """Project the inputs, convolve each projection, and apply silu.
 
     Args:
       before: of each projection, its last inputs as a state has them, [B, K, J, ...]; None: no state.
@@ -150,23 +96,9 @@ def project(
         before_BJK = None if before_BKJ is None else before_BKJ.swapaxes(1, 2)
         projected_BTK = contract(equation, x_BTD, weight)
         y_BTK, after_BJK = convolve(projected_BTK, taps, segment_BT, before_BJK, *prefix_BT, bias=bias)
-        convolved.append(y_BTK)
+        convolved.append(jax.nn.silu(y_BTK).astype(projected_BTK.dtype))
         last.append(after_BJK.swapaxes(1, 2))
     return convolved, last
-
-
-def earlier_places(segment_BT: Array, prefix_BT: Array, count: int) -> list[Array]:
-    """Return where the input `count`, ..., 2, 1 before each token is, in its segment and prefix; -1: nowhere."""
-    index_1T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)[None]
-    is_first_BT = segment_BT != jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)))
-    # a segment's prefix is the last segment before it that has none
-    root_BT = jax.lax.cummax(jnp.where((prefix_BT == 0) & (segment_BT > 0), index_1T, -1), axis=1)
-    before_BT = jnp.where(is_first_BT, jnp.where(prefix_BT > 0, root_BT, -1), index_1T - 1)
-    places = [before_BT]
-    for _ in range(1, count):
-        further_BT = jnp.take_along_axis(before_BT, jnp.maximum(places[0], 0), axis=1)
-        places.insert(0, jnp.where(places[0] >= 0, further_BT, -1))
-    return places
 
 
 def recurrent_step(tokens: Tokens, state_BKRHU: Array, live_B: Array) -> tuple[Array, Array]:
