@@ -476,25 +476,15 @@ def test_rows_on_devices_of_several_processes(start, tmp_path, mesh):
 
 
 AGENT = """
-import json
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 from small_experiment import experiment as small
+from sorting_agent import ask
 
 from gspax.config import Sampling, Turns
 from gspax.data import CharChat
 from gspax.rewards.environments import Agent
-
-
-def ask(endpoint, *texts):
-    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
-    body = json.dumps({"model": endpoint.model, "messages": messages, "max_tokens": 4}).encode()
-    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
 
 
 def solve(problem, endpoint):

@@ -294,8 +294,8 @@ def _mixers_json(config: ModelConfig, family: Family) -> dict[str, Json]:
         content["hybrid_override_pattern"] = "".join(map(_letter, layers_of(config)))
     elif family.mixer is not None:
         content["layer_types"] = [family.mixer_names[n not in config.mixer_layers] for n in layers]
-    if "mamba_expand" in family.harmless and isinstance(mixer := config.mixer, StateSpace) and not family.pattern:
-        content["mamba_expand"] = mixer.heads * mixer.head_dim // config.hidden_size
+        if isinstance(mixer := config.mixer, StateSpace):
+            content["mamba_expand"] = mixer.heads * mixer.head_dim // config.hidden_size
     if family.nope == "list":
         content["no_rope_layers"] = [int(n not in config.nope_layers) for n in layers]
     if family.nope == "type":
@@ -438,7 +438,7 @@ def _implied_by_others(family: Family, raw: Mapping[str, Json]) -> dict[str, Jso
         values |= {"intermediate_size": _adjusted_width(raw), "conv_dim": raw.get("hidden_size")}
     if family.pattern:
         values |= _implied_by_pattern(family, raw)
-    elif "mamba_expand" in family.harmless and raw.get("mamba_d_head", "auto") in (None, "auto"):
+    elif family.mixer is StateSpace and raw.get("mamba_d_head", "auto") in (None, "auto"):
         heads = convert(HINTS["mixer.heads"], raw, "mamba_n_heads", 128)
         expand = convert(HINTS["mixer.heads"], raw, "mamba_expand", 2)
         values["mamba_d_head"] = expand * convert(HINTS["hidden_size"], raw, "hidden_size", REQUIRED) // heads

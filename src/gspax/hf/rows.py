@@ -232,10 +232,10 @@ def _joined_mlp(ours: str, published: str) -> tuple[Row, ...]:
     )
 
 
-NEMOTRON_OUTER = (
+NEMOTRON_OUTER = replaced(
+    OUTER,
     Row("embedding", "model.embeddings.weight", "V D -> V D"),
     Row("norm/scale", "model.norm_f.weight", "D -> D"),
-    Row("head", "lm_head.weight", "V D -> D V"),
 )
 NEMOTRON_LAYER = tuple(_alone(row) for row in GRANITE_LAYER)
 NEMOTRON_DENSE = mlp("mlp", "mixer")
@@ -243,11 +243,7 @@ NEMOTRON_SPARSE = (
     Row("mlp/router", "mixer.gate.weight", "E D -> D E"),
     *(*mlp("mlp", "mixer.experts.{expert}"), *mlp("mlp/shared", "mixer.shared_experts"), correction("mixer.gate")),
 )
-LFM2_OUTER = (
-    Row("embedding", "model.embed_tokens.weight", "V D -> V D"),
-    Row("norm/scale", "model.embedding_norm.weight", "D -> D"),
-    Row("head", "lm_head.weight", "V D -> D V"),
-)
+LFM2_OUTER = replaced(OUTER, Row("norm/scale", "model.embedding_norm.weight", "D -> D"))
 LFM2_LAYER = (  # attention, or a short convolution with C channels
     *replaced(
         LAYER,
