@@ -37,7 +37,7 @@ def generate(sampling, devices=1, ended=None):
     mesh = make_mesh(Mesh(), jax.devices()[:devices])
     params = make_inference_weights(tiny.params(CONFIG), CONFIG, mesh)
     key = jax.random.key(0)
-    return sample(params, PROMPTS, range(4), key, tiny.options(CONFIG, sampling, STOPS, mesh), ended=ended)
+    return sample(params, PROMPTS, range(4), key, tiny.options(CONFIG, sampling, STOPS, mesh), on_ended=ended)
 
 
 @pytest.mark.parametrize(("chunk", "slots", "devices"), [(1, 0, 1), (5, 0, 1), (3, 3, 1), (4, 0, 4)])

@@ -19,7 +19,7 @@ from gspax.rollout.aside import Aside
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import Started
 from gspax.sampler.continuous_batching import Replies, SampleOptions
-from gspax.sampler.sampler import Finished, Progress
+from gspax.sampler.sampler import OnEnded, Progress
 from gspax.types import Array, Params, Rollout
 
 
@@ -41,7 +41,7 @@ class Request:
       key: equal (key, id) give equal samples.
       options: of which `mesh` is the sampler's and `sampling.prompts` is not read.
       interaction: with an environment, which answers the turns, or with agents, which ask for them.
-      ended: without one, called with completions that have ended while others are sampled; each row once.
+      on_ended: without one, called with completions that have ended while others are sampled; each row once.
     """
 
     ready: Mapping[int, Ready]
@@ -49,7 +49,7 @@ class Request:
     key: Array
     options: SampleOptions
     interaction: Interaction | AgentInteraction | None = None
-    ended: Finished | None = None
+    on_ended: OnEnded | None = None
 
 
 class Held(Protocol):

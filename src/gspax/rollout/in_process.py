@@ -71,7 +71,7 @@ class InProcess:
         else:
             prompts = [ready[place].prompt if place in ready else None for place in range(len(ids))]
             earlier = [ready[place].earlier if place in ready else () for place in range(len(ids))]
-            rollout = sample(weights.params, prompts, ids, key, options, earlier=earlier, ended=request.ended)
+            rollout = sample(weights.params, prompts, ids, key, options, earlier=earlier, on_ended=request.on_ended)
             sampled.set_result((rollout, Started()))
         timeline.watch(timeline.SAMPLER, "rollout", began, sampled.result()[0])
         return sampled

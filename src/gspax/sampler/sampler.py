@@ -35,7 +35,7 @@ from gspax.types import Array, Params, Rollout
 
 SMALLEST_REPLY = 8
 SMALLEST_WIDTH = 16  # S is 16, 32, 64, … or the limit, so that few programs are compiled
-Finished = Callable[[dict[int, np.ndarray]], None]  # gets this process's completions, stop token included, by row
+OnEnded = Callable[[dict[int, np.ndarray]], None]  # gets this process's completions, stop token included, by row
 
 
 class Progress(NamedTuple):
@@ -70,7 +70,7 @@ def sample(
     options: SampleOptions,
     *,
     earlier: Sequence[Sequence[np.ndarray]] = (),
-    ended: Finished | None = None,
+    on_ended: OnEnded | None = None,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
@@ -83,7 +83,7 @@ def sample(
       key: equal (key, id) give equal samples.
       options: `sampling.prompts` is ignored. Temperature 0 decodes greedily, with log-probs at temperature 1.
       earlier: as for `place_prompts`.
-      ended: with `sampling.chunk`, called after each chunk in which samples have ended; it gets each row once. Its
+      on_ended: with `sampling.chunk`, called after each chunk in which samples have ended; it gets each row once. Its
         exceptions are raised on every process.
 
     Raises:
@@ -100,14 +100,14 @@ def sample(
         before, left = progress, bool(multihost.to_host(progress.left))
         if left:  # start the next chunk before ended samples are fetched, so that the devices do not wait for the host
             state, progress = advance_chunk(params, state, key, np.int32(0), options=options)
-        if ended is not None:
-            hand_over(before, handed_over_B, ended)
+        if on_ended is not None:
+            hand_over(before, handed_over_B, on_ended)
         if not left:
             return assemble(placed.tokens_PS, state, options=options)
 
 
-def hand_over(progress: Progress, handed_over_B: np.ndarray, ended: Finished) -> None:
-    """Call `ended` with the rows that have ended since the last call."""
+def hand_over(progress: Progress, handed_over_B: np.ndarray, on_ended: OnEnded) -> None:
+    """Call `on_ended` with the rows that have ended since the last call."""
     length_B, ended_B = multihost.to_host((progress.length_B, progress.ended_B))
     new_B = ended_B & ~handed_over_B
     handed_over_B |= new_B
@@ -116,7 +116,7 @@ def hand_over(progress: Progress, handed_over_B: np.ndarray, ended: Finished) ->
         def work() -> None:
             rows = multihost.owned_rows(progress.tokens_BC)
             if new := {row: tokens[: length_B[row]] for row, tokens in rows.items() if new_B[row]}:
-                ended(new)
+                on_ended(new)
 
         multihost.all_or_raise(work)
 

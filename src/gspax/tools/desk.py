@@ -123,7 +123,7 @@ def sample_orders(policy: LoadedPolicy, orders: Sequence[Order], key: jax.Array,
                     finish(orders[row], tokens[: orders[row].most].tolist())
 
         ids = list(range(first, first + count))
-        rollout = multihost.to_host(sample(policy.weights, prompts, ids, key, options, ended=ended))
+        rollout = multihost.to_host(sample(policy.weights, prompts, ids, key, options, on_ended=ended))
         for row, order in enumerate(orders):
             start = rollout.prompt_length_B[row]
             kept = slice(start, start + min(rollout.length_B[row], order.most))

@@ -37,7 +37,7 @@ from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import find_last_ahead
-from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, make_options
+from gspax.sampler.sampler import OnEnded, hand_over, lengths_to_host, make_options
 from gspax.types import Array, JsonObject, Rollout, Stream, TrainState
 
 
@@ -65,7 +65,7 @@ class InFlight:
     earlier: EarlierTexts = field(default_factory=EarlierTexts)  # of the problems, which drafts come from
 
     @property
-    def samples(self) -> bool:
+    def can_evaluate(self) -> bool:
         """Return True."""
         return True
 
@@ -209,7 +209,7 @@ def start_rollout(
         key=sampling_key(state),
         options=sample_options(runtime),
         interaction=runtime.interaction,
-        ended=rewarder(runtime, ready, started) if runtime.interaction is None else None,
+        on_ended=rewarder(runtime, ready, started) if runtime.interaction is None else None,
     )
     batch = SampledBatch(
         policy=weights.version,
@@ -274,7 +274,7 @@ def read_prompts(
     return ids, {place: one._replace(earlier=in_flight.earlier.find(one.prompt)) for place, one in ready.items()}
 
 
-def rewarder(runtime: Runtime, ready: Mapping[int, Ready], started: Started) -> Finished:
+def rewarder(runtime: Runtime, ready: Mapping[int, Ready], started: Started) -> OnEnded:
     """Make a function that starts the rewards of finished samples and adds them to `started`."""
     experiment = runtime.experiment
     return partial(

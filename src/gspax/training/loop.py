@@ -100,7 +100,7 @@ def train_from_newest(training: Training, rollouts: Rollouts) -> None:
         return progress.is_due(done, every, schedule.steps)
 
     def evaluate() -> None:
-        if rollouts.samples and not log.recorder.has(done, "eval/reward"):  # which a resumed run may have
+        if rollouts.can_evaluate and not log.recorder.has(done, "eval/reward"):  # which a resumed run may have
             log.write_evaluation(done, state)
 
     with (

@@ -64,7 +64,7 @@ class Recorded:
     run: RunDir
 
     @property
-    def samples(self) -> bool:
+    def can_evaluate(self) -> bool:
         """Return False."""
         return False
 

@@ -21,8 +21,8 @@ class Rollouts(Protocol):
     """Gives each step of a run its rollout. Every method is collective: all processes call it in the same order."""
 
     @property
-    def samples(self) -> bool:
-        """Return whether the run samples, for its evaluations too."""
+    def can_evaluate(self) -> bool:
+        """Return whether the run can sample, as its evaluations do."""
 
     def begin(self, skipped: Skipped, entries: JsonObject) -> None:
         """Begin at a checkpoint, or at the start of the run, with nothing in flight.

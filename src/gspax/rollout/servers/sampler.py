@@ -358,8 +358,8 @@ class OnServers:
 
 def end_rows(request: Request, answers: Mapping[int, Answer]) -> None:
     """Tell the run which completions have ended, so that their rewards start."""
-    if answers and request.ended is not None:
-        request.ended({number: np.array(answers[number].tokens, np.int32) for number in sorted(answers)})
+    if answers and request.on_ended is not None:
+        request.on_ended({number: np.array(answers[number].tokens, np.int32) for number in sorted(answers)})
 
 
 def connect(
