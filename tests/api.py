@@ -90,6 +90,7 @@ PLACES = {  # a module or a package -> its names, which may be modules
     "gspax.tools.benchmarks": "Limits table",
     "gspax.tools.doctor": "references",
     "gspax.training": "in_flight loop step warm_start",
+    "gspax.training.first_policy": "FirstPolicy",
     "gspax.training.in_flight": "InFlight grade next_rollout receive start_rollout",
     "gspax.training.loop": "restore_or_start train",
     "gspax.training.step": "StepResult assign_advantages is_measured prepare_minibatches run_step",

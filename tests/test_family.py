@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from api import (
+    FirstPolicy,
     InFlight,
     InProcess,
     Passes,
@@ -112,10 +113,10 @@ def train(changes, rollouts=2, seed=0):
     adapted = first_adapted(variant.calibration, variant.regularizers)
     state = replace(state, adapted=jax.device_put(adapted, named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
-    first = start if passes.first_policy else None
+    opened = (FirstPolicy(start),) if passes.first_policy else ()
     found = []
     for _ in range(rollouts):
-        state, reported, samples, *_ = run_step(runtime, state, first, InFlight())
+        state, reported, samples, *_ = run_step(runtime, state, InFlight(), opened)
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     assert steps.score._cache_size() <= 1, "one program scores every minibatch"

@@ -83,7 +83,7 @@ def measure(experiment: Experiment) -> list[dict[str, float]]:
         state = init_state(experiment.model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
         in_flight = InFlight(Skipped(experiment.sampling.max_failed))
         for _ in range(EPOCHS * PROBLEMS // experiment.sampling.prompts):
-            state = run_step(runtime, state, None, in_flight).state
+            state = run_step(runtime, state, in_flight).state
     return rows
 
 

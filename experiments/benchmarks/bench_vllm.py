@@ -104,7 +104,7 @@ def train_steps(settings: Experiment, count: int) -> list[dict[str, float]]:
     runtime, found = make_runtime(settings), []
     state = init_state(settings.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
     for _ in range(count):
-        result = run_step(runtime, state, None, InFlight())
+        result = run_step(runtime, state, InFlight())
         state = result.state
         found.append(result.metrics)
     return found

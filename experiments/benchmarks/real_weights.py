@@ -140,7 +140,7 @@ class Policy:
     def score_as(self, rollout: Rollout, sampling: Sampling, schedule: Schedule) -> tuple[np.ndarray, int]:
         """The old log-probs of a run in the rows of the rollout, 0 outside its mask, and the positions computed."""
         settings, batch, layout = self.minibatch(rollout, sampling, schedule)
-        (batch,), _ = score_minibatches(make_score(settings), self.params, None, [batch], range(1))
+        (batch,), _ = score_minibatches(make_score(settings), self.params, [batch], range(1))
         row_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
         there_BT = (row_BT >= 0) & np.asarray(batch.mask_BT)
         logp_BT = np.zeros(rollout.tokens_BT.shape, np.float32)

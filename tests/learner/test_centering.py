@@ -127,7 +127,7 @@ def learn(schedule, mesh=ALONE, masks=False, lora=None):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(policy))
     state = jax.device_put(jax.tree.map(jnp.copy, state), shardings)
     sampler = moved(state.params, OLDER)
-    batches, _ = minibatches.score_minibatches(train_step.make_score(settings), sampler, None, batches, range(1))
+    batches, _ = minibatches.score_minibatches(train_step.make_score(settings), sampler, batches, range(1))
     (batch,) = minibatches.set_advantages(batches, layouts, ADVANTAGE, mesh)
     read = make_hidden(MODEL, settings, scope="sampling_policy")
     hidden = read(sampler, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT)

@@ -271,7 +271,8 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     old, reference = moved(start(None), 1e-3), start(None)
     if not on_policy:
         score = train_step.make_score(settings, keep_experts=replay)
-        batches, scored = minibatches.score_minibatches(score, old, reference, batches, range(len(batches)))
+        batches, scored = minibatches.score_minibatches(score, old, batches, range(len(batches)))
+        batches = minibatches.score_first(score, reference, batches)
         (of_old,) = scored.values()
     (batch,) = minibatches.set_advantages(batches, layouts, np.linspace(-1, 1, N), mesh)
     batch, computes_its_own = train_step.fill_old_logp(batch)

@@ -56,9 +56,7 @@ def learn(form, schedule, mesh, microbatch_rows=0):
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, mesh, sharing=sharing)
     params, of_teacher = placed(tiny.params(MODEL), MODEL, mesh), placed(tiny.params(TEACHER), TEACHER, mesh)
-    batches, _ = minibatches.score_minibatches(
-        train_step.make_score(settings), moved(params, 1e-3), None, batches, range(1)
-    )
+    batches, _ = minibatches.score_minibatches(train_step.make_score(settings), moved(params, 1e-3), batches, range(1))
     batches = fill_teacher(make_teach(TEACHER, settings), of_teacher, batches)
     (batch,) = minibatches.set_advantages(batches, layouts, ADVANTAGE, mesh)
     objective = objective_with(losses.importance_sampling, teacher=teacher)

@@ -110,8 +110,8 @@ def test_only_microbatches_that_the_check_needs_are_computed(schedule, old_logp,
     state = init_state(variant.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
     state = replace(state, step=state.step + 1)  # a run's first step computes all minibatches
     graded, score, calls = SimpleNamespace(rollout=rollout, policy=0), runtime.steps.score, []
-    prepared = prepare_minibatches(runtime, state, None, (), graded)
-    everything = score_minibatches(score, state.params, None, prepared.batches, range(schedule["minibatches"]))[1]
+    prepared = prepare_minibatches(runtime, state, (), graded)
+    everything = score_minibatches(score, state.params, prepared.batches, range(schedule["minibatches"]))[1]
     logp_NT = gather_logp(everything, prepared.layouts, rollout.tokens_BT.shape)
     logp_NT[source_N == 2] += 0.1
 

@@ -210,7 +210,7 @@ with interrupt.listen():
         assert stop.signum == signal.SIGTERM
 
 state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-state, metrics, samples, *_ = run_step(runtime, state, None, InFlight(Skipped(DENSE.sampling.max_failed)))
+state, metrics, samples, *_ = run_step(runtime, state, InFlight(Skipped(DENSE.sampling.max_failed)))
 with Checkpoints(directory, keep=1) as checkpoints:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if index == 1:
@@ -288,7 +288,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     try:
         runtime = make_runtime(DENSE)
         state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-        state, metrics, samples, *_ = run_step(runtime, state, None, InFlight(Skipped(DENSE.sampling.max_failed)))
+        state, metrics, samples, *_ = run_step(runtime, state, InFlight(Skipped(DENSE.sampling.max_failed)))
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
         summary = evaluate(runtime, state, tmp_path / "alone")

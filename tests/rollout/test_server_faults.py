@@ -98,7 +98,7 @@ def test_a_wrong_server_of_16_is_set_aside_and_nothing_that_it_sampled_is_traine
                 fake.faults.delay = 0.3  # so that each has a group before the first is done
             break_one(fakes[7])
             capsys.readouterr()
-            result = run_step(runtime, state, None, InFlight())
+            result = run_step(runtime, state, InFlight())
             results[name] = jax.device_get(result.state.params)
             jax.tree.map(np.testing.assert_array_equal, results[name], results["none"])
             lines = [line for line in capsys.readouterr().err.splitlines() if "is set aside" in line]
@@ -143,7 +143,7 @@ def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers
             for fake in fakes:
                 fake.faults.delay = 0.3  # so that each has a group before the first is done
             IN_BFLOAT16[name](fakes[2])
-            prepare = partial(prepare_minibatches, runtime, state, None, ())
+            prepare = partial(prepare_minibatches, runtime, state, ())
             graded, _, metrics = take_trusted(runtime, state, InFlight(), prepare, Clock())
             lines = [line for line in capsys.readouterr().err.splitlines() if "is set aside" in line]
             assert metrics["engine/set_aside"] == len(lines) == 1 and fakes[2].address in lines[0], (name, lines)

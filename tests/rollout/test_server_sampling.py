@@ -56,7 +56,7 @@ def test_a_server_scores_what_the_model_scores(fake):
 def test_a_step_trains_on_what_a_server_has_sampled(fake):
     runtime = make_runtime(served(fake))
     state = fresh(runtime)
-    result = run_step(runtime, state, None, InFlight())
+    result = run_step(runtime, state, InFlight())
     metrics = result.metrics
     assert metrics["mismatch/abs_diff"] < 2e-6, "the learner computes the server's log-probs"
     assert metrics["engine/probe_abs_diff"] < 2e-6 and metrics["engine/probe_sampled_abs_diff"] < 2e-6
@@ -131,7 +131,7 @@ def test_a_server_tells_the_tokens_that_filters_leave(fake):
         np.testing.assert_allclose(rollout.logp_BT[row, column], logp, atol=2e-6)
         sizes.add(len(ids))
     assert len(sizes) > 1
-    metrics = run_step(make_runtime(runtime.experiment), state, None, InFlight()).metrics
+    metrics = run_step(make_runtime(runtime.experiment), state, InFlight()).metrics
     assert metrics["mismatch/abs_diff_largest_max"] < 2e-6 and metrics["engine/probe_sampled_abs_diff"] < 2e-6
     assert 1 < metrics["sampling/mask_size"] < 5 and metrics["sampling/mask_cut"] == 0
 
@@ -179,7 +179,7 @@ def test_equal_keys_give_equal_samples(fake):
 
 def refuses(runtime, state, *words):
     with pytest.raises(FailureError) as problem:
-        run_step(runtime, state, None, InFlight())
+        run_step(runtime, state, InFlight())
     sentence = str(problem.value)
     assert "\n" not in sentence and all(word in sentence for word in words), sentence
 

@@ -170,7 +170,7 @@ def test_a_step_reports_the_mismatch_and_corrects_it():
     state = partial(init_state, dense, runtimes[0].optimizer, jax.random.key(0), runtimes[0].mesh)
     # the same train step twice: only the sampler differs
     same = replace(runtimes[1], steps=runtimes[0].steps)
-    without, found = (run_step(each, state(), None, InFlight())[1] for each in (runtimes[0], same))
+    without, found = (run_step(each, state(), InFlight())[1] for each in (runtimes[0], same))
     assert without["mismatch/abs_diff"] < 1e-5 < 1e-4 < found["mismatch/abs_diff"] < 0.1
     assert 0 < found["mismatch/k3"] < 0.01
     assert np.isfinite([found[name] for name in ("policy/loss", "optim/grad_norm")]).all()

@@ -88,7 +88,7 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime)
     """The colocated sampler's mesh has the same shape."""
     mesh = reshape_mesh(runtime.mesh, dict(runtime.sampler.mesh.shape))
     colocated = replace(runtime, sampler=InProcess(make_sampler(DISAGGREGATED.model, mesh, runtime.mesh)))
-    results = [run_step(each, fresh(runtime), None, InFlight()) for each in (runtime, colocated)]
+    results = [run_step(each, fresh(runtime), InFlight()) for each in (runtime, colocated)]
     (state, metrics, samples, *_), (state_too, metrics_too, samples_too, *_) = results
     assert samples.to_json() == samples_too.to_json()
     jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)
@@ -118,7 +118,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
         if done == 1:
             assert texts_now(first[0]) != by_first, "the update should change the samples"
             by_second = texts_now(second[0])
-        state, metrics, samples, *_ = run_step(no_checkpoints(runtime), state, None, flight)
+        state, metrics, samples, *_ = run_step(no_checkpoints(runtime), state, flight)
         assert [pending.policy for pending in flight.batches] == [done]
         if done == 1:
             assert [each.texts.completion for each in samples.completions] == by_first

@@ -136,7 +136,7 @@ def falling(monkeypatch):
     seen = []
 
     def install(low=lambda step, batch: step > 5):
-        def run_step(runtime, state, reference, in_flight, teacher=None):
+        def run_step(runtime, state, in_flight, teacher=None):
             step, batch = int(state.step) // M + 1, int(state.position) // P
             seen.append((step, batch))
             state = replace(state, step=state.step + M, position=state.position + P)

@@ -638,7 +638,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
             killed.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def run_step(runtime, state, reference, in_flight, teacher=None):
+    def run_step(runtime, state, in_flight, teacher=None):
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         if during == "step" and state.step == 4:
             kill()
@@ -663,7 +663,7 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
     """A run that is killed right after a save has lost no metrics up to its checkpoint."""
     run, written = RunDir(tmp_path / "run"), []
 
-    def run_step(runtime, state, reference, in_flight, teacher=None):
+    def run_step(runtime, state, in_flight, teacher=None):
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         return StepResult(state, {f"of_step_{int(state.step)}": 1.0}, Samples([], np.zeros(0, np.float32)))
 
@@ -682,7 +682,7 @@ def test_trackers_get_every_step_of_a_run_and_a_resumed_one_continues(monkeypatc
     """The first report finds no space, which costs a warning."""
     runs, experiment = install(monkeypatch, "wandb"), replace(with_schedule(eval_every=0), warm_start=None)
 
-    def run_step(runtime, state, reference, in_flight, teacher=None):
+    def run_step(runtime, state, in_flight, teacher=None):
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         return StepResult(state, {"step_of_state": float(state.step)}, Samples([], np.zeros(0, np.float32)))
 
@@ -793,7 +793,7 @@ def test_a_step_of_the_loop(monkeypatch):
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=done, adapted=None
     )
-    state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
+    state, metrics, samples, *_ = run_step(runtime, state, InFlight())
 
     assert given["params"] == 0 and given["ids"] == [40, 41, 42, 43] and given["sampling"] == small.sampling
     assert given["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
@@ -833,7 +833,7 @@ def test_minibatches_are_scored_unless_the_first_update_does(first, scored):
         value = jnp.full(tokens_BT.shape, 1.0 + seen[-1])
         return train_step.Scores(value, -value, jnp.full((4, 1, 8, 2), seen[-1]))
 
-    filled, scores = minibatches.score_minibatches(score, None, None, batches, range(first, 2))
+    filled, scores = minibatches.score_minibatches(score, None, batches, range(first, 2))
     assert seen == scored
     assert filled[1].old_logp_BT[0, 0] == 33 and filled[1].expert_BLTA.max() == 32
     assert scores[1].entropy_BT[0, 0] == -33
@@ -858,7 +858,8 @@ def test_a_signal_ends_the_run_between_two_minibatches_that_are_scored(capfd):
     for at in (1, 3):
         seen.clear()
         with interrupt.listen(), pytest.raises(interrupt.Interrupted):
-            minibatches.score_minibatches(score, "policy", "reference", batches, range(2))
+            filled, _ = minibatches.score_minibatches(score, "policy", batches, range(2))
+            minibatches.score_first(score, "reference", filled)
         assert seen == ["policy", "policy", "reference"][:at]
 
 
@@ -866,7 +867,7 @@ def test_without_scoring_the_first_update_measures_the_policy():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
     taken = minibatches.take_sampler_logp(batches)
-    filled, scores = minibatches.score_minibatches(None, None, None, taken, range(0))
+    filled, scores = minibatches.score_minibatches(None, None, taken, range(0))
     assert scores == {}
     for batch, before in zip(filled, batches, strict=True):
         np.testing.assert_array_equal(batch.old_logp_BT, before.sampler_logp_BT)

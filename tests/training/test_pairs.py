@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from api import first_adapted, loop, make_steps, multihost, named_sharding, record, step
+from api import FirstPolicy, first_adapted, loop, make_steps, multihost, named_sharding, record, step
 from few_devices import few_devices
 from pair_options import OBJECTIVE, OPTIONS, REST, combined, device_count, problems
 
@@ -66,7 +66,7 @@ def run(own, objectives, folder, monkeypatch):
     if any(variant.reference is not None for variant in variants):
         base = replace(base, reference=base.reference or config.Reference())
 
-    def run_step(runtime, state, reference, in_flight, teachers):
+    def run_step(runtime, state, in_flight, opened):
         """As `step.run_step`, with the objective whose turn it is."""
         number, is_second = divmod(next(taken), 2)
         variant, mesh = variants[number], runtime.mesh
@@ -74,9 +74,10 @@ def run(own, objectives, folder, monkeypatch):
             made["steps"] = make_steps(variant, runtime.optimizer, mesh)
             adapted = first_adapted(variant.calibration, variant.regularizers)
             state = replace(state, adapted=multihost.to_devices(adapted, named_sharding(mesh)))
-        reference = None if variant.reference is None else reference
+        if variant.reference is None:
+            opened = [each for each in opened if not isinstance(each, FirstPolicy)]
         changed = replace(runtime, experiment=variant, steps=made["steps"])
-        return step.run_step(changed, state, reference, in_flight, teachers)
+        return step.run_step(changed, state, in_flight, opened)
 
     monkeypatch.setattr(loop, "run_step", run_step)
     with few_devices(device_count(base)):

@@ -60,7 +60,7 @@ def counting(monkeypatch):
     def install(bad, stop_after=99):
         which = bad if isinstance(bad, dict) else dict.fromkeys(bad, range(M))
 
-        def run_step(runtime, state, reference, in_flight, teacher=None):
+        def run_step(runtime, state, in_flight, teacher=None):
             if len(seen) == stop_after:
                 raise KeyboardInterrupt
             position = int(state.position)
@@ -139,7 +139,7 @@ def test_a_run_goes_back_to_one_checkpoint_a_few_times_then_stops(counting, tmp_
 
 
 def test_parameters_that_are_not_finite_are_not_saved_and_named(monkeypatch, tmp_path):
-    def run_step(runtime, state, reference, in_flight, teacher=None):
+    def run_step(runtime, state, in_flight, teacher=None):
         params = jax.tree.map(lambda leaf: leaf if state.step < M else leaf.at[0].set(jnp.inf), state.params)
         return StepResult(replace(state, step=state.step + M, params=params), {}, Samples([], np.zeros(0)))
 

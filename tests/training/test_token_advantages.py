@@ -107,7 +107,7 @@ def test_the_advantages_of_tokens_in_minibatches_equal_the_loop(name):
     runtime = make_runtime(variant)
     state = init_state(variant.model, runtime.optimizer, jax.random.key(3), runtime.mesh)
     graded = grade(runtime, next_rollout(runtime, state, InFlight()))
-    batches, scores, layouts = prepare_minibatches(runtime, state, None, (), graded)
+    batches, scores, layouts = prepare_minibatches(runtime, state, (), graded)
     batches, samples, _ = assign_advantages(runtime, graded, batches, scores, layouts)
 
     mask_BT, rollout = np.asarray(graded.rollout.mask_BT), graded.rollout

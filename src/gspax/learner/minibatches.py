@@ -163,9 +163,9 @@ def packing_efficiency(layouts: Sequence[Layout]) -> float:
 
 
 def score_minibatches(
-    score: Score, params: Params, first: Params | None, batches: Sequence[Batch], which: range
+    score: Score, params: Params, batches: Sequence[Batch], which: range
 ) -> tuple[list[Batch], dict[int, Scores]]:
-    """Compute the old log-probs, the routing if `score` keeps it, and the first policy's log-probs if it is given.
+    """Compute the old log-probs, and the routing if `score` keeps it.
 
     Collective, with a stop point after each minibatch (`run.interrupt`).
 
@@ -176,7 +176,6 @@ def score_minibatches(
     Returns:
       The minibatches with these arrays, and the old policy's scores of those in `which`, by number.
     """
-
     filled, of_old = list(batches), dict[int, Scores]()
     for index in which:
         batch = filled[index]
@@ -185,9 +184,15 @@ def score_minibatches(
         filled[index] = replace(
             batch, old_logp_BT=scores.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=scores.router_logp_BLTA
         )
-    if first is not None:  # it routes by itself, but chooses from the tokens that the sampler did
-        filled = [replace(batch, ref_logp_BT=_score(score, first, batch, None).logp_BT) for batch in filled]
     return filled, of_old
+
+
+def score_first(score: Score, first: Params, batches: Sequence[Batch]) -> list[Batch]:
+    """Compute the log-probs of the first policy, `ref_logp_BT`. Collective, as `score_minibatches`.
+
+    It routes by itself, but chooses from the tokens that the sampler did.
+    """
+    return [replace(batch, ref_logp_BT=_score(score, first, batch, None).logp_BT) for batch in batches]
 
 
 def score_rows(score: Score, params: Params, batch: Batch, rows: np.ndarray, mesh: jax.sharding.Mesh) -> Array:

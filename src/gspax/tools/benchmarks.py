@@ -26,6 +26,7 @@ from gspax.model.sizes import forward_flops
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
 from gspax.run.compilation import count_compilations
+from gspax.training.first_policy import FirstPolicy
 from gspax.training.in_flight import InFlight
 from gspax.training.open_terms import open_terms
 from gspax.training.step import run_step
@@ -138,21 +139,22 @@ def measure_steps(runtime: Runtime, trace: Path | None, number: int) -> Measured
         state = init_state(experiment.model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
         if experiment.lora is not None:
             state = add_adapters(state, runtime.policy, experiment.lora)
-        first = jax.tree.map(jnp.copy, partition(state.params)[0]) if Passes(experiment).first_policy else None
         opened = open_terms(runtime)
+        if Passes(experiment).first_policy:
+            opened = (FirstPolicy(jax.tree.map(jnp.copy, partition(state.params)[0])), *opened)
         if (kept := abstract_kept(runtime.policy, abstract_policy(runtime.policy))) is not None:
             state = start_kept(state, kept)
         in_flight = InFlight(Skipped(experiment.sampling.max_failed))
-        state = run_step(runtime, state, first, in_flight, opened).state
+        state = run_step(runtime, state, in_flight, opened).state
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
         for _ in range(number):
-            result = run_step(runtime, state, first, in_flight, opened)
+            result = run_step(runtime, state, in_flight, opened)
             state = result.state
             metrics.append(result.metrics)
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
-                run_step(runtime, state, first, in_flight, opened)
+                run_step(runtime, state, in_flight, opened)
     return MeasuredSteps(metrics, *first_step, peak_memory_bytes=peak_memory())
 
 

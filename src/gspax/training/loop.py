@@ -32,6 +32,7 @@ from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.directory import RunDir
+from gspax.training.first_policy import FirstPolicy
 from gspax.training.in_flight import InFlight
 from gspax.training.open_terms import open_same_terms
 from gspax.training.open_training import Training, open_training
@@ -109,10 +110,11 @@ def train_from_newest(training: Training, rollouts: Rollouts) -> None:
     ):
         if done == 0 or is_due(schedule.eval_every):
             evaluate()
-        first = load_first(run, state, runtime.policy) if Passes(experiment).first_policy else None
+        if Passes(experiment).first_policy:
+            terms = (FirstPolicy(load_first(run, state, runtime.policy)), *terms)
         while done < schedule.steps:
             with log.keep_failures(done + 1):
-                result = run_step(runtime, state, first, rollouts, terms)
+                result = run_step(runtime, state, rollouts, terms)
             state, done = result.state, done + 1
             alarms, problem = guard.after_step(done, result)
             log.write_step(done, result, alarms)

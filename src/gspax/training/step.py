@@ -33,7 +33,6 @@ from gspax.learner.objective import Scores
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates
 from gspax.learner.updates import Updated, bind_heads, run_updates
-from gspax.model.low_rank import combine, partition
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
@@ -55,7 +54,7 @@ from gspax.training.judging import judge, measure
 from gspax.training.open_terms import Opened, after_step, heads_of
 from gspax.training.opened import GradedStep
 from gspax.training.rollouts import Rollouts
-from gspax.types import Batch, Params, Rollout, Stream, TrainState
+from gspax.types import Batch, Rollout, Stream, TrainState
 
 
 class StepResult(NamedTuple):
@@ -76,17 +75,15 @@ class Prepared(NamedTuple):
     layouts: list[Layout]
 
 
-def run_step(
-    runtime: Runtime, state: TrainState, first: Params | None, rollouts: Rollouts, opened: Sequence[Opened] = ()
-) -> StepResult:
+def run_step(runtime: Runtime, state: TrainState, rollouts: Rollouts, opened: Sequence[Opened] = ()) -> StepResult:
     """Sample one rollout, grade it, and update the policy with it.
 
     Args:
-      first, opened: from `load_first` and `open_terms`.
       rollouts: what gives the rollout; updated to what comes after this step.
+      opened: from `open_terms`, and the `FirstPolicy` if a term reads it.
     """
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
-    prepare = partial(prepare_minibatches, runtime, state, first, opened)
+    prepare = partial(prepare_minibatches, runtime, state, opened)
     graded, (batches, scores, layouts), by_source = take_trusted(runtime, state, rollouts, prepare, clock)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
@@ -169,10 +166,8 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
     return replace(rollout, version_BT=jnp.full_like(rollout.tokens_BT, graded.policy))
 
 
-def prepare_minibatches(
-    runtime: Runtime, state: TrainState, first: Params | None, opened: Sequence[Opened], graded: GradedBatch
-) -> Prepared:
-    """Split a rollout into minibatches, and compute what the old policy, the first one, and opened terms say of them.
+def prepare_minibatches(runtime: Runtime, state: TrainState, opened: Sequence[Opened], graded: GradedBatch) -> Prepared:
+    """Split a rollout into minibatches, and compute what the old policy and opened terms say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that
     demands it, they are the sampler's; with "interpolated" each update replaces these by its own. `Steps.scored` are
@@ -188,13 +183,11 @@ def prepare_minibatches(
         sharing=experiment.sampling.group if schedule.share_prompts else 0,
         deep_prefixes=all(layer.mixer.deep_prefixes for layer in layers_of(experiment.model)),
     )
-    if first is not None:
-        first = combine(first, partition(state.params)[1])
     if Passes(experiment).old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
-    batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, first, batches, which)
+    batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, batches, which)
     jax.block_until_ready(batches)
     for term in opened:
         batches = term.fill(GradedStep(runtime, state, graded, layouts), batches)

@@ -68,8 +68,9 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     )
     reads = Passes(experiment).reads_experts
     keep_experts = reads and experiment.routing_replay != "sampler"
-    reference = {} if experiment.reference else None
-    batches, _ = minibatches.score_minibatches(score, {}, reference, batches, range(len(batches)))
+    batches, _ = minibatches.score_minibatches(score, {}, batches, range(len(batches)))
+    if experiment.reference:
+        batches = minibatches.score_first(score, {}, batches)
     batches = minibatches.set_advantages(batches, layouts, np.zeros(B), mesh)
     assert len(batches) == experiment.schedule.minibatches
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])

@@ -169,7 +169,7 @@ def _score(policy: Policy, rollout: Rollout, sampling: Sampling, schedule: Sched
     settings = StepSettings(
         config=policy.config, mesh=policy.mesh, microbatch_rows=shape.microbatch, packed=shape.packed
     )
-    (batch,), _ = score_minibatches(make_score(settings), policy.params, None, batches, range(1))
+    (batch,), _ = score_minibatches(make_score(settings), policy.params, batches, range(1))
     row_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
     mask_BT, scored_BT = multihost.to_host((batch.mask_BT, batch.old_logp_BT))
     used_BT = (row_BT >= 0) & mask_BT
