@@ -61,12 +61,17 @@ LEARNED = {"reward/mean": np.linspace(0.2, 1.0, STEPS) ** 0.25, "reward/zero_std
 MEMORIZED = {"eval/reward": 0.2, "eval/reward_low": 0.14, "eval/reward_high": 0.26}
 TOKENS = {"policy/token_ratio_mean": 1.0, "policy/clip_fraction_sequences": 0.9}
 STILL = {"policy/ratio_deviation": 2e-7, "policy/clip_fraction_sequences": 0.0}
+FALLING = np.array([*np.linspace(0.2, 0.6, 20), *np.linspace(0.6, 0.4, 30)])
 FALLEN = {"reward/mean": [*np.linspace(0.2, 0.6, 30), *np.linspace(0.5, 0.0, 10), *[0.0] * 10]}
 CASES = {
     "The policy has collapsed": [
         (FALLEN, [], {}, "reward/mean fell to 0 from a best of 0."),
         (FALLEN | {"policy/kl": [0.1, 0.6] + [0.0] * 48}, [], {}, "; the updates of step 2 have a KL of 0.6"),
         (FALLEN | {"reward/zero_std_groups": [0.2] * 40 + [1.0] * 10}, [], {}, "best of 0."),
+    ],
+    "The reward falls": [
+        ({"reward/mean": FALLING}, [], {}, "reward/mean is 0.431 on average over 10 steps, and was 0.579 at best"),
+        ({name: value[::-1] for name, value in HEALTHY.items() if isinstance(value, np.ndarray)}, [], {}, "was 0.563"),
     ],
     "The reward's parser never matches": [(CONSTANT, [[RIGHT, WRONG]], {}, "1 of 2 recorded completions contain")],
     "The reward never varies": [(CONSTANT, [[WRONG]], {}, "none of 1 recorded completions"), (CONSTANT, [], {}, "")],
@@ -118,6 +123,12 @@ CASES = {
     ],
     "The held-out reward falls while the training reward rises": [
         ({name: np.linspace(0.9, 0.3, STEPS) for name in MEMORIZED}, [], {}, "by 0.327, eval/reward by -0.6"),
+        (
+            {name: FALLING + more for name, more in zip(MEMORIZED, (0, -0.06, 0.06), strict=True)},
+            [],
+            {},
+            "eval/reward by 0.2 and is 0.2 below its best",
+        ),
     ],
     "Rollouts are stale": [({"mismatch/abs_diff": 0.3, "rollout/staleness": 6.0}, [], {}, "6 rollouts old")],
     "The policy overfits its problems": [
@@ -144,7 +155,7 @@ def test_a_cause_is_found_alone_and_with_its_figures(cause, changes, samples, se
         (TOKENS | {"policy/clip_fraction_tokens": 5e-4}, {"loss__clip_low": 0.2, "loss__clip_high": 0.27}),
         ({"mismatch/abs_diff": 0.02, "rollout/staleness": 4.0}, {}),
         (MEMORIZED | {"eval/reward_low": 0.1, "eval/reward_high": 0.3}, {}),  # too few held-out problems to tell
-        ({name: values[::-1] for name, values in HEALTHY.items() if isinstance(values, np.ndarray)}, {}),  # falls
+        ({"reward/mean": 0.05 + 0.04 * np.random.default_rng(8).normal(size=STEPS)}, {}),  # 0.56 of its best, by noise
         ({"alarm/entropy": [1.0] * 40 + [0.0] * 10}, {}),  # an episode
         ({"reward/zero_std_groups": [1.0] * 10 + [0.3] * 40}, {}),
         ({"policy/entropy": [float("nan")] * STEPS, "policy/ratio_deviation": float("nan")}, {}),

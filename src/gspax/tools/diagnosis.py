@@ -35,6 +35,7 @@ ENOUGH = 5  # clipped ones expected at that share; then none is an accident in l
 STILL = 3e-5  # |s - 1|: a tenth of the GSPO paper's clip range, beyond which its sequences move in one rollout
 MISMATCH = 0.1  # |Δ log-prob|: noise of 0.08 cost GRPO nothing, noise of 0.24 cost both (experiments/studies/precision)
 FALLEN = 0.1  # of the best mean: far below the dips of a healthy run, and of the guard's alarm, which is at 0.5
+LOWER = 0.8  # of the best mean, and beyond `ERRORS`: 1 of 1,000 simulated healthy runs (experiments/studies/alarms)
 LARGE_KL = 0.4  # nats per token: beyond it all runs with a clip range collapsed (experiments/studies/alarms)
 HELD_OUT = 0.5  # of the gain in training; less says that most of what was learned are the training problems
 NEWEST = 20  # files of samples that are read
@@ -185,6 +186,24 @@ def find_collapse(record: Record) -> Finding | None:
     )
 
 
+def find_fall(record: Record) -> Finding | None:
+    """Check if the reward is below its best by more than its noise, and has not vanished."""
+    values = [value for value in record.series["reward/mean"][1] if math.isfinite(value)]
+    best, now = record.best("reward/mean"), record.recent("reward/mean")
+    if len(values) < 2:
+        return None
+    error = float(np.diff(values).std()) / math.sqrt(record.window("reward/mean"))  # of two means' difference
+    if not (best > 0 and now < min(LOWER * best, best - ERRORS * error)) or find_collapse(record):
+        return None
+    return Finding(
+        "The reward falls",
+        f"reward/mean is {now:.3g} on average over {record.window('reward/mean')} steps, and was {best:.3g} at best",
+        "the problems of these steps, which may be harder; if eval/reward falls too, a checkpoint from before, with a "
+        "smaller `optimizer.learning_rate` or a `reference` KL",
+        "docs/howto/diverged.md#when-a-policy-collapses",
+    )
+
+
 def find_equal_groups(record: Record) -> Finding | None:
     """Check if nearly all groups have equal rewards, so their advantages are 0."""
     share, spread = record.recent("reward/zero_std_groups"), record.recent("reward/std")
@@ -327,14 +346,16 @@ def find_memorized(record: Record) -> Finding | None:
     """Check if the training reward rises and the held-out one does not: the policy overfits its problems."""
     gain = record.recent("reward/mean") - record.first("reward/mean")
     held_out, low, high = (record.series[f"eval/reward{bound}"][1] for bound in ("", "_low", "_high"))
-    if not (gain > 0 and high[-1] - low[0] < HELD_OUT * gain):  # the largest gain that their 95 % intervals allow
+    falls = high[-1] < low[0] or max(high[-2:]) < max(low[:-2], default=-math.inf)  # twice below its best
+    is_small = high[-1] - low[0] < HELD_OUT * gain  # the largest gain that the intervals allow
+    if not (gain > 0 and (falls or is_small)) or find_fall(record):
         return None
     epochs = estimate_epochs(record.samples, record.number("sampling.prompts"), len(record.series["reward/mean"][1]))
     seen = f"; by the prompts that recur in samples/, each was used {epochs:.1f} times" if epochs else ""
-    falls = high[-1] < low[0]
+    best = f" and is {max(held_out) - held_out[-1]:.3g} below its best" if falls else ""
     return Finding(
         "The held-out reward falls while the training reward rises" if falls else "The policy overfits its problems",
-        f"reward/mean rose by {gain:.3g}, eval/reward by {held_out[-1] - held_out[0]:.3g}{seen}",
+        f"reward/mean rose by {gain:.3g}, eval/reward by {held_out[-1] - held_out[0]:.3g}{best}{seen}",
         "completions with a high reward in samples/, read by hand; " * falls
         + "more problems, fewer `schedule.steps`, or a `reference` KL",
         "docs/data.md#order",
@@ -390,6 +411,7 @@ CHECKS = (
     Check(find_wrong_sign, ("reward/std",)),
     Check(find_noise_reward, ("reward/std",)),
     Check(find_collapse, ("reward/mean",)),
+    Check(find_fall, ("reward/mean",)),
     Check(find_equal_groups, REWARDS),
     Check(find_truncation, ("response/truncated", "response/length_mean")),
     Check(find_no_effect, (*REWARDS, *UPDATES)),
