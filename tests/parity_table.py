@@ -85,7 +85,7 @@ def parameters(case):
 
 
 def recurrence(case):
-    if not (FAMILIES[case.model_type].delta or FAMILIES[case.model_type].mixer):
+    if not FAMILIES[case.model_type].state:
         return "no state"
     return below(families.recurrence_difference(*case.ours), 1e-4)
 

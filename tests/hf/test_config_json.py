@@ -13,6 +13,8 @@ from gspax.config import LongRope, ModelConfig, Yarn, layers_of
 from gspax.config.model import architecture_problems
 from gspax.errors import UserError
 from gspax.hf import families
+from gspax.hf.layer_lists import LetteredLayers, SwitchedWindow, Window
+from gspax.hf.parts import SharedExperts
 
 NEWEST = "5.23"  # the transformers whose families and keys these tables have
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "qwen3_configs"
@@ -67,10 +69,9 @@ def test_every_key_of_transformers_is_known(name, tmp_path):
     family = families.FAMILIES[name]
     theirs = transformers.AutoConfig.for_model(name)
     tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.implied, family.permitted]
-    tables.append(family.harmless)
-    keys = {"moe_layer_end_index"} | {key for each in family.copied.values() for key in (each.name, each.other)}
+    keys = family.known.union(*tables)
     for key in {*theirs.to_dict(), *(field.name for field in fields(theirs))}:
-        assert key in keys or config_json.is_harmless(key) or any(key in table for table in tables), key
+        assert key in keys or config_json.is_harmless(key), key
 
 
 NOTES = {  # what transformers and others write beside a model
@@ -151,8 +152,9 @@ def test_parts_of_gemma_4_that_are_missing_or_contradict_are_refused(changes, sa
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_a_window_of_no_position_is_refused_wherever_there_are_windows(name, tmp_path):
     raw = written_by_default(name) | {"sliding_window": 0}
-    switched = families.FAMILIES[name].window == "switch"
-    if families.FAMILIES[name].window == "none":
+    layers = families.FAMILIES[name].layers
+    switched = isinstance(layers, SwitchedWindow)
+    if not isinstance(layers, SwitchedWindow | Window):
         assert read_config(write(tmp_path, raw)).sliding_layers == ()
         return
     with pytest.raises(UserError, match="sliding_window: wanted null or at least 1, got 0"):
@@ -190,6 +192,7 @@ def test_no_key_is_in_two_tables(name):
     family = families.FAMILIES[name]
     tables = [config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS, family.permitted]
     tables += [[key for each in family.copied.values() for key in (each.name, each.other)]]
+    tables += [part.keys for part in family.all_parts]
     keys = {key for table in tables for key in table} - {""}
     assert {key: sum(key in table for table in tables) for key in keys} == dict.fromkeys(keys, 1)
 
@@ -205,7 +208,9 @@ def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     family, sizes = families.FAMILIES[name], MOE | dict.fromkeys(EXPERTS, 5) | dict.fromkeys(ACTIVE, 2)
     sizes |= dict.fromkeys(LATENT, 8) | ({"num_key_value_heads": 4} if "latent.rank" in family.copied else {})
     needed = {each.name for each in family.copied.values() if each.default is families.REQUIRED}
-    if family.pattern:
+    counted = [each for each in family.parts if isinstance(each, SharedExperts)]
+    needed |= {each.shared_key for each in counted if each.shared is families.REQUIRED}
+    if isinstance(family.layers, LetteredLayers):
         sizes |= {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4}
         needed |= {"hybrid_override_pattern"}
     elif "mixer.heads" in family.copied:  # whose default number fits the default width alone

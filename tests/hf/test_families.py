@@ -87,7 +87,7 @@ def test_longrope_is_that_of_transformers_at_both_lengths(tmp_path):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if FAMILIES[name].delta or FAMILIES[name].mixer])
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if FAMILIES[name].state])
 def test_a_layer_with_a_state_decodes_token_by_token_what_it_runs_in_chunks(model_type, tmp_path):
     families.make_model(model_type).save_pretrained(tmp_path)
     config, params = families.read(tmp_path)

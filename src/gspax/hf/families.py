@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
-from gspax.config import Mixer, ShortConvolution, StateSpace
 from gspax.data.files import Json
-from gspax.hf import rows
-from gspax.hf.keys import LOCAL, REQUIRED, Fields, Key, experts, routed, same, sizes
-from gspax.hf.rows import Row
+from gspax.hf import layer_lists, parts, rows
+from gspax.hf.keys import LOCAL, REQUIRED, Fields, Key, Part, experts, routed, same, sizes
+from gspax.hf.layer_lists import LayerList
+from gspax.hf.rope_keys import Rope, TwoRopes
+from gspax.hf.rows import Tensors
 
 PLAIN: dict[str, Json] = {"qk_norm": False, "qkv_bias": False, "attention_bias": False}
 QK_NORM: dict[str, Json] = {"qk_norm": True}
@@ -55,7 +55,6 @@ DELTA: Fields = {
     "delta.key_dim": Key("linear_key_head_dim", 128),
     "delta.value_dim": Key("linear_value_head_dim", 128),
     "delta.taps": Key("linear_conv_kernel_dim", 4),
-    "rope_fraction": Key("partial_rotary_factor", 0.25),
     "attention_bias": Key("attention_bias", False),
 }
 # Granite 4: the layers of `layer_types` that are not attention are state space layers.
@@ -105,8 +104,7 @@ NEMOTRON_UNREAD = (  # how parameters are drawn, how a sequence is cut, what the
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 )
 LFM2_KEYS: dict[str, tuple[Json, ...]] = {"block_use_swiglu": (None, True), "use_pos_enc": (None, True)}
-LFM2_UNREAD = (  # how wide an MLP is and which layers attend, which is read apart; how parameters are drawn
-    *("block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs"),
+LFM2_UNREAD = (  # how parameters are drawn
     *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
 )
 LFM2_DOUBLES = {  # other names, which must have the value of the key that is read
@@ -119,6 +117,7 @@ MULTIPLIERS: Fields = {
     "multipliers.residual": Key("residual_multiplier", 1.0),
     "multipliers.logits": Key("logits_scaling", 1.0),
 }
+DELTA_ROPE = Rope(fraction=Key("partial_rotary_factor", 0.25), mrope=True)
 GATED = QK_NORM | {"attention_gate": True, "norm_plus_one": True}
 STEPS = same(decoder_sparse_step=1, mlp_only_layers=())  # the layers with experts in Qwen's models
 GATED_KEYS: dict[str, tuple[Json, ...]] = {
@@ -141,50 +140,39 @@ PHI4_CODE: Json = PHI3_CODE | {"AutoTokenizer": "Xenova/gpt-4o"}  # Phi-4-mini
 class Family:
     """How the checkpoints of one `model_type` describe a model and name its tensors.
 
-    A field of `ModelConfig` that is neither copied nor implied has its default in all models of the family. Fields of
-    the router are written `router.scale`. `dense_layers` and `shared_experts` are numbers that imply other fields: the
-    number of leading layers without experts, and the number of shared experts, which are as wide as the others.
+    A field of `ModelConfig` that is neither copied nor fixed nor read by a part has its default in all models of the
+    family. Fields of the router are written `router.scale`.
     """
 
     architecture: str
     copied: Fields  # the fields that have a key
-    parts: dict[str, Json] = field(default_factory=dict)  # fields with one value in the family, if not as in `PLAIN`
+    fixed: dict[str, Json] = field(default_factory=dict)  # fields with one value in the family, if not as in `PLAIN`
     permitted: dict[str, tuple[Json, ...]] = field(default_factory=dict)  # further keys, with their permitted values
     doubles: dict[str, str] = field(default_factory=dict)  # other names of keys, which must have the same value
-    harmless: tuple[str, ...] = ()  # further keys that have no effect in gspax, or are read by separate code
-    head_dim: int = 0  # default of the key; 0: hidden_size / num_attention_heads
-    has_head_dim: bool = True  # False: its files have no such key, unless the size differs from that quotient
-    # The layers with a window: "switch": those that `layer_types` or `max_window_layers` says, if the switch
-    # `use_sliding_window` is on; "all": all layers, if there is a window; "none"; an integer n: those that
-    # `layer_types` says, or all but every n-th layer.
-    window: Literal["switch", "all", "none"] | int = "none"
-    sliding_window: int = 0  # default of the key, if `window` is "all" or a number
-    theta: float = 1e4  # default RoPE base
-    rope: dict[str, Json] = field(default_factory=dict)  # default of `rope_scaling`
-    sliding_theta: float = 0.0  # default RoPE base of the layers with a window, if they have a separate RoPE
-    # The layers without RoPE: those with a 0 in `no_rope_layers`; all or none, by `position_embedding_type`; those
-    # without a window, if `sliding_window` is not null; all.
-    nope: Literal["list", "type", "full", "all", "none"] = "none"
-    shared_alone: bool = False  # a model may have no experts; what is else the shared expert is then its MLP
-    expert_switch: str = ""  # a key that is true if the model has experts, whose other keys do not count otherwise
-    dense_or_sparse: str = ""  # a key that lists each layer as dense or sparse
-    ungrouped: Json = None  # the `topk_method` whose router ignores groups; None: there is none
-    by_layer: tuple[str, ...] = ()  # keys that may hold a list with the same number for each layer
-    ropes: tuple[str, ...] = ("yarn", "llama3", "linear")  # supported rope_types besides "default"
-    quant_method: str = ""  # the `quant_method` of files that can be read
-    ahead: bool = False  # whether files may have layers that predict several tokens ahead (MTP), which are copied
+    harmless: tuple[str, ...] = ()  # further keys that have no effect in gspax
     assumed: dict[str, Json] = field(default_factory=dict)  # values of absent keys that `permitted` may reject
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
-    mixer: type[Mixer] | None = None  # the kind of the layers that are no attention, where `layer_types` says so
-    mixer_names: tuple[str, str] = ("mamba", "attention")  # in `layer_types`: of these layers, and of the others
-    pattern: bool = False  # whether the files say by one letter of each layer that it is a mixer or an MLP alone
-    stem: str = "model."  # of the names of tensors, which rows and adapters write so in all families
-    outer: tuple[Row, ...] = rows.OUTER  # the tensors outside of layers,
-    layer: tuple[Row, ...] = rows.LAYER  # the tensors of a layer without its MLP,
-    dense: tuple[Row, ...] = rows.DENSE  # of a dense MLP,
-    sparse: tuple[Row, ...] = rows.SPARSE  # and of an MLP with experts
+    head_dim: int = 0  # default of the key; 0: hidden_size / num_attention_heads
+    has_head_dim: bool = True  # False: its files have no such key, unless the size differs from that quotient
+    rope: Rope = field(default_factory=Rope)
+    layers: LayerList = field(default_factory=LayerList)  # of which kind each layer is
+    parts: tuple[Part, ...] = ()  # what else several keys say together
+    tensors: Tensors = field(default_factory=Tensors)
+    quant_method: str = ""  # the `quant_method` of files that can be read
+    ahead: bool = False  # whether files may have layers that predict several tokens ahead (MTP), which are copied
     aliases: tuple[str, ...] = ()  # model_types whose files differ from this family's only in that name
     wrapper: tuple[str, str] | None = None  # model_type and class of files that add a vision tower to its models
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """All parts, in the order in which they are read."""
+        return self.rope, self.layers, *self.parts
+
+    @property
+    def known(self) -> set[str]:
+        """The keys that are read as fields or by a part, or that may have any value."""
+        copied = {name for key in self.copied.values() for name in (key.name, key.other)} - {""}
+        return copied.union(self.harmless, self.doubles, *(part.keys for part in self.all_parts))
 
     @property
     def experts(self) -> bool:
@@ -192,14 +180,20 @@ class Family:
         return "num_experts" in self.copied
 
     @property
-    def delta(self) -> bool:
-        """Whether the family's models have gated delta nets, in the layers that `layer_types` says."""
-        return "delta.key_heads" in self.copied
+    def shared_experts(self) -> bool:
+        """Whether the models' experts have a shared one beside them."""
+        own = any(isinstance(part, parts.SharedExperts) for part in self.parts)
+        return own or "shared_expert_intermediate_size" in self.copied
+
+    @property
+    def state(self) -> bool:
+        """Whether layers of the family's models have a state: gated delta nets, or a mixer of another kind."""
+        return isinstance(self.layers, layer_lists.DeltaLayers) or self.layers.mixer is not None
 
     @property
     def implied(self) -> dict[str, Json]:
         """The fields of ModelConfig that all models of the family share."""
-        return {name: value for name, value in PLAIN.items() if name not in self.copied} | self.parts
+        return {name: value for name, value in PLAIN.items() if name not in self.copied} | self.fixed
 
 
 FAMILIES = {
@@ -208,13 +202,13 @@ FAMILIES = {
         sizes() | same(attention_bias=False),
         QK_NORM,
         head_dim=128,
-        window="switch",
+        layers=layer_lists.SwitchedWindow(),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         sizes() | experts() | STEPS | same(norm_topk_prob=False, attention_bias=False),
         QK_NORM,
-        window="switch",
+        layers=layer_lists.SwitchedWindow(whole=True),
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -223,15 +217,15 @@ FAMILIES = {
         | STEPS
         | same(norm_topk_prob=False, shared_expert_intermediate_size=REQUIRED, qkv_bias=True),
         has_head_dim=False,
-        sparse=(*rows.SPARSE, *rows.GATED_EXPERT),
+        tensors=Tensors(sparse=(*rows.SPARSE, *rows.GATED_EXPERT)),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         sizes(eps=1e-5, context=131072, dense=False) | experts(LOCAL, "num_experts", width="intermediate_size"),
         {"norm_topk_prob": True},
-        window="all",
-        theta=1e6,
-        sparse=rows.MIXTRAL,
+        rope=Rope(1e6),
+        layers=layer_lists.Window(),
+        tensors=Tensors(sparse=rows.MIXTRAL),
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
@@ -239,7 +233,7 @@ FAMILIES = {
         {"qkv_bias": True},
         permitted={"use_mrope": (None, False)},
         has_head_dim=False,
-        window="switch",
+        layers=layer_lists.SwitchedWindow(),
     ),
     "llama": Family(
         "LlamaForCausalLM",
@@ -250,11 +244,10 @@ FAMILIES = {
         "SmolLM3ForCausalLM",
         sizes(tied=True) | same(attention_bias=False),
         permitted={"mlp_bias": (None, False)},
-        harmless=("no_rope_layers", "no_rope_layer_interval"),
-        theta=2e6,
-        nope="list",
         has_head_dim=False,
         written={"pad_token_id": None},  # the default is outside a small vocabulary
+        rope=Rope(2e6),
+        parts=(layer_lists.ListedRope(),),
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -269,7 +262,7 @@ FAMILIES = {
         | same(attention_bias=False),
         {"norm_topk_prob": True},
         has_head_dim=False,
-        sparse=rows.GRANITE_EXPERTS,
+        tensors=Tensors(sparse=rows.GRANITE_EXPERTS),
     ),
     "granitemoehybrid": Family(  # Granite 4
         "GraniteMoeHybridForCausalLM",
@@ -279,14 +272,11 @@ FAMILIES = {
         | same(attention_bias=False),
         {"norm_topk_prob": True, "shared_expert_gate": False},
         permitted=STATE_SPACE_KEYS,
-        harmless=("mamba_chunk_size", "mamba_expand", "init_method", "layers_block_type", "position_embedding_type"),
+        harmless=("mamba_chunk_size", "init_method"),
         has_head_dim=False,
-        nope="type",
-        shared_alone=True,
-        mixer=StateSpace,
-        layer=rows.GRANITE_LAYER,
-        dense=rows.GRANITE_DENSE,
-        sparse=rows.GRANITE_SPARSE,
+        layers=layer_lists.StateSpaceLayers(),
+        parts=(layer_lists.OptionalRope(), parts.SharedAlone(("shared_intermediate_size", "intermediate_size"))),
+        tensors=Tensors(layer=rows.GRANITE_LAYER, dense=rows.GRANITE_DENSE, sparse=rows.GRANITE_SPARSE),
     ),
     "nemotron_h": Family(  # and Nemotron 3 Nano
         "NemotronHForCausalLM",
@@ -297,19 +287,19 @@ FAMILIES = {
         | same(norm_topk_prob=True),
         SIGMOID | {"activation": "relu2", "shared_expert_gate": False, "tie_word_embeddings": False},
         permitted=NEMOTRON_KEYS,
-        harmless=("hybrid_override_pattern", "layers_block_type", *NEMOTRON_UNREAD),
+        harmless=NEMOTRON_UNREAD,
         doubles=NEMOTRON_DOUBLES,
         head_dim=128,
-        nope="all",
-        mixer=StateSpace,
-        pattern=True,
         ahead=True,
         written={"n_shared_experts": 1},
-        stem="backbone.",
-        outer=rows.NEMOTRON_OUTER,
-        layer=rows.NEMOTRON_LAYER,
-        dense=rows.NEMOTRON_DENSE,
-        sparse=rows.NEMOTRON_SPARSE,
+        layers=layer_lists.LetteredLayers(),
+        tensors=Tensors(
+            stem="backbone.",
+            outer=rows.NEMOTRON_OUTER,
+            layer=rows.NEMOTRON_LAYER,
+            dense=rows.NEMOTRON_DENSE,
+            sparse=rows.NEMOTRON_SPARSE,
+        ),
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
@@ -318,119 +308,113 @@ FAMILIES = {
             "rms_norm_eps": Key("norm_eps", 1e-5),
             "tie_word_embeddings": Key("tie_word_embeddings", True, "tie_embedding"),
         }
-        | {"mixer.width": Key("conv_dim"), "mixer.taps": Key("conv_L_cache", 3), "mixer.bias": Key("conv_bias", False)},
+        | {"mixer.taps": Key("conv_L_cache", 3), "mixer.bias": Key("conv_bias", False)},
         QK_NORM,
         permitted=LFM2_KEYS,
         harmless=LFM2_UNREAD,
         doubles=LFM2_DOUBLES,
         has_head_dim=False,
-        theta=1e6,
-        written={"block_auto_adjust_ff_dim": False},
-        mixer=ShortConvolution,
-        mixer_names=("conv", "full_attention"),
-        outer=rows.LFM2_OUTER,
-        layer=rows.LFM2_LAYER,
-        dense=rows.LFM2_DENSE,
+        rope=Rope(1e6),
+        layers=layer_lists.ConvolutionLayers(),
+        parts=(parts.AdjustedWidth(),),
+        tensors=Tensors(outer=rows.LFM2_OUTER, layer=rows.LFM2_LAYER, dense=rows.LFM2_DENSE),
     ),
-    "mistral": Family("MistralForCausalLM", sizes(context=131072), window="all", sliding_window=4096),
+    "mistral": Family("MistralForCausalLM", sizes(context=131072), layers=layer_lists.Window(4096)),
     "phi3": Family(  # and Phi-4
         "Phi3ForCausalLM",
-        sizes(eps=1e-5, context=4096) | {"rope_fraction": Key("partial_rotary_factor", 1.0)},
+        sizes(eps=1e-5, context=4096),
         permitted={"resid_pdrop": (0,), "embd_pdrop": (0,), "auto_map": (None, PHI3_CODE, PHI4_CODE)}
         | {"mlp_bias": (None, False), "lm_head_bias": (None, False)}
         | {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
-        harmless=("original_max_position_embeddings",),  # used by "longrope"
         has_head_dim=False,
-        window="all",
-        ropes=("longrope",),
         written={"pad_token_id": None},  # the default is outside a small vocabulary
-        layer=rows.PHI3_LAYER,
-        dense=rows.PHI3_DENSE,
+        rope=Rope(types=("longrope",), fraction=Key("partial_rotary_factor", 1.0)),
+        layers=layer_lists.Window(),
+        tensors=Tensors(layer=rows.PHI3_LAYER, dense=rows.PHI3_DENSE),
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         sizes(eps=1e-5, context=131072)
-        | (routed(dense=1, shared=1) | same(norm_topk_prob=True))
-        | {"qk_norm": Key("use_qk_norm", False), "qkv_bias": Key("attention_bias", False)}
-        | {"rope_fraction": Key("partial_rotary_factor", 0.5)},
+        | (routed() | same(norm_topk_prob=True))
+        | {"qk_norm": Key("use_qk_norm", False), "qkv_bias": Key("attention_bias", False)},
         SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS,
         ahead=True,
         written={"num_nextn_predict_layers": 0},
-        sparse=rows.DEEPSEEK,
+        rope=Rope(fraction=Key("partial_rotary_factor", 0.5)),
+        parts=(parts.SharedExperts(1, 1),),
+        tensors=Tensors(sparse=rows.DEEPSEEK),
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
-        sizes(context=2048) | (routed(dense=0, shared=REQUIRED) | same(norm_topk_prob=False, attention_bias=False)),
+        sizes(context=2048) | (routed() | same(norm_topk_prob=False, attention_bias=False)),
         SIGMOID | {"qk_norm": True, "shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"moe_layer_freq": (None, 1)},
-        sparse=rows.DEEPSEEK,
+        parts=(parts.SharedExperts(0, REQUIRED),),
+        tensors=Tensors(sparse=rows.DEEPSEEK),
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        sizes(context=2048) | routed(dense=0, shared=2, other="num_experts") | LATENT,
+        sizes(context=2048) | routed(other="num_experts") | LATENT,
         {"norm_topk_prob": False, "rope_interleaved": True, "router.group_best": 1, "shared_expert_gate": False},
-        permitted={"auto_map": (None, _code("V2")), "scoring_func": (None, "softmax"), "moe_layer_freq": (None, 1)}
-        | {"topk_method": (None, "greedy", "group_limited_greedy"), "mlp_bias": (None, False)},
+        permitted={
+            **{"auto_map": (None, _code("V2")), "scoring_func": (None, "softmax")},
+            **{"moe_layer_freq": (None, 1), "mlp_bias": (None, False)},
+        },
         harmless=BESIDE_LATENT,
-        ungrouped="greedy",
-        layer=rows.LATENT,
-        sparse=(*rows.SPARSE, *rows.SHARED_EXPERTS),
+        parts=(parts.SharedExperts(0, 2), parts.GroupsByMethod()),
+        tensors=Tensors(layer=rows.LATENT, sparse=(*rows.SPARSE, *rows.SHARED_EXPERTS)),
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         sizes(context=4096)
-        | (routed(8, 4, 2.5, dense=3, shared=1) | LATENT | same(norm_topk_prob=True))
+        | (routed(8, 4, 2.5) | LATENT | same(norm_topk_prob=True))
         | {"rope_interleaved": Key("rope_interleave", True)},
         SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"auto_map": (None, _code("V3")), "moe_layer_freq": (None, 1)},
         harmless=BESIDE_LATENT,
         ahead=True,
         written={"num_nextn_predict_layers": 0},
-        layer=rows.LATENT,
-        sparse=rows.DEEPSEEK,
+        parts=(parts.SharedExperts(3, 1),),
+        tensors=Tensors(layer=rows.LATENT, sparse=rows.DEEPSEEK),
         aliases=("kimi_k2",),
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
         sizes(eps=1e-5, context=202752)
-        | (routed(scale=1.8, dense=1, shared=1) | LATENT | same(norm_topk_prob=True))
+        | (routed(scale=1.8) | LATENT | same(norm_topk_prob=True))
         | {"rope_interleaved": Key("rope_interleave", True)},
         SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS,
-        harmless=(*BESIDE_LATENT, "mlp_layer_types"),
-        dense_or_sparse="mlp_layer_types",
+        harmless=BESIDE_LATENT,
         ahead=True,
         written={"num_nextn_predict_layers": 0},
-        layer=rows.LATENT,
-        sparse=rows.DEEPSEEK,
+        parts=(parts.SharedExperts(1, 1), parts.DenseOrSparse()),
+        tensors=Tensors(layer=rows.LATENT, sparse=rows.DEEPSEEK),
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
-        sizes(context=196608, dense=False)
-        | experts(LOCAL, "num_experts", width="intermediate_size")
-        | {"rope_fraction": Key("rotary_dim", 1.0, other="partial_rotary_factor")},
+        sizes(context=196608, dense=False) | experts(LOCAL, "num_experts", width="intermediate_size"),
         SIGMOID | {"qk_norm": True, "norm_topk_prob": True, "qk_norm_projection": True},
         permitted=SIGMOID_KEYS
         | {"use_routing_bias": (None, True), "qk_norm_type": (None, "per_layer"), "shared_intermediate_size": (None, 0)}
         | {"attn_type_list": (None, 1)},
         head_dim=128,
-        theta=5e6,
-        by_layer=("attn_type_list",),
         ahead=True,
-        sparse=(*rows.MIXTRAL, rows.correction("block_sparse_moe")),
+        rope=Rope(5e6, fraction=Key("rotary_dim", 1.0, other="partial_rotary_factor")),
+        parts=(parts.ListsOfOneValue(("attn_type_list",)),),
+        tensors=Tensors(sparse=(*rows.MIXTRAL, rows.correction("block_sparse_moe"))),
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
-        sizes(eps=1e-5, context=131072, tied=True)
-        | experts("moe_num_experts", "", active="moe_k")
-        | {"dense_layers": Key("moe_layer_start_index", 1), "shared_experts": Key("moe_num_shared_experts", 2)},
+        sizes(eps=1e-5, context=131072, tied=True) | experts("moe_num_experts", "", active="moe_k"),
         {"norm_topk_prob": True, "router.correction_bias": True, "shared_expert_gate": False, "rope_interleaved": True},
         permitted={"use_bias": (None, False), "moe_layer_interval": (None, 1), "moe_gate_act": (None,)}
         | {"moe_gate": (None, "topk"), "moe_use_aux_free": (None, True), "moe_norm_min": (None, 1e-12)},
-        theta=5e5,
         ahead=True,
-        sparse=rows.ERNIE,
+        rope=Rope(5e5),
+        parts=(parts.SharedExperts(1, 2, "moe_layer_start_index", "moe_num_shared_experts"),),
+        tensors=Tensors(sparse=rows.ERNIE),
     ),
     "hunyuan_v1_moe": Family(
         "HunYuanMoEV1ForCausalLM",
@@ -443,38 +427,36 @@ FAMILIES = {
         | {"use_cla": (None, False), "use_mla": (None, False), "moe_layer_num_skipped": (None, 0)}
         | {"norm_type": (None, "rms", "hf_rms"), "position_embedding_xdrope": (None, False)}
         | {"group_limited_greedy": (None, False), "routed_scaling_factor": (None, 1, False)},
-        by_layer=("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"),
-        ropes=("yarn", "llama3", "linear", "dynamic"),  # its "dynamic" has an alpha, and does not depend on the length
-        layer=rows.HUNYUAN_LAYER,
-        sparse=rows.HUNYUAN,
+        doubles={"moe_intermediate_size": "intermediate_size"},
+        # Its "dynamic" has an alpha, and does not depend on the length.
+        rope=Rope(types=("yarn", "llama3", "linear", "dynamic")),
+        parts=(parts.ListsOfOneValue(("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size")),),
+        tensors=Tensors(layer=rows.HUNYUAN_LAYER, sparse=rows.HUNYUAN),
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         sizes(eps=1e-5, context=2048) | same(attention_bias=False),
         {"qk_norm": True, "qk_norm_projection": True, "norm_place": "after"},
         has_head_dim=False,
-        layer=rows.NORMS_AFTER,
+        tensors=Tensors(layer=rows.NORMS_AFTER),
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         sizes(eps=1e-5, context=2048) | same(attention_bias=False),
         {"qk_norm": True, "qk_norm_projection": True, "norm_place": "after"},
         has_head_dim=False,
-        window=4,
-        sliding_window=4096,
-        theta=5e5,
-        sliding_theta=5e5,
-        layer=rows.NORMS_AFTER,
+        rope=TwoRopes(5e5, sliding_theta=5e5),
+        layers=layer_lists.Window(4096, every=4),
+        tensors=Tensors(layer=rows.NORMS_AFTER),
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
         sizes(eps=1e-5, context=2048),
         QK_NORM | {"norm_place": "after"},
         permitted={"sliding_window_pattern": (None, 0, 4, "LLLG")},
-        window=4,
-        sliding_window=4096,
-        nope="full",
-        layer=rows.NORMS_AFTER,
+        layers=layer_lists.Window(4096, every=4),
+        parts=(layer_lists.RopeInWindows(),),
+        tensors=Tensors(layer=rows.NORMS_AFTER),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -483,13 +465,11 @@ FAMILIES = {
         permitted={"hidden_activation": (None, GELU), "hidden_act": (None, GELU)}
         | {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}
         | {"use_bidirectional_attention": (None, False), "sliding_window_pattern": (None, 6)},
-        harmless=("rope_local_base_freq", "cache_implementation", "_sliding_window_pattern"),
+        harmless=("cache_implementation", "_sliding_window_pattern"),
         head_dim=256,
-        window=6,
-        sliding_window=4096,
-        theta=1e6,
-        sliding_theta=1e4,
-        layer=rows.NORMS_AROUND,
+        rope=TwoRopes(1e6, sliding_theta=1e4, sliding_key="rope_local_base_freq"),
+        layers=layer_lists.Window(4096, every=6),
+        tensors=Tensors(layer=rows.NORMS_AROUND),
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
@@ -509,20 +489,23 @@ FAMILIES = {
         permitted={"hidden_activation": (None, GELU), "hidden_act": (None, GELU)}
         | {"use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": (None, 0)}
         | {"hidden_size_per_layer_input": (0,), "use_double_wide_mlp": (None, False)},
-        harmless=("per_layer_config", "vocab_size_per_layer_input", "enable_moe_block"),
-        shared_alone=True,
-        expert_switch="enable_moe_block",
-        head_dim=256,
-        window=6,
-        sliding_window=512,
-        theta=1e6,
-        rope={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        sliding_theta=1e4,
-        ropes=("proportional",),
         assumed={"hidden_size_per_layer_input": 256},
         written={"hidden_size_per_layer_input": 0},
-        layer=rows.GEMMA4_LAYER,
-        sparse=rows.GEMMA4_SPARSE,
+        harmless=("vocab_size_per_layer_input",),
+        head_dim=256,
+        rope=TwoRopes(
+            1e6,
+            types=("proportional",),
+            default={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            sliding_theta=1e4,
+        ),
+        layers=layer_lists.Window(512, every=6),
+        parts=(
+            parts.ExpertSwitch(),
+            parts.SharedAlone(("moe_intermediate_size", "intermediate_size")),
+            parts.GlobalHeadLists(),
+        ),
+        tensors=Tensors(layer=rows.GEMMA4_LAYER, sparse=rows.GEMMA4_SPARSE),
         wrapper=("gemma4", "Gemma4ForConditionalGeneration"),
     ),
     "gpt_oss": Family(
@@ -534,12 +517,13 @@ FAMILIES = {
         permitted={"swiglu_limit": (None, 7), "swiglu_alpha": (None, 1.702)},
         harmless=("experts_per_token", "initial_context_length"),
         head_dim=64,
-        window=2,
-        sliding_window=128,
-        theta=1.5e5,
-        rope={"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},
+        rope=Rope(
+            1.5e5,
+            default={"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},
+        ),
+        layers=layer_lists.Window(128, every=2),
+        tensors=Tensors(sparse=rows.GPT_OSS),
         quant_method="mxfp4",
-        sparse=rows.GPT_OSS,
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -555,21 +539,22 @@ FAMILIES = {
         sizes() | experts() | STEPS | same(norm_topk_prob=True, shared_expert_intermediate_size=512) | DELTA,
         GATED,
         permitted=GATED_KEYS,
-        harmless=("full_attention_interval",),
         head_dim=256,
         ahead=True,
-        layer=rows.QWEN3_NEXT_LAYER,
-        sparse=(*rows.SPARSE, *rows.GATED_EXPERT),
+        rope=DELTA_ROPE,
+        layers=layer_lists.DeltaLayers(),
+        tensors=Tensors(layer=rows.QWEN3_NEXT_LAYER, sparse=(*rows.SPARSE, *rows.GATED_EXPERT)),
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
         sizes() | DELTA,
         GATED,
         permitted=GATED_KEYS,
-        harmless=("full_attention_interval",),
         head_dim=256,
         ahead=True,
-        layer=rows.QWEN3_5_LAYER,
+        rope=DELTA_ROPE,
+        layers=layer_lists.DeltaLayers(),
+        tensors=Tensors(layer=rows.QWEN3_5_LAYER),
         wrapper=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     ),
     "qwen3_5_moe_text": Family(
@@ -577,11 +562,11 @@ FAMILIES = {
         sizes(dense=False) | experts() | same(shared_expert_intermediate_size=REQUIRED) | DELTA,
         GATED | {"norm_topk_prob": True},
         permitted=GATED_KEYS,
-        harmless=("full_attention_interval",),
         head_dim=256,
         ahead=True,
-        layer=rows.QWEN3_5_LAYER,
-        sparse=(*rows.SPARSE, *rows.GATED_EXPERT),
+        rope=DELTA_ROPE,
+        layers=layer_lists.DeltaLayers(),
+        tensors=Tensors(layer=rows.QWEN3_5_LAYER, sparse=(*rows.SPARSE, *rows.GATED_EXPERT)),
         wrapper=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     ),
 }

@@ -48,7 +48,7 @@ def list_chunks(
     """
     family = FAMILIES[family_of(config)]
     table = {
-        row.ours: [Chunk(row.published, (), row)] for row in family.outer if row.ours in parameters
+        row.ours: [Chunk(row.published, (), row)] for row in family.tensors.outer if row.ours in parameters
     }  # tied: no head
     stacks: dict[tuple[int, ...], list[int]] = {}  # the layers of each stack
     for number, place in enumerate(layer_places(config)):
@@ -86,15 +86,15 @@ def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part]:
 def _layer_rows(config: ModelConfig, family: Family) -> tuple[Row, ...]:
     """Return the rows of a layer without its MLP, for any mixer."""
     if config.latent is None or config.latent.query_rank:
-        return family.layer
-    return replaced(family.layer, Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H"))
+        return family.tensors.layer
+    return replaced(family.tensors.layer, Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H"))
 
 
 def _mlp_rows(family: Family, *, sparse: bool, fused: bool) -> tuple[Row, ...]:
     """Return the rows of a layer's MLP."""
     if not sparse:
-        return family.dense
-    return fused_rows(family.sparse, mxfp4=family.quant_method == "mxfp4") if fused else family.sparse
+        return family.tensors.dense
+    return fused_rows(family.tensors.sparse, mxfp4=family.quant_method == "mxfp4") if fused else family.tensors.sparse
 
 
 def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
@@ -105,13 +105,13 @@ def is_fused(config: ModelConfig, tensors: Iterable[str]) -> bool:
 
 def published_name(tensor: str, config: ModelConfig) -> str:
     """Return the name of a text model's tensor in its checkpoint, which may also contain a vision tower."""
-    stem = "model.language_model." if config.model_type in WRAPPERS else FAMILIES[family_of(config)].stem
+    stem = "model.language_model." if config.model_type in WRAPPERS else FAMILIES[family_of(config)].tensors.stem
     return re.sub(r"^model\.", stem, tensor)
 
 
 def embedding_name(config: ModelConfig) -> str:
     """Return the name of the embedding's tensor."""
-    (row,) = (row for row in FAMILIES[family_of(config)].outer if row.ours == "embedding")
+    (row,) = (row for row in FAMILIES[family_of(config)].tensors.outer if row.ours == "embedding")
     return published_name(row.published, config)
 
 

@@ -84,6 +84,19 @@ DENSE = mlp("mlp", "mlp")
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
 EXPERTS = mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which exports use too
 SPARSE = (*ROUTER, *EXPERTS)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a family's checkpoints."""
+
+    stem: str = "model."  # of the names of tensors, which rows and adapters write so in all families
+    outer: tuple[Row, ...] = OUTER  # outside of layers
+    layer: tuple[Row, ...] = LAYER  # of a layer without its MLP
+    dense: tuple[Row, ...] = DENSE  # of a dense MLP
+    sparse: tuple[Row, ...] = SPARSE  # of an MLP with experts
+
+
 FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/gate", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
     Row("mlp/up", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
