@@ -380,6 +380,15 @@ def test_gpt_oss_has_yarn_unless_its_file_says_otherwise(tmp_path):
     assert read_config(write(tmp_path, to_json(plain))) == plain
 
 
+def test_what_vllm_reads_without_a_default_is_written(tmp_path):
+    """vllm/model_executor/models/gpt_oss.py and lfm2.py of vLLM 0.30.0."""
+    gpt_oss = to_json(read_config(write(tmp_path, GPT_OSS | {"rope_scaling": None})))
+    bounds = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    assert gpt_oss["rope_scaling"] == {"rope_type": "yarn", "truncate": False} | bounds
+    lfm2 = to_json(read_config(write(tmp_path, LFM2)))
+    assert (lfm2["block_dim"], lfm2["conv_dim"]) == (2048, 2048)
+
+
 def test_layers_with_a_window_have_a_rope_of_their_own(tmp_path):
     raw = OLMO3 | {"rope_scaling": YARN, "num_hidden_layers": 5}
     config = read_config(write(tmp_path, raw))

@@ -519,7 +519,10 @@ FAMILIES = {
         head_dim=64,
         rope=Rope(
             1.5e5,
-            default={"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},
+            default={
+                **{"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},
+                **{"beta_fast": 32.0, "beta_slow": 1.0},  # vLLM has no defaults of these
+            },
         ),
         layers=layer_lists.Window(128, every=2),
         tensors=Tensors(sparse=rows.GPT_OSS),

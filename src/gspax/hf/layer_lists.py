@@ -165,7 +165,8 @@ class ConvolutionLayers(LayerList):
     def write(self, config: ModelConfig) -> dict[str, Json]:
         assert isinstance(config.mixer, ShortConvolution)
         kinds, width = _kinds(config, self.names[0], config.mixer_layers), config.mixer.width
-        return super().write(config) | {"layer_types": kinds, "conv_dim": width}
+        # as published: vLLM reads `block_dim`, too
+        return super().write(config) | {"layer_types": kinds, "conv_dim": width, "block_dim": config.hidden_size}
 
 
 class LetteredLayers(LayerList):

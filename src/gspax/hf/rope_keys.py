@@ -41,7 +41,7 @@ class Rope(Part):
 
     theta: float = 1e4  # default base
     types: tuple[str, ...] = ("yarn", "llama3", "linear")  # supported rope_types besides "default"
-    default: dict[str, Json] = field(default_factory=dict)  # of `rope_scaling`
+    default: dict[str, Json] = field(default_factory=dict)  # of `rope_scaling`; its keys are always written
     fraction: Key | None = None  # the key of `rope_fraction`: that share itself, or `rotary_dim`
     mrope: bool = False  # whether files may say where images are
 
@@ -59,7 +59,10 @@ class Rope(Part):
 
     def write(self, config: ModelConfig) -> dict[str, Json]:
         default: Json = {"rope_type": "default"} if self.default else None
-        content: dict[str, Json] = {"rope_theta": config.rope_theta, "rope_scaling": _to_json(config) or default}
+        content: dict[str, Json] = {
+            "rope_theta": config.rope_theta,
+            "rope_scaling": self._scaling_json(config) or default,
+        }
         if self.fraction is not None:
             whole = self.fraction.name == "rotary_dim"
             content[self.fraction.name] = rotary_dim(config) if whole else config.rope_fraction
@@ -67,6 +70,20 @@ class Rope(Part):
             content |= {ORIGINAL: scaling.original_max_position_embeddings}
             content |= {"max_position_embeddings": scaling.max_position_embeddings}
         return content
+
+    def _scaling_json(self, config: ModelConfig) -> dict[str, Json] | None:
+        """Return `rope_scaling`, without fields that have their defaults and no place in `default`, or None."""
+        scaling = config.rope_scaling
+        if scaling is None:
+            return None
+        content: dict[str, Json] = {"rope_type": TYPES[type(scaling)]}
+        content |= {"factor": 1.0} if isinstance(scaling, AlphaRope) else {}
+        values = [(each, getattr(scaling, each.name)) for each in fields(scaling)]
+        written = {each.name: value for each, value in values if value != each.default or each.name in self.default}
+        if isinstance(scaling, LongRope):
+            del written["max_position_embeddings"]  # a key beside the object
+            written |= {"short_factor": [*scaling.short_factor], "long_factor": [*scaling.long_factor]}
+        return content | written
 
     def _read(self, rope: Json, raw: Raw, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of this object."""
@@ -138,7 +155,7 @@ class TwoRopes(Rope):
     def write(self, config: ModelConfig) -> dict[str, Json]:
         full: dict[str, Json] = {"rope_type": "default", "rope_theta": config.rope_theta}
         own: dict[str, Json] = full | {"rope_theta": config.sliding_rope_theta or config.rope_theta}
-        content: dict[str, Json] = {"rope_parameters": {FULL: full | (_to_json(config) or {}), SLIDING: own}}
+        content: dict[str, Json] = {"rope_parameters": {FULL: full | (self._scaling_json(config) or {}), SLIDING: own}}
         # Only the newer key can express any two; transformers never read the older ones with a proportional RoPE.
         return content if "proportional" in self.types else super().write(config) | content
 
@@ -154,18 +171,3 @@ def _require_agreement(raw: Raw, older: Raw, newer: Raw) -> None:
             f"rope_parameters: wanted the {key[:SHOWN]} of rope_scaling ({show(one.get(key))}), or one of the two "
             f"objects alone, got {show(other.get(key))}"
         )
-
-
-def _to_json(config: ModelConfig) -> dict[str, Json] | None:
-    """Return `rope_scaling`, without fields that have their defaults, or None."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    content: dict[str, Json] = {"rope_type": TYPES[type(scaling)]}
-    content |= {"factor": 1.0} if isinstance(scaling, AlphaRope) else {}
-    values = [(each, getattr(scaling, each.name)) for each in fields(scaling)]
-    changed: dict[str, Any] = {each.name: value for each, value in values if value != each.default}
-    if isinstance(scaling, LongRope):
-        del changed["max_position_embeddings"]  # a key beside the object
-        changed |= {"short_factor": [*scaling.short_factor], "long_factor": [*scaling.long_factor]}
-    return content | changed
