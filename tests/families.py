@@ -746,8 +746,8 @@ experiment = Experiment(
 """
 
 
-def train(files, folder):
-    """The mean rewards of the first and the last four of 20 steps, and whether a run resumed after 10 is the same.
+def train(files, folder, steps=20):
+    """The mean rewards of the first and the last four steps, and whether a run resumed after half of them is the same.
 
     Both runs are commands of the program, without a report. They are the same if metrics and exported parameters have
     the same bits.
@@ -765,12 +765,13 @@ def train(files, folder):
             if "policy/loss" in row
         ]
 
-    whole, _, resumed = run("whole"), run("parts", "schedule.steps=10"), run("parts")
+    length = f"schedule.steps={steps}"
+    whole, _, resumed = run("whole", length), run("parts", f"schedule.steps={steps // 2}"), run("parts", length)
     for name in ("whole", "parts"):
         export.run(folder / name, folder / f"exported_{name}", dtype="float32")
     tensors = [load(folder / f"exported_{name}") for name in ("whole", "parts")]
     rewards = [row["reward/mean"] for row in whole]
-    assert len(whole) == 20
+    assert len(whole) == steps
     same = whole == resumed and same_bytes(*tensors) and not same_bytes(tensors[0], load(files))
     return float(np.mean(rewards[:4])), float(np.mean(rewards[-4:])), same
 
