@@ -73,6 +73,7 @@ class Fake:
     faults: Faults = field(default_factory=Faults)
     params: object = None
     loaded: dict | None = None
+    versions: dict = field(default_factory=dict)  # the parameters of each version that it has loaded
     seen: list = field(default_factory=list)  # (path, body) of every request
     completions: int = 0
     program: str = "vllm"
@@ -107,6 +108,7 @@ class Fake:
             self.read(folder)
         except Exception as problem:
             return {"error": f"{folder}: {type(problem).__name__}: {problem}"}
+        self.versions[manifest["version"]] = self.params
         self.loaded = {"version": manifest["version"], "digest": manifest["digest"], "instance": instance}
         return {**self.loaded, "experts_repacked": self.model.num_hidden_layers}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import fake_sglang
 import fake_vllm
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_experiment
@@ -35,7 +36,7 @@ from api import (
 )
 from small_experiment import Countdown
 
-from gspax.config import Engine, Turns
+from gspax.config import Engine, Optimizer, Turns
 from gspax.data import CharChat
 from gspax.errors import FailureError, UserError
 from gspax.learner.metrics import Clock
@@ -65,11 +66,6 @@ def in_8_bits(params):
     return jax.tree.map(lambda leaf: leaf.astype("float8_e4m3fn").astype(leaf.dtype), params)
 
 
-def stale(params):
-    """The parameters before an update, which moved each weight by some 2 %."""
-    return jax.tree.map(lambda leaf: leaf + 0.02 * jax.random.normal(jax.random.key(3), leaf.shape), params)
-
-
 AFTER_THE_PUSH = {
     "wrong tokens": lambda fake: setattr(fake.faults, "replaces_tokens", 2),
     "no log-probs": lambda fake: setattr(fake.faults, "nulls", True),
@@ -77,7 +73,7 @@ AFTER_THE_PUSH = {
 }
 IN_BFLOAT16 = {
     "late tokens": lambda fake: setattr(fake.faults, "late_tokens", 0.01),  # after the third turn
-    "stale weights": lambda fake: setattr(fake, "params", stale(fake.params)),
+    "stale weights": lambda fake: setattr(fake, "params", fake.versions[0]),  # it says that it has version 1
     "exchanged experts": lambda fake: setattr(fake, "params", fake_vllm.exchange_experts(fake.params)),
     "8-bit weights": lambda fake: setattr(fake, "params", in_8_bits(fake.params)),
 }
@@ -124,22 +120,27 @@ class SixTurns:
     ids=["4 servers", "16 servers"],
 )
 def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers, faults, here, capsys):
-    """Each server samples 2,900 tokens, whose log-probs differ from the learner's by 0.02 nats of rounding."""
+    """Each server samples 2,900 tokens, whose log-probs differ from the learner's by 0.02 nats of rounding.
+
+    The stale weights are those before a real update.
+    """
     tokenizer, letters = CharChat(experiment.tokenizer.alphabet), 60
     changes = {"vocab_size": tokenizer.vocab_size, "dtype": "bfloat16", "initializer_range": 0.5}
     model = replace(experiment.model, **changes)
     talking = {"environment": SixTurns(), "turns": Turns(limit=6), "model": model, "tokenizer": tokenizer}
+    talking["optimizer"] = Optimizer(learning_rate=0.01)
     sizes = {"prompts": servers, "group": 8, "max_prompt_tokens": 8, "max_tokens": 6 * letters + 12}
     schedule = replace(experiment.schedule, minibatches=1, microbatch_rows=8)
     with ExitStack() as stack:
         fakes = [stack.enter_context(fake_vllm.serve(model, max_tokens=512, hasty=letters)) for _ in range(servers)]
         sampling = replace(experiment.sampling, **sizes)
         runtime = make_runtime(served(*fakes, **talking, sampling=sampling, schedule=schedule))
+        updated = run_step(runtime, fresh(runtime), InFlight()).state
         for name in faults:
-            state = fresh(runtime)
+            state = replace(updated, params=jax.tree.map(jnp.copy, updated.params))  # so that it is pushed again
             fakes[2].faults.late_tokens = 0.0
             runtime.sampler.aside.reasons.clear()
-            runtime.sampler.push(state.params, 0)
+            runtime.sampler.push(state.params, 1)
             for fake in fakes:
                 fake.faults.delay = 0.3  # so that each has a group before the first is done
             IN_BFLOAT16[name](fakes[2])
