@@ -13,6 +13,7 @@ from api import init_state, make_runtime, prepare_minibatches
 from gspax.learner import sources
 from gspax.learner.minibatches import gather_logp, score_minibatches
 from gspax.learner.sources import differences_by_source, find_outliers, turn_metrics
+from gspax.rollout.aside import Aside
 from gspax.training.judging import judge, measure
 from gspax.types import Rollout
 
@@ -85,6 +86,24 @@ def sampled(source_N):
     )
 
 
+def prepare(source_N, schedule, old_logp="learner"):
+    """A runtime, a state after a run's first step, a rollout, its minibatches, and the scores of all of these."""
+    small = small_experiment.experiment
+    variant = replace(
+        small,
+        model=replace(small.model, num_hidden_layers=1),
+        sampling=replace(small.sampling, prompts=16),
+        schedule=replace(small.schedule, **schedule),
+        old_logp=old_logp,
+    )
+    runtime, rollout = make_runtime(variant), sampled(source_N)
+    state = init_state(variant.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
+    state = replace(state, step=state.step + 1)  # a run's first step computes all minibatches
+    prepared = prepare_minibatches(runtime, state, (), SimpleNamespace(rollout=rollout, policy=0))
+    everything = score_minibatches(runtime.steps.score, state.params, prepared.batches, range(len(prepared.batches)))
+    return runtime, state, rollout, prepared, everything[1]
+
+
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(
     ("schedule", "old_logp", "source_N", "further"),
@@ -98,21 +117,8 @@ def sampled(source_N):
 def test_only_microbatches_that_the_check_needs_are_computed(schedule, old_logp, source_N, further, monkeypatch):
     """It needs 13 tokens of each server. One server is wrong, and is found wherever its responses are."""
     monkeypatch.setattr(sources, "ENOUGH", 13)
-    small = small_experiment.experiment
-    variant = replace(
-        small,
-        model=replace(small.model, num_hidden_layers=1),
-        sampling=replace(small.sampling, prompts=16),
-        schedule=replace(small.schedule, **schedule),
-        old_logp=old_logp,
-    )
-    runtime, rollout = make_runtime(variant), sampled(source_N)
-    state = init_state(variant.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
-    state = replace(state, step=state.step + 1)  # a run's first step computes all minibatches
-    graded, score, calls = SimpleNamespace(rollout=rollout, policy=0), runtime.steps.score, []
-    prepared = prepare_minibatches(runtime, state, (), graded)
-    everything = score_minibatches(score, state.params, prepared.batches, range(schedule["minibatches"]))[1]
-    logp_NT = gather_logp(everything, prepared.layouts, rollout.tokens_BT.shape)
+    runtime, state, rollout, prepared, everything = prepare(source_N, schedule, old_logp)
+    score, calls, logp_NT = runtime.steps.score, [], gather_logp(everything, prepared.layouts, rollout.tokens_BT.shape)
     logp_NT[source_N == 2] += 0.1
 
     def counting(params, tokens_BT, *rest, **columns):
@@ -123,9 +129,8 @@ def test_only_microbatches_that_the_check_needs_are_computed(schedule, old_logp,
     rollout = replace(rollout, logp_BT=jnp.asarray(logp_NT))
     _, wrong = judge(runtime, state.params, rollout, *prepared)
     assert [*wrong] == [2] and "by 0.1 nats" in wrong[2] and float(wrong[2].split()[-1]) < 1e-5, wrong
-    metrics = measure(
-        rollout, [(batch, everything[index]) for index, batch in enumerate(prepared.batches)], prepared.layouts
-    )
+    scored = [(batch, everything[index]) for index, batch in enumerate(prepared.batches)]
+    metrics = measure(runtime, rollout, everything, scored, prepared.layouts)
     assert [metrics[f"mismatch/abs_diff_server_{number}"] > 0.09 for number in (1, 2, 3, 4)] == [
         False,
         True,
@@ -133,3 +138,21 @@ def test_only_microbatches_that_the_check_needs_are_computed(schedule, old_logp,
         False,
     ]
     assert len(calls) == further, calls
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_server_that_is_wrong_in_the_first_minibatch_alone_is_set_aside_after_the_update(monkeypatch, capsys):
+    monkeypatch.setattr(sources, "ENOUGH", 13)
+    runtime, state, rollout, prepared, everything = prepare(MIXED, {"minibatches": 4, "microbatch_rows": 4})
+    logp_NT = gather_logp(everything, prepared.layouts, rollout.tokens_BT.shape)
+    logp_NT[:16][MIXED[:16] == 2] += 0.1
+    rollout = replace(rollout, logp_BT=jnp.asarray(logp_NT))
+    runtime = replace(runtime, sampler=SimpleNamespace(aside=Aside(["a", "b", "c", "d"])))
+    assert judge(runtime, state.params, rollout, *prepared)[1] == {}
+    scored = [(batch, everything[index]) for index, batch in enumerate(prepared.batches)]
+    measure(runtime, rollout, everything, scored, prepared.layouts)
+    assert not runtime.sampler.aside.reasons, "what was judged before is not judged again"
+    measure(runtime, rollout, prepared.scores, scored, prepared.layouts)
+    assert [*runtime.sampler.aside.reasons] == [2]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "engine: b is set aside" in line and line.endswith("an update was trained on what it sampled")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,10 +54,20 @@ def judge(
     return {"engine/set_aside": float(len(distrusted))}, wrong
 
 
-def measure(rollout: Rollout, scored: Sequence[tuple[Batch, Scores]], layouts: Sequence[Layout]) -> dict[str, float]:
+def measure(
+    runtime: Runtime,
+    rollout: Rollout,
+    judged: Collection[int],
+    scored: Sequence[tuple[Batch, Scores]],
+    layouts: Sequence[Layout],
+) -> dict[str, float]:
     """Measure how a rollout's sources, and its turns, differ from the learner, after its updates. Collective.
 
+    The log-probs of a minibatch that its own update computed are whole only now: a source that is wrong there alone
+    is set aside for the rollouts to come.
+
     Args:
+      judged: the minibatches that `judge` has known whole.
       scored: from `Updated`; of the first minibatches, mostly all.
     """
     if rollout.source_BT is None and rollout.reply_B is None:
@@ -67,6 +77,11 @@ def measure(rollout: Rollout, scored: Sequence[tuple[Batch, Scores]], layouts: S
     metrics = {} if rollout.reply_B is None else turn_metrics(old_logp_NT, held)
     if held.source_BT is None:
         return metrics
+    late = {index: own for index, own in scores.items() if index not in judged}
+    if late and runtime.sampler.aside.addresses:  # a replay may have no servers
+        late_NT = gather_logp(late, layouts, rollout.tokens_BT.shape)
+        outliers = find_outliers(differences_by_source(late_NT, held))
+        runtime.sampler.aside.add({index + 1: reason for index, reason in outliers.items()}, was_trained_on=True)
     return metrics | source_metrics(differences_by_source(old_logp_NT, held).mean_S)
 
 

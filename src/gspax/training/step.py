@@ -103,7 +103,7 @@ def run_step(runtime: Runtime, state: TrainState, rollouts: Rollouts, opened: Se
         **age_metrics(runtime, graded, trained),
         **shaping_metrics,
         **by_source,
-        **measure(graded.rollout, updated.scored, layouts),
+        **measure(runtime, graded.rollout, scores, updated.scored, layouts),
         **learner_metrics(updated, layouts, experiment.model),
         "optim/learning_rate": float(learning_rate(experiment.optimizer)(max(applied_updates(state) - 1, 0))),
         **clock.metrics(int(count_sampled(graded.rollout).sum())),
