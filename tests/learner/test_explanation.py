@@ -306,6 +306,9 @@ def test_the_differences_from_the_paper_are_named():
         "old_logp: learner in the paper, here sampler",
         "schedule.epochs: 1 in the paper, here 2",
     ]
+    lines = paper_lines(replace(recipe, reference=Reference(loss=losses.kl.grpo_kl)))
+    assert "reference.loss: (absent) in the paper, here gspax.losses.kl.grpo_kl" in lines
+    assert not any("aggregate" in line for line in lines), "it is the policy loss's"
 
 
 def test_the_rate_of_each_update_is_the_runs():

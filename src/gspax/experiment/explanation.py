@@ -29,7 +29,7 @@ OF_OBJECTIVE = (
 )
 UNSAID = (  # what the paper leaves open, and what a run gives to functions
     *("advantage.ddof", "advantage.eps", "turns.limit", "loss.correction"),
-    *("*.segment_ids", "*.old_logp", "*source-hash"),
+    *("*.segment_ids", "*.old_logp", "*.loss.aggregate", "*source-hash"),  # a penalty is aggregated as the loss
 )
 OPTIONAL = ("loss", "advantage", "correction", "rejection", "selection", "reference", "regularizers", "length_reward")
 LIMIT = "Log-ratios are limited to ±25, against overflow."
