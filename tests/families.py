@@ -101,6 +101,10 @@ SMALL = {  # keys of config.json, by model_type
     "lfm2": SIZES
     | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 4, "conv_bias": True}
     | {"tie_word_embeddings": True},
+    "lfm2_moe": SIZES
+    | EXPERTS
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "conv_bias": True}
+    | {"routed_scaling_factor": 1.5},
     "mistral": SIZES | {"head_dim": 8, "sliding_window": 5},
     "phi3": SIZES | {"partial_rotary_factor": 0.5, "sliding_window": 5},
     "glm4_moe": SIZES | GLM | {"attention_bias": True, "use_qk_norm": True},
@@ -270,6 +274,17 @@ PUBLISHED = {  # by model_type: the name on the Hub, and its config.json without
             **{"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_norm_eps": 1e-05},
             **{"block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True},
             **{"conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": True, "use_pos_enc": True},
+        },
+    ),
+    "lfm2_moe": (
+        "LiquidAI/LFM2-8B-A1B",
+        {
+            **{"vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 24},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128000},
+            **{"moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2},
+            **{"layer_types": ["full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)]},
+            **{"conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-05, "rope_theta": 1000000.0},
+            **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True},
         },
     ),
     "mistral": (
@@ -618,7 +633,7 @@ def export_is_equal(model_type, folder, dtype):
     config, params = read(folder / "theirs")
     write(folder / "ours", config, params, dtype)
     theirs = {
-        name: tensor.astype(np.float32) if name.endswith("e_score_correction_bias") else tensor
+        name: tensor.astype(np.float32) if name.endswith(("e_score_correction_bias", "expert_bias")) else tensor
         for name, tensor in load(folder / "theirs").items()
     }
     return same_bytes(load(folder / "ours"), theirs) and read_config(folder / "ours") == config

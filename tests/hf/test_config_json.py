@@ -209,7 +209,7 @@ def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     sizes |= dict.fromkeys(LATENT, 8) | ({"num_key_value_heads": 4} if "latent.rank" in family.copied else {})
     needed = {each.name for each in family.copied.values() if each.default is families.REQUIRED}
     counted = [each for each in family.parts if isinstance(each, SharedExperts)]
-    needed |= {each.shared_key for each in counted if each.shared is families.REQUIRED}
+    needed |= {each.key for each in counted if each.default is families.REQUIRED}
     if isinstance(family.layers, LetteredLayers):
         sizes |= {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4}
         needed |= {"hybrid_override_pattern"}

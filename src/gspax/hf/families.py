@@ -108,8 +108,14 @@ LFM2_UNREAD = (  # how parameters are drawn
     *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
 )
 LFM2_DOUBLES = {  # other names, which must have the value of the key that is read
-    **{"block_dim": "hidden_size", "conv_dim_out": "hidden_size", "conv_dim": "hidden_size", "theta": "rope_theta"},
+    **{"block_dim": "hidden_size", "conv_dim_out": "hidden_size", "theta": "rope_theta"},
     **{"num_heads": "num_attention_heads", "block_norm_eps": "norm_eps"},
+}
+LFM2: Fields = {
+    "rms_norm_eps": Key("norm_eps", 1e-5),
+    "tie_word_embeddings": Key("tie_word_embeddings", True, "tie_embedding"),
+    "mixer.taps": Key("conv_L_cache", 3),
+    "mixer.bias": Key("conv_bias", False),
 }
 MULTIPLIERS: Fields = {
     "multipliers.embedding": Key("embedding_multiplier", 1.0),
@@ -303,12 +309,7 @@ FAMILIES = {
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
-        sizes(context=128000)
-        | {
-            "rms_norm_eps": Key("norm_eps", 1e-5),
-            "tie_word_embeddings": Key("tie_word_embeddings", True, "tie_embedding"),
-        }
-        | {"mixer.taps": Key("conv_L_cache", 3), "mixer.bias": Key("conv_bias", False)},
+        sizes(context=128000) | LFM2,
         QK_NORM,
         permitted=LFM2_KEYS,
         harmless=LFM2_UNREAD,
@@ -318,6 +319,18 @@ FAMILIES = {
         layers=layer_lists.ConvolutionLayers(),
         parts=(parts.AdjustedWidth(),),
         tensors=Tensors(outer=rows.LFM2_OUTER, layer=rows.LFM2_LAYER, dense=rows.LFM2_DENSE),
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        sizes(context=128000)
+        | (LFM2 | experts() | same(norm_topk_prob=True))
+        | {"router.correction_bias": Key("use_expert_bias", True), "router.scale": Key("routed_scaling_factor", 1.0)},
+        QK_NORM | {"router.scoring": "sigmoid"},
+        has_head_dim=False,
+        rope=Rope(1e6),
+        layers=layer_lists.ConvolutionLayers(),
+        parts=(parts.LeadingDense(2, "num_dense_layers"),),
+        tensors=Tensors(outer=rows.LFM2_OUTER, layer=rows.LFM2_LAYER, dense=rows.LFM2_DENSE, sparse=rows.LFM2_SPARSE),
     ),
     "mistral": Family("MistralForCausalLM", sizes(context=131072), layers=layer_lists.Window(4096)),
     "phi3": Family(  # and Phi-4
@@ -342,7 +355,7 @@ FAMILIES = {
         ahead=True,
         written={"num_nextn_predict_layers": 0},
         rope=Rope(fraction=Key("partial_rotary_factor", 0.5)),
-        parts=(parts.SharedExperts(1, 1),),
+        parts=(parts.LeadingDense(1), parts.SharedExperts(1)),
         tensors=Tensors(sparse=rows.DEEPSEEK),
     ),
     "dots1": Family(
@@ -350,7 +363,7 @@ FAMILIES = {
         sizes(context=2048) | (routed() | same(norm_topk_prob=False, attention_bias=False)),
         SIGMOID | {"qk_norm": True, "shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"moe_layer_freq": (None, 1)},
-        parts=(parts.SharedExperts(0, REQUIRED),),
+        parts=(parts.LeadingDense(0), parts.SharedExperts(REQUIRED)),
         tensors=Tensors(sparse=rows.DEEPSEEK),
     ),
     "deepseek_v2": Family(
@@ -362,7 +375,7 @@ FAMILIES = {
             **{"moe_layer_freq": (None, 1), "mlp_bias": (None, False)},
         },
         harmless=BESIDE_LATENT,
-        parts=(parts.SharedExperts(0, 2), parts.GroupsByMethod()),
+        parts=(parts.LeadingDense(0), parts.SharedExperts(2), parts.GroupsByMethod()),
         tensors=Tensors(layer=rows.LATENT, sparse=(*rows.SPARSE, *rows.SHARED_EXPERTS)),
     ),
     "deepseek_v3": Family(
@@ -375,7 +388,7 @@ FAMILIES = {
         harmless=BESIDE_LATENT,
         ahead=True,
         written={"num_nextn_predict_layers": 0},
-        parts=(parts.SharedExperts(3, 1),),
+        parts=(parts.LeadingDense(3), parts.SharedExperts(1)),
         tensors=Tensors(layer=rows.LATENT, sparse=rows.DEEPSEEK),
         aliases=("kimi_k2",),
     ),
@@ -389,7 +402,7 @@ FAMILIES = {
         harmless=BESIDE_LATENT,
         ahead=True,
         written={"num_nextn_predict_layers": 0},
-        parts=(parts.SharedExperts(1, 1), parts.DenseOrSparse()),
+        parts=(parts.LeadingDense(1), parts.SharedExperts(1), parts.DenseOrSparse()),
         tensors=Tensors(layer=rows.LATENT, sparse=rows.DEEPSEEK),
     ),
     "minimax_m2": Family(
@@ -413,7 +426,7 @@ FAMILIES = {
         | {"moe_gate": (None, "topk"), "moe_use_aux_free": (None, True), "moe_norm_min": (None, 1e-12)},
         ahead=True,
         rope=Rope(5e5),
-        parts=(parts.SharedExperts(1, 2, "moe_layer_start_index", "moe_num_shared_experts"),),
+        parts=(parts.LeadingDense(1, "moe_layer_start_index"), parts.SharedExperts(2, "moe_num_shared_experts")),
         tensors=Tensors(sparse=rows.ERNIE),
     ),
     "hunyuan_v1_moe": Family(

@@ -151,16 +151,18 @@ class ConvolutionLayers(LayerList):
 
     mixer = ShortConvolution
     names: ClassVar = ("conv", FULL)
-    keys = (*LayerList.keys, "full_attn_idxs")
+    keys = (*LayerList.keys, "full_attn_idxs", "conv_dim")
 
     def read(self, raw: Raw, fields: Mapping[str, Any]) -> dict[str, Any]:
         _read_switch(raw, (False,), 0)
         layers = range(fields["num_hidden_layers"])
+        width = fields["hidden_size"]
+        expect("conv_dim", raw.get("conv_dim"), (None, width))
         attention = first_of(raw, ("full_attn_idxs",), [*layers])
         if not isinstance(attention, list) or not all(isinstance(number, int) for number in attention):
             raise ValueError(f"full_attn_idxs: wanted a list of layers, got {show(attention)}")
         own = _mixer_layers(raw.get("layer_types"), self.names, [self.names[layer in attention] for layer in layers])
-        return {"mixer_layers": own, "mixer.width": fields["hidden_size"]}
+        return {"mixer_layers": own, "mixer.width": width}
 
     def write(self, config: ModelConfig) -> dict[str, Json]:
         assert isinstance(config.mixer, ShortConvolution)

@@ -19,33 +19,48 @@ from gspax.hf.keys import FULL, HINTS, REQUIRED, SLIDING, Part, Raw
 
 
 @dataclass(frozen=True)
-class SharedExperts(Part):
-    """The number of leading layers without experts, and of shared experts, which are as wide as the others."""
+class LeadingDense(Part):
+    """The number of leading layers without experts; all later layers have them."""
 
-    dense: int  # defaults of the keys
-    shared: object
-    dense_key: str = "first_k_dense_replace"
-    shared_key: str = "n_shared_experts"
+    default: int
+    key: str = "first_k_dense_replace"
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return self.dense_key, self.shared_key, "moe_layer_end_index"
+        return self.key, "moe_layer_end_index"
 
     def read(self, raw: Raw, fields: Mapping[str, Any]) -> dict[str, Any]:
         expect("moe_layer_end_index", raw.get("moe_layer_end_index"), (None, -1, fields["num_hidden_layers"] - 1))
-        dense = convert(OptionalSize, raw, self.dense_key, self.dense)
-        width = convert(Size, raw, self.shared_key, self.shared) * fields["moe_intermediate_size"]
-        return {"mlp_only_layers": tuple(range(dense)), "shared_expert_intermediate_size": width}
+        return {"mlp_only_layers": tuple(range(convert(OptionalSize, raw, self.key, self.default)))}
 
     def write(self, config: ModelConfig) -> dict[str, Json]:
-        dense = next((n for n, layer in enumerate(layers_of(config)) if layer.sparse), config.num_hidden_layers)
+        sparse = (number for number, layer in enumerate(layers_of(config)) if layer.sparse)
+        return {self.key: next(sparse, config.num_hidden_layers)}
+
+
+@dataclass(frozen=True)
+class SharedExperts(Part):
+    """The number of shared experts, which are as wide as the others."""
+
+    default: object
+    key: str = "n_shared_experts"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def read(self, raw: Raw, fields: Mapping[str, Any]) -> dict[str, Any]:
+        count = convert(Size, raw, self.key, self.default)
+        return {"shared_expert_intermediate_size": count * fields["moe_intermediate_size"]}
+
+    def write(self, config: ModelConfig) -> dict[str, Json]:
         width, each = config.shared_expert_intermediate_size, config.moe_intermediate_size
         if not each or width % each:
             raise UserError(
                 f"model.shared_expert_intermediate_size: wanted a multiple of model.moe_intermediate_size ({each}), "
                 f"got {width}"
             )
-        return {self.dense_key: dense, self.shared_key: width // each}
+        return {self.key: width // each}
 
     def expressible(self, config: ModelConfig) -> ModelConfig:
         return dataclasses.replace(config, shared_expert_intermediate_size=config.moe_intermediate_size)

@@ -17,7 +17,6 @@ _MISSING: dict[str, tuple[str, ...]] = {
     "an expert without weights": ("longcat_flash",),
     "hyper-connections": ("deepseek_v4",),
     "a head size for each kind of layers": ("mimo_v2_flash",),
-    "a short convolution beside experts": ("lfm2_moe",),
     "a model of state spaces alone": ("mamba2",),
     "attention beside a state space in one layer": ("falcon_h1",),
     "a state space layer of Mamba-1": ("falcon_mamba", "jamba", "zamba", "mamba"),

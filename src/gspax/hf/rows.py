@@ -278,6 +278,11 @@ LFM2_LAYER = (  # attention, or a short convolution with C channels
     Row("mixer/output_bias", "conv.out_proj.bias", "D -> D"),
 )
 LFM2_DENSE = mlp("mlp", "feed_forward", ("w1", "w3", "w2"))
+LFM2_SPARSE = (
+    Row("mlp/router", "feed_forward.gate.weight", "E D -> D E"),
+    *mlp("mlp", "feed_forward.experts.{expert}", ("w1", "w3", "w2")),
+    Row("mlp/correction_bias", "feed_forward.expert_bias", "E -> E", float32=True),
+)
 GRANITE_DENSE = _joined_mlp("mlp", "shared_mlp")
 GRANITE_EXPERTS = (
     Row("mlp/router", "block_sparse_moe.router.layer.weight", "E D -> D E"),
