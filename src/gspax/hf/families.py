@@ -108,7 +108,7 @@ LFM2_UNREAD = (  # how parameters are drawn
     *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
 )
 LFM2_DOUBLES = {  # other names, which must have the value of the key that is read
-    **{"block_dim": "hidden_size", "conv_dim_out": "hidden_size", "theta": "rope_theta"},
+    **{"conv_dim_out": "hidden_size", "theta": "rope_theta"},
     **{"num_heads": "num_attention_heads", "block_norm_eps": "norm_eps"},
 }
 LFM2: Fields = {

@@ -151,13 +151,14 @@ class ConvolutionLayers(LayerList):
 
     mixer = ShortConvolution
     names: ClassVar = ("conv", FULL)
-    keys = (*LayerList.keys, "full_attn_idxs", "conv_dim")
+    keys = (*LayerList.keys, "full_attn_idxs", "conv_dim", "block_dim")
 
     def read(self, raw: Raw, fields: Mapping[str, Any]) -> dict[str, Any]:
         _read_switch(raw, (False,), 0)
         layers = range(fields["num_hidden_layers"])
         width = fields["hidden_size"]
-        expect("conv_dim", raw.get("conv_dim"), (None, width))
+        for key in ("conv_dim", "block_dim"):
+            expect(key, raw.get(key), (None, width))
         attention = first_of(raw, ("full_attn_idxs",), [*layers])
         if not isinstance(attention, list) or not all(isinstance(number, int) for number in attention):
             raise ValueError(f"full_attn_idxs: wanted a list of layers, got {show(attention)}")
