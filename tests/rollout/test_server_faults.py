@@ -148,8 +148,7 @@ def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers
             graded, _, metrics = take_trusted(runtime, state, InFlight(), prepare, Clock())
             lines = [line for line in capsys.readouterr().err.splitlines() if "is set aside" in line]
             assert metrics["engine/set_aside"] == len(lines) == 1 and fakes[2].address in lines[0], (name, lines)
-            sampled = {*np.unique(jax.device_get(graded.rollout.source_BT)).tolist()}
-            assert sampled == {*range(servers + 1)} - {3}, name
+            assert 3 not in np.unique(jax.device_get(graded.rollout.source_BT)), name
 
 
 def sample(runtime, state, weights):

@@ -154,7 +154,7 @@ def _run(arguments: list[str]) -> int:
 
 def _overview() -> Parser:
     """Return the parser of `gspax --help` and `gspax --version`."""
-    lines = [f"  {f'{name} {usage}':27}{what}" for name, (_, usage, what) in SUBCOMMANDS.items()]
+    lines = [f"  {f'{name} {usage} ':27}{what}" for name, (_, usage, what) in SUBCOMMANDS.items()]
     parser = Parser(
         prog="gspax",
         description="GSPO and GRPO post-training of language models, dense or mixtures of experts, in JAX.",
