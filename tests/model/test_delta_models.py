@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from api import Quantized, Slots, chips, decoding, make_inference_weights, programs, sampler_sizes, sharding
+from api import (
+    Quantized,
+    Slots,
+    chips,
+    decoding,
+    make_inference_weights,
+    programs,
+    sampler_sizes,
+    sharding,
+    transformer,
+)
 from small_experiment import experiment
 
 from gspax.config import GatedDelta, Lora, Mesh, Sampling, StateSpace, Turns, layer_groups, layers_of
@@ -25,6 +35,20 @@ SPACE = replace(tiny.CONFIGS["dense"], mixer=StateSpace(groups=2, heads=4, state
 def test_three_layers_and_one_are_a_pattern():
     model = replace(DELTA, num_hidden_layers=8, mlp_only_layers=(), delta_layers=(0, 1, 2, 4, 5, 6))
     assert [(len(group.pattern), group.repeats) for group in layer_groups(model)] == [(4, 2)]
+
+
+@pytest.mark.parametrize("model", [DELTA, SPACE], ids=["delta net", "state space"])
+def test_layers_store_no_masks_as_wide_as_their_states(model):
+    """In a gradient over three chunks; the masks that remain are as wide as their tokens."""
+    tokens_BT = jnp.zeros((1, 192), jnp.int32)
+
+    def loss(params, segment_BT):
+        return transformer.apply(params, model, tokens_BT, segment_BT, mesh=tiny.one_device())[0].sum()
+
+    params = transformer.abstract_params(model)
+    lowered = jax.jit(jax.grad(loss)).lower(params, jax.ShapeDtypeStruct((1, 192), jnp.int32)).as_text()
+    masks = set(re.findall(r"tensor<3x([0-9x]+)xi1>", lowered))
+    assert max(np.prod([int(each) for each in mask.split("x")]) for mask in masks) == 64
 
 
 def cache_of(model, slots, lengths, max_tokens=8, dtype="auto"):

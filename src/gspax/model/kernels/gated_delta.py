@@ -128,6 +128,9 @@ def rule_over_rows(
 ) -> tuple[Array, Array]:
     """Apply the rule to whole rows as `chunked_rule` without a state, perhaps on several devices."""
     devices = mesh.shape["context"]
+    # All layers share what depends on the segments alone, unless it waits for a layer's own tokens: else the masks of
+    # all chunks are stored before the layers, as wide as the states.
+    segment_BT, prefix_BT, _ = jax.lax.optimization_barrier((segment_BT, prefix_BT, tokens.decay_BTKR))
     with jax.named_scope("delta_rule"):
         if devices > 1 and segment_BT.shape[1] % devices == 0:
             return rule_over_devices(mesh, tokens, segment_BT, *prefix_BT)
