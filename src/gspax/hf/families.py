@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from gspax.data.files import Json
-from gspax.hf import layer_lists, parts, rows
+from gspax.hf import keys, layer_lists, parts, rows
 from gspax.hf.keys import LOCAL, REQUIRED, Fields, Key, Part, experts, routed, same, sizes
 from gspax.hf.layer_lists import LayerList
 from gspax.hf.rope_keys import Rope, TwoRopes
@@ -22,13 +22,6 @@ QK_NORM: dict[str, Json] = {"qk_norm": True}
 SIGMOID: dict[str, Json] = {"router.scoring": "sigmoid", "router.correction_bias": True}
 SIGMOID_KEYS: dict[str, tuple[Json, ...]] = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 GELU = "gelu_pytorch_tanh"
-LATENT: Fields = {
-    "head_dim": Key("qk_rope_head_dim"),
-    "latent.rank": Key("kv_lora_rank"),
-    "latent.query_rank": Key("q_lora_rank", null=True),
-    "latent.nope_dim": Key("qk_nope_head_dim"),
-    "latent.value_dim": Key("v_head_dim"),
-}
 # Keys that follow from others, or that belong to a training loss.
 BESIDE_LATENT = ("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")
 
@@ -48,42 +41,10 @@ NEMOTRON_CODE: dict[str, Json] = {
     "AutoModel": "modeling_nemotron_h.NemotronHForCausalLM",
     "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
 }
-# Qwen3-Next and Qwen3.5: three of four layers have a gated delta net, unless the file says which.
-DELTA: Fields = {
-    "delta.key_heads": Key("linear_num_key_heads", 16),
-    "delta.value_heads": Key("linear_num_value_heads", 32),
-    "delta.key_dim": Key("linear_key_head_dim", 128),
-    "delta.value_dim": Key("linear_value_head_dim", 128),
-    "delta.taps": Key("linear_conv_kernel_dim", 4),
-    "attention_bias": Key("attention_bias", False),
-}
-# Granite 4: the layers of `layer_types` that are not attention are state space layers.
-STATE_SPACE: Fields = {
-    "mixer.heads": Key("mamba_n_heads", 128),
-    "mixer.groups": Key("mamba_n_groups", 1),
-    "mixer.state_dim": Key("mamba_d_state", 256),
-    "mixer.head_dim": Key("mamba_d_head"),
-    "mixer.taps": Key("mamba_d_conv", 4),
-    "mixer.conv_bias": Key("mamba_conv_bias", True),
-}
 STATE_SPACE_KEYS: dict[str, tuple[Json, ...]] = {
     **{"mamba_proj_bias": (None, False), "normalization_function": (None, "rmsnorm")},
     # No limit: as published files write it, and as transformers does.
     "time_step_limit": (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
-}
-# Nemotron-H: mixers and feed-forward networks are layers of their own.
-NEMOTRON_MIXER: Fields = {
-    "mixer.heads": Key("mamba_num_heads", 128),
-    "mixer.groups": Key("n_groups", 8, other="mamba_n_groups"),
-    "mixer.state_dim": Key("ssm_state_size", 128),
-    "mixer.head_dim": Key("mamba_head_dim", 64),
-    "mixer.taps": Key("conv_kernel", 4, other="mamba_d_conv"),
-    "mixer.conv_bias": Key("use_conv_bias", True, other="mamba_conv_bias"),
-}
-NEMOTRON_ROUTER: Fields = {
-    "router.groups": Key("n_group", 1),
-    "router.top_groups": Key("topk_group", 1),
-    "router.scale": Key("routed_scaling_factor", 1.0),
 }
 NEMOTRON_KEYS: dict[str, tuple[Json, ...]] = {
     **{"mlp_hidden_act": (None, "relu2"), "mamba_hidden_act": (None, "silu")},
@@ -110,18 +71,6 @@ LFM2_UNREAD = (  # how parameters are drawn
 LFM2_DOUBLES = {  # other names, which must have the value of the key that is read
     **{"conv_dim_out": "hidden_size", "theta": "rope_theta"},
     **{"num_heads": "num_attention_heads", "block_norm_eps": "norm_eps"},
-}
-LFM2: Fields = {
-    "rms_norm_eps": Key("norm_eps", 1e-5),
-    "tie_word_embeddings": Key("tie_word_embeddings", True, "tie_embedding"),
-    "mixer.taps": Key("conv_L_cache", 3),
-    "mixer.bias": Key("conv_bias", False),
-}
-MULTIPLIERS: Fields = {
-    "multipliers.embedding": Key("embedding_multiplier", 1.0),
-    "multipliers.attention": Key("attention_multiplier", 1.0),
-    "multipliers.residual": Key("residual_multiplier", 1.0),
-    "multipliers.logits": Key("logits_scaling", 1.0),
 }
 DELTA_ROPE = Rope(fraction=Key("partial_rotary_factor", 0.25), mrope=True)
 GATED = QK_NORM | {"attention_gate": True, "norm_plus_one": True}
@@ -257,14 +206,14 @@ FAMILIES = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
-        sizes(context=2048) | MULTIPLIERS | same(attention_bias=False),
+        sizes(context=2048) | keys.MULTIPLIERS | same(attention_bias=False),
         permitted={"mlp_bias": (None, False)},
         has_head_dim=False,
     ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",
         sizes(context=2048, dense=False)
-        | (experts(LOCAL, "num_experts", width="intermediate_size") | MULTIPLIERS)
+        | (experts(LOCAL, "num_experts", width="intermediate_size") | keys.MULTIPLIERS)
         | same(attention_bias=False),
         {"norm_topk_prob": True},
         has_head_dim=False,
@@ -273,7 +222,7 @@ FAMILIES = {
     "granitemoehybrid": Family(  # Granite 4
         "GraniteMoeHybridForCausalLM",
         sizes(context=2048, dense=False)
-        | (experts(LOCAL, "num_experts", width="intermediate_size") | STATE_SPACE | MULTIPLIERS)
+        | (experts(LOCAL, "num_experts", width="intermediate_size") | keys.STATE_SPACE | keys.MULTIPLIERS)
         | {"shared_expert_intermediate_size": Key("shared_intermediate_size", 1024)}
         | same(attention_bias=False),
         {"norm_topk_prob": True, "shared_expert_gate": False},
@@ -288,7 +237,7 @@ FAMILIES = {
         "NemotronHForCausalLM",
         {name: key for name, key in sizes(context=4096).items() if name != "tie_word_embeddings"}
         | {"rms_norm_eps": Key("layer_norm_epsilon", 1e-5)}
-        | (experts("n_routed_experts") | NEMOTRON_ROUTER | NEMOTRON_MIXER)
+        | (routed() | keys.NEMOTRON_MIXER)
         | {"shared_expert_intermediate_size": Key("moe_shared_expert_intermediate_size", 7688)}
         | same(norm_topk_prob=True),
         SIGMOID | {"activation": "relu2", "shared_expert_gate": False, "tie_word_embeddings": False},
@@ -309,7 +258,7 @@ FAMILIES = {
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
-        sizes(context=128000) | LFM2,
+        sizes(context=128000) | keys.LFM2,
         QK_NORM,
         permitted=LFM2_KEYS,
         harmless=LFM2_UNREAD,
@@ -323,7 +272,7 @@ FAMILIES = {
     "lfm2_moe": Family(
         "Lfm2MoeForCausalLM",
         sizes(context=128000)
-        | (LFM2 | experts() | same(norm_topk_prob=True))
+        | (keys.LFM2 | experts() | same(norm_topk_prob=True))
         | {"router.correction_bias": Key("use_expert_bias", True), "router.scale": Key("routed_scaling_factor", 1.0)},
         QK_NORM | {"router.scoring": "sigmoid"},
         has_head_dim=False,
@@ -368,7 +317,7 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        sizes(context=2048) | routed(other="num_experts") | LATENT,
+        sizes(context=2048) | routed(other="num_experts") | keys.LATENT,
         {"norm_topk_prob": False, "rope_interleaved": True, "router.group_best": 1, "shared_expert_gate": False},
         permitted={
             **{"auto_map": (None, _code("V2")), "scoring_func": (None, "softmax")},
@@ -381,7 +330,7 @@ FAMILIES = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         sizes(context=4096)
-        | (routed(8, 4, 2.5) | LATENT | same(norm_topk_prob=True))
+        | (routed(8, 4, 2.5) | keys.LATENT | same(norm_topk_prob=True))
         | {"rope_interleaved": Key("rope_interleave", True)},
         SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS | {"auto_map": (None, _code("V3")), "moe_layer_freq": (None, 1)},
@@ -395,7 +344,7 @@ FAMILIES = {
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
         sizes(eps=1e-5, context=202752)
-        | (routed(scale=1.8) | LATENT | same(norm_topk_prob=True))
+        | (routed(scale=1.8) | keys.LATENT | same(norm_topk_prob=True))
         | {"rope_interleaved": Key("rope_interleave", True)},
         SIGMOID | {"shared_expert_gate": False},
         permitted=SIGMOID_KEYS,
@@ -552,7 +501,7 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        sizes() | experts() | STEPS | same(norm_topk_prob=True, shared_expert_intermediate_size=512) | DELTA,
+        sizes() | experts() | STEPS | same(norm_topk_prob=True, shared_expert_intermediate_size=512) | keys.DELTA,
         GATED,
         permitted=GATED_KEYS,
         head_dim=256,
@@ -563,7 +512,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        sizes() | DELTA,
+        sizes() | keys.DELTA,
         GATED,
         permitted=GATED_KEYS,
         head_dim=256,
@@ -575,7 +524,7 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        sizes(dense=False) | experts() | same(shared_expert_intermediate_size=REQUIRED) | DELTA,
+        sizes(dense=False) | experts() | same(shared_expert_intermediate_size=REQUIRED) | keys.DELTA,
         GATED | {"norm_topk_prob": True},
         permitted=GATED_KEYS,
         head_dim=256,

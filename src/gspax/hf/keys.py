@@ -112,3 +112,51 @@ def routed(groups: int = 1, top_groups: int = 1, scale: float = 1.0, *, other: s
         "router.top_groups": Key("topk_group", top_groups),
         "router.scale": Key("routed_scaling_factor", scale),
     }
+
+
+LATENT: Fields = {
+    "head_dim": Key("qk_rope_head_dim"),
+    "latent.rank": Key("kv_lora_rank"),
+    "latent.query_rank": Key("q_lora_rank", null=True),
+    "latent.nope_dim": Key("qk_nope_head_dim"),
+    "latent.value_dim": Key("v_head_dim"),
+}
+# Gated delta nets of Qwen3-Next and Qwen3.5.
+DELTA: Fields = {
+    "delta.key_heads": Key("linear_num_key_heads", 16),
+    "delta.value_heads": Key("linear_num_value_heads", 32),
+    "delta.key_dim": Key("linear_key_head_dim", 128),
+    "delta.value_dim": Key("linear_value_head_dim", 128),
+    "delta.taps": Key("linear_conv_kernel_dim", 4),
+    "attention_bias": Key("attention_bias", False),
+}
+# State spaces of Granite 4.
+STATE_SPACE: Fields = {
+    "mixer.heads": Key("mamba_n_heads", 128),
+    "mixer.groups": Key("mamba_n_groups", 1),
+    "mixer.state_dim": Key("mamba_d_state", 256),
+    "mixer.head_dim": Key("mamba_d_head"),
+    "mixer.taps": Key("mamba_d_conv", 4),
+    "mixer.conv_bias": Key("mamba_conv_bias", True),
+}
+# State spaces of Nemotron-H.
+NEMOTRON_MIXER: Fields = {
+    "mixer.heads": Key("mamba_num_heads", 128),
+    "mixer.groups": Key("n_groups", 8, other="mamba_n_groups"),
+    "mixer.state_dim": Key("ssm_state_size", 128),
+    "mixer.head_dim": Key("mamba_head_dim", 64),
+    "mixer.taps": Key("conv_kernel", 4, other="mamba_d_conv"),
+    "mixer.conv_bias": Key("use_conv_bias", True, other="mamba_conv_bias"),
+}
+LFM2: Fields = {
+    "rms_norm_eps": Key("norm_eps", 1e-5),
+    "tie_word_embeddings": Key("tie_word_embeddings", True, "tie_embedding"),
+    "mixer.taps": Key("conv_L_cache", 3),
+    "mixer.bias": Key("conv_bias", False),
+}
+MULTIPLIERS: Fields = {
+    "multipliers.embedding": Key("embedding_multiplier", 1.0),
+    "multipliers.attention": Key("attention_multiplier", 1.0),
+    "multipliers.residual": Key("residual_multiplier", 1.0),
+    "multipliers.logits": Key("logits_scaling", 1.0),
+}
