@@ -369,7 +369,7 @@ def changed(whole, server):
     """No update depends on what a resumed run may change."""
     workdir, run = whole.after(SAVED, SETTING), whole.experiment
     schedule = replace(run.schedule, eval_every=1, record_rollouts=not run.schedule.record_rollouts)
-    if run.apart is None or not run.apart.staleness:
+    if not run.staleness:
         schedule = replace(schedule, checkpoint_every=1)
     changes = {"schedule": schedule, "diagnostics": None if run.diagnostics else Diagnostics(every=1)}
     changes["evaluation"] = replace(run.evaluation, problems=3, max_tokens=6)

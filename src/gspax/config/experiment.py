@@ -544,6 +544,18 @@ class Experiment:
         return Trained(self.model, self.lora)
 
     @property
-    def apart(self) -> Placement | Engine | None:
+    def separate_sampler(self) -> Placement | Engine | None:
         """The settings of a sampler that is not on the learner's devices."""
         return self.placement or self.engine
+
+    @property
+    def staleness(self) -> int:
+        """The most rollouts that a separate sampler is ahead of the learner; 0 without one."""
+        sampler = self.separate_sampler
+        return 0 if sampler is None else sampler.staleness
+
+    @property
+    def partial(self) -> PartialRollouts | None:
+        """The settings of partial rollouts; None: each rollout is sampled as a whole."""
+        sampler = self.separate_sampler
+        return None if sampler is None else sampler.partial

@@ -47,8 +47,8 @@ class Passes:
     def held(self, trained_dtype: str = "float32") -> Iterator[Held]:
         """Yield the parameters that the terms keep in memory, beside a policy whose trained arrays have this dtype."""
         yield from chain.from_iterable(term.held(trained_dtype) for term in self.terms)
-        if self.sampling_policy and (apart := self.experiment.apart) is not None and apart.staleness:
-            yield from (Held("policies that sampled", trained_dtype) for _ in range(1 + apart.staleness))
+        if self.sampling_policy and (staleness := self.experiment.staleness):
+            yield from (Held("policies that sampled", trained_dtype) for _ in range(1 + staleness))
 
     @property
     def old_logp(self) -> Literal["pass", "update", "sampler"]:
@@ -77,7 +77,7 @@ class Passes:
     @property
     def staleness(self) -> str:
         """The setting by which samples are older than the policy, `placement.staleness=1`; empty without one."""
-        sampler = self.experiment.engine or self.experiment.placement
+        sampler = self.experiment.separate_sampler
         if sampler is None or not sampler.staleness:
             return ""
         return f"{'placement' if isinstance(sampler, Placement) else 'engine'}.staleness={sampler.staleness}"

@@ -193,12 +193,12 @@ def checkpointed_bytes(passes: Passes) -> int:
 def recorded_bytes(passes: Passes) -> int:
     """Count the bytes of a recorded rollout's arrays: tokens, mask, log-probs, and on request versions and more."""
     experiment = passes.experiment
-    config, sampling, apart = experiment.model, experiment.sampling, experiment.apart
+    config, sampling = experiment.model, experiment.sampling
     positions = sampling.prompts * sampling.group * (sampling.max_prompt_tokens + sampling.max_tokens)
     position = 2 * FLOAT32 + 1 + size_of("uint16")  # the last one is a server's number
     if experiment.environment is not None:
         position += size_of("int32")  # an agent's sequences
-    if apart is not None and apart.partial is not None:
+    if experiment.partial is not None:
         position += size_of("int32")
     if passes.samples_experts:
         position += sparse_layers(config) * config.num_experts_per_tok * size_of(expert_id_dtype(config))

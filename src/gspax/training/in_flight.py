@@ -18,7 +18,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from gspax.config import Engine, Placement, sampling_mask_size
+from gspax.config import sampling_mask_size
 from gspax.data.problem import Problem
 from gspax.learner.metrics import Clock
 from gspax.model.passes import Passes
@@ -153,36 +153,30 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
 
     The order matters: between processes, fetching a rollout waits for all that the sampler was told to do before.
     """
-    other, done, ahead = other_devices(runtime), count_rollouts(runtime, state), in_flight.batches
-    if other is not None and other.partial is not None:
-        return next_partial(runtime, state, in_flight)
+    experiment, done, ahead = runtime.experiment, count_rollouts(runtime, state), in_flight.batches
+    if experiment.partial is not None:
+        return next_partial(runtime, state, in_flight, ahead=experiment.partial.ahead)
     first = int(multihost.to_host(state.position))
     if not ahead:
         ahead.append(start_rollout(runtime, runtime.sampler.push(state.params, done), state, first, in_flight))
     batch = receive(runtime, ahead.popleft())
     first += batch.taken + sum(pending.taken for pending in ahead)
-    last = find_last_ahead(other.staleness if other else 0, done, partial(is_saved, runtime))
-    missing = range(last - done - len(ahead))
-    weights = runtime.sampler.push(state.params, done) if missing else None
-    for _ in missing:
-        assert weights is not None
-        ahead.append(start_rollout(runtime, weights, state, first, in_flight))
-        first += ahead[-1].taken
+    last = find_last_ahead(experiment.staleness, done, partial(is_saved, runtime))
+    if missing := range(last - done - len(ahead)):
+        weights = runtime.sampler.push(state.params, done)
+        for _ in missing:
+            ahead.append(start_rollout(runtime, weights, state, first, in_flight))
+            first += ahead[-1].taken
     return batch
 
 
 def sample_again(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
     """Sample the problems of the next rollout again, with the newest weights; partial rollouts take other groups."""
-    other, done = other_devices(runtime), count_rollouts(runtime, state)
-    if other is not None and other.partial is not None:
-        return next_partial(runtime, state, in_flight)
-    weights, first = runtime.sampler.push(state.params, done), int(multihost.to_host(state.position))
+    if (settings := runtime.experiment.partial) is not None:
+        return next_partial(runtime, state, in_flight, ahead=settings.ahead)
+    weights = runtime.sampler.push(state.params, count_rollouts(runtime, state))
+    first = int(multihost.to_host(state.position))
     return receive(runtime, start_rollout(runtime, weights, state, first, in_flight))
-
-
-def other_devices(runtime: Runtime) -> Placement | Engine | None:
-    """Return what samples during updates: other devices of the run, or servers; None: the learner's devices."""
-    return runtime.experiment.apart
 
 
 def is_saved(runtime: Runtime, done: int) -> bool:
@@ -239,12 +233,11 @@ def sample_options(runtime: Runtime) -> SampleOptions:
         keep_experts=Passes(experiment).samples_experts,
         mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )
-    other = other_devices(runtime)
-    if other is None or other.partial is None:
+    if experiment.partial is None:
         return options
     return replace(
         options,
-        sampling=with_carried(experiment.sampling, other),
+        sampling=with_carried(experiment.sampling, experiment.separate_sampler),
         keep_versions=True,
         admits=True,
         turns=runtime.interaction is not None,
@@ -303,10 +296,13 @@ def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:
     return replace(batch, sampled=sampled, rollout=runtime.sampler.fetch(sampled))
 
 
-def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
-    """Take the next rollout out of the pool, and leave the pool that the sampler works on during the updates."""
-    sampling, other, done = runtime.experiment.sampling, other_devices(runtime), count_rollouts(runtime, state)
-    assert other is not None and other.partial is not None
+def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight, *, ahead: int) -> SampledBatch:
+    """Take the next rollout out of the pool, and leave the pool that the sampler works on during the updates.
+
+    Args:
+      ahead: the chunks that it samples meanwhile (`PartialRollouts.ahead`).
+    """
+    experiment, sampling, done = runtime.experiment, runtime.experiment.sampling, count_rollouts(runtime, state)
     weights, pool = runtime.sampler.push(state.params, done), in_flight.pool
     if pool is None:
         options, first = sample_options(runtime), int(multihost.to_host(state.position))
@@ -315,7 +311,7 @@ def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     pool = fill(runtime, pool, done, weights, in_flight)
     while True:
         end_samples(runtime, pool, weights)
-        chosen = choose_groups(pool, find_ended(pool), sampling.prompts, done - other.staleness)
+        chosen = choose_groups(pool, find_ended(pool), sampling.prompts, done - experiment.staleness)
         if chosen is not None:
             break
         interrupt.stop_point()
@@ -323,9 +319,9 @@ def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Sa
     batch, pool = take_batch(runtime, state, pool, chosen, weights)
     batch = receive(runtime, batch)
     if not is_saved(runtime, done + 1):
-        if other.partial.ahead:
+        if ahead:
             pool = fill(runtime, pool, done + 1, weights, in_flight)
-        for _ in range(other.partial.ahead):
+        for _ in range(ahead):
             pool.held.advance(weights)
     in_flight.pool = pool
     return batch

@@ -27,7 +27,7 @@ class SamplingPolicy(Opened):
         experiment, shared = runtime.experiment, runtime.steps.settings
         assert shared is not None
         self.read = make_hidden(experiment.model, shared, scope="sampling_policy")
-        self.staleness = 0 if experiment.apart is None else experiment.apart.staleness
+        self.staleness = experiment.staleness
         self.trained: dict[int, Params] = {}  # parameters by the number of rollouts that they were trained on
         self.head: tuple[Params, ...] = ()  # of the policy that sampled the newest rollout
         self.dtype = experiment.model.dtype

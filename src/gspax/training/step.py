@@ -252,7 +252,7 @@ def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[st
 def age_metrics(runtime: Runtime, graded: GradedBatch, trained: int) -> dict[str, float]:
     """Compute the staleness of a rollout, where it may be of older weights, and what its lost samples are like."""
     without_overlong, of_ages, age_B = runtime.experiment.filter_overlong, dict[str, float](), np.zeros(0)
-    if runtime.experiment.apart is not None:
+    if runtime.experiment.separate_sampler is not None:
         of_ages = staleness_metrics(graded.rollout, trained, graded.policy)
         age_B = ages(graded.rollout, trained, graded.policy)
     lost = lost_metrics(graded.completions, graded.replaced, age_B=age_B.tolist(), without_overlong=without_overlong)

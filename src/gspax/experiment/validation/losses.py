@@ -68,9 +68,9 @@ def router_problems(passes: Passes) -> Iterator[str]:
 
 def old_policy_problems(passes: Passes) -> Iterator[str]:
     """Check that interpolated log-probs have stale tokens, and that a loss without an old policy makes one pass."""
-    sampler = passes.experiment.apart
+    sampler = passes.experiment.separate_sampler
     loss, old_logp, schedule = passes.experiment.loss, passes.experiment.old_logp, passes.experiment.schedule
-    if old_logp == "interpolated" and not (sampler is not None and sampler.staleness):
+    if old_logp == "interpolated" and not passes.experiment.staleness:
         yield (
             "old_logp: wanted placement.staleness or engine.staleness above 0 with interpolated, which needs tokens of "
             f"older weights, got {'no placement' if sampler is None else 0}"

@@ -125,7 +125,7 @@ def validate(
         lambda: chain(_rows(e.sampling, e.schedule), _packed_rows(e.sampling, e.schedule, 1)),
         *(partial(pair_problems, e, pair) for pair in PAIRS),
         lambda: layer_problems(e.model, e.schedule, e.sampling, served=e.engine is not None),
-        lambda: chain(_shared_prompts(e.schedule), () if e.apart is None else _partial_rollouts(e.sampling, e.apart)),
+        lambda: chain(_shared_prompts(e.schedule), _partial_groups(e.sampling, x) if (x := e.separate_sampler) else ()),
         lambda: () if e.engine is None else engine_problems(e.engine, e.sampling),
         lambda: chain(_updates(e.schedule), _collapse(e.guard)),
         lambda: () if e.lora is None else _adapters(e.lora),
@@ -377,7 +377,7 @@ def _shared_prompts(schedule: Schedule) -> Iterator[str]:
         yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
 
 
-def _partial_rollouts(sampling: Sampling, sampler: Placement | Engine) -> Iterator[str]:
+def _partial_groups(sampling: Sampling, sampler: Placement | Engine) -> Iterator[str]:
     """Groups that are carried over or sampled ahead are trained on within the staleness bound."""
     if sampler.partial is None:
         return

@@ -66,7 +66,7 @@ class CenteringTerm(Term):
 
     def problems(self, passes: Passes) -> Iterator[str]:
         experiment, traits = passes.experiment, traits_of(self.loss)
-        sampling, apart = experiment.sampling, experiment.apart
+        sampling = experiment.sampling
         if "sequence" in (traits.ratio, weight_level(self.loss)):
             yield (
                 f"{FIELD}: wanted a loss with a weight for each token, got {title_of(self.loss)}, whose weight is that "
@@ -83,8 +83,10 @@ class CenteringTerm(Term):
                 "over them, got 0"
             )
         yield from stale_problems(FIELD, passes)
-        if passes.staleness and apart is not None and (apart.partial is not None or sampling.max_refills):
-            got = "partial rollouts" if apart.partial is not None else f"sampling.max_refills={sampling.max_refills}"
+        if passes.staleness and (experiment.partial is not None or sampling.max_refills):
+            got = (
+                "partial rollouts" if experiment.partial is not None else f"sampling.max_refills={sampling.max_refills}"
+            )
             yield f"{FIELD}: wanted one policy that sampled a whole rollout with {passes.staleness}, got {got}"
 
     @property
