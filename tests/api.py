@@ -93,7 +93,7 @@ PLACES = {  # a module or a package -> its names, which may be modules
     "gspax.training.first_policy": "FirstPolicy",
     "gspax.training.in_flight": "InFlight grade next_rollout receive start_rollout",
     "gspax.training.loop": "restore_or_start train",
-    "gspax.training.step": "StepResult assign_advantages is_measured prepare_minibatches run_step",
+    "gspax.training.step": "StepResult assign_advantages diagnostics_due prepare_minibatches run_step",
     "gspax.types": "Adapted Batch Rollout TrainState named_leaves segment_ids",
 }
 HOMES = {name: place for place, names in PLACES.items() for name in names.split()}

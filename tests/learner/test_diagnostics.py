@@ -14,7 +14,7 @@ from api import (
     Batch,
     Steps,
     diagnostics,
-    is_measured,
+    diagnostics_due,
     make_objective,
     new_state,
     run_updates,
@@ -194,7 +194,7 @@ def test_a_mesh_gives_the_readings_of_one_device():
 
 
 @pytest.mark.parametrize(("epochs", "batches"), [(1, 3), (2, 2), (1, 1)])
-def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
+def test_only_the_last_update_of_a_rollout_batch_diagnostics_due(epochs, batches):
     seen = []
 
     def update(state, batch, on_policy):
@@ -220,9 +220,9 @@ def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
 def test_diagnostics_are_due_every_few_steps_and_at_the_last(done, due):
     schedule = config.Schedule(steps=5, minibatches=2)
     runtime = SimpleNamespace(experiment=SimpleNamespace(diagnostics=SETTINGS, schedule=schedule))
-    assert is_measured(runtime, done) == due
+    assert diagnostics_due(runtime, done) == due
     runtime.experiment.diagnostics = None
-    assert not is_measured(runtime, done)
+    assert not diagnostics_due(runtime, done)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from gspax import losses, unstable
 from gspax.config import Diagnostics, ModelConfig, has_experts, sparse_numbers
 from gspax.learner.forward import StepSettings, pad_rows
 from gspax.learner.metrics import changed_share
-from gspax.learner.objective import Objective, PolicyLoss, Scores, make_objective, segment_ids
+from gspax.learner.objective import Objective, PolicyLoss, Scores, make_objective
 from gspax.learner.train_step import Scalars, Update, make_gradient
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
 from gspax.losses.traits import aggregate_of
@@ -31,7 +31,7 @@ from gspax.model import transformer
 from gspax.model.moe import Routing
 from gspax.model.router_scores import softmax_logits
 from gspax.parallel.sharding import batch_shards
-from gspax.types import Array, Batch, Params, PyTree, TrainState
+from gspax.types import Array, Batch, Params, PyTree, TrainState, segment_ids
 
 EXACT = "highest"  # the precision of float32 products; TPUs round their factors to bfloat16 otherwise
 ROUTED_ROWS = 8  # of a minibatch, for the share of expert choices that a step's updates change

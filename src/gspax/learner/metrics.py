@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax import losses
-from gspax.learner.objective import Scores, segment_ids
+from gspax.learner.objective import Scores
 from gspax.losses import kl, masked
 from gspax.losses.correction import effective_sample_sizes, mismatch_by_position, mismatch_metrics
 from gspax.losses.terms import mean_over
 from gspax.parallel import multihost
-from gspax.types import Array, Batch, Rollout, known
+from gspax.types import Array, Batch, Rollout, known, segment_ids
 
 GROUPS = {"grad_norm": "optim", "skipped": "optim", "empty": "optim", "ring_fallbacks": "routing"}  # else "policy"
 COUNTS = "skipped", "empty", "ring_fallbacks"

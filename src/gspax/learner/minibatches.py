@@ -163,21 +163,21 @@ def packing_efficiency(layouts: Sequence[Layout]) -> float:
 
 
 def score_minibatches(
-    score: Score, params: Params, batches: Sequence[Batch], which: range
+    score: Score, params: Params, batches: Sequence[Batch], scored: range
 ) -> tuple[list[Batch], dict[int, Scores]]:
     """Compute the old log-probs, and the routing if `score` keeps it.
 
     Collective, with a stop point after each minibatch (`run.interrupt`).
 
     Args:
-      which: the minibatches whose old log-probs are computed (`Steps.scored`). If it starts at 1, the first
+      scored: the minibatches whose old log-probs are computed (`Steps.scored`). If it starts at 1, the first
         one is left to its update.
 
     Returns:
-      The minibatches with these arrays, and the old policy's scores of those in `which`, by number.
+      The minibatches with these arrays, and the old policy's scores of those in `scored`, by number.
     """
     filled, of_old = list(batches), dict[int, Scores]()
-    for index in which:
+    for index in scored:
         batch = filled[index]
         of_old[index] = scores = _score(score, params, batch, batch.expert_BLTA)
         expert_BLTA = batch.expert_BLTA if scores.expert_BLTA is None else scores.expert_BLTA

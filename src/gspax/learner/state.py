@@ -121,7 +121,7 @@ def init_state(
     Random parameters come from `Stream.PARAMETERS`. UserError if the checkpoint is broken or of another model.
     """
 
-    def draw(key: Array) -> Params:
+    def make_params(key: Array) -> Params:
         return transformer.init(config, jax.random.fold_in(key, Stream.PARAMETERS))
 
     def init_rest(params: Params, key: Array) -> TrainState:  # the parameters are not moved
@@ -133,7 +133,7 @@ def init_state(
         params = load_model(config, wanted.params)
     else:
         options = {"out_shardings": shardings.params, "compiler_options": unstable.light_compilation(mesh)}
-        params = jax.jit(draw, **options)(key)
+        params = jax.jit(make_params, **options)(key)
     state = jax.jit(init_rest, out_shardings=replace(shardings, params=None))(params, key)
     return replace(state, params=params)
 
@@ -144,7 +144,7 @@ def add_adapters(state: TrainState, policy: TrainedPolicy, lora: Lora) -> TrainS
     The adapters are initialized from `Stream.ADAPTERS`, or read from `lora.checkpoint`. UserError if it does not fit.
     """
 
-    def draw(key: Array) -> Params:
+    def make_adapters(key: Array) -> Params:
         return adapters.init(policy.model, lora, jax.random.fold_in(key, Stream.ADAPTERS))
 
     wanted = abstract_adapters(policy.model, lora, policy.mesh)
@@ -152,7 +152,7 @@ def add_adapters(state: TrainState, policy: TrainedPolicy, lora: Lora) -> TrainS
         factors = load_adapters(policy.model, lora, wanted)
     else:
         shardings = _shardings(wanted)
-        factors = jax.jit(draw, out_shardings=shardings)(state.key)
+        factors = jax.jit(make_adapters, out_shardings=shardings)(state.key)
     attached = replace(state, params=adapters.attach_adapters(state.params, factors, lora))
     return with_new_moments(attached, replace(policy, lora=lora))
 

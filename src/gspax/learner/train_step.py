@@ -182,24 +182,25 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         trained, frozen = partition(params)
         on_mesh = replace(settings, mesh=mesh)
 
-        def loss_sum(trained: Params, nudge_BT: Array, part: Batch) -> tuple[Array, PyTree]:
+        def loss_sum(trained: Params, added_BT: Array, part: Batch) -> tuple[Array, PyTree]:
+            """Compute Σ value. `added_BT` is 0: the gradient by it is the one by the log-probs."""
             expert_BLTA = known(part, "expert_BLTA") if settings.routing_replay else None
             rows = Inputs(part.tokens_BT, part.segment_BT, part.mask_BT, expert_BLTA, part.prefix_BT, part.kept_BTK)
             outputs = forward(combine(trained, frozen), on_mesh, rows, _others(settings, part, constants))
-            outputs = outputs._replace(logp_BT=outputs.logp_BT + nudge_BT)
+            outputs = outputs._replace(logp_BT=outputs.logp_BT + added_BT)
             with jax.named_scope("loss"):
-                done = constants.updates, settings.updates_per_rollout
-                part = _with_old_logp(part, outputs.logp_BT, on_policy, *done)
+                part = _with_old_logp(part, outputs.logp_BT, on_policy, constants.updates, settings.updates_per_rollout)
                 terms = objective(outputs, part, constants)
             by_expert = _count_choices(outputs.routing.expert, part.mask_BT, config.num_experts)
             counts = by_expert, jnp.sum(outputs.routing.fell_back)
             return terms.value.sum(), (terms, Scores(outputs.logp_BT, outputs.entropy_BT), counts)
 
         def of_microbatch(part: Batch) -> tuple[PyTree, tuple[losses.Terms, Scores]]:
-            nothing_BT = jnp.zeros_like(part.tokens_BT, jnp.float32)  # its gradient is the loss's by log-prob
-            of_both = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)
-            (grads, pull_BT), (terms, scores, counts) = of_both(trained, nothing_BT, part)
-            return (grads, counts), (terms._replace(metrics=terms.metrics | pull(pull_BT, part)), scores)
+            added_BT = jnp.zeros_like(part.tokens_BT, jnp.float32)
+            differentiate = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)
+            (grads, by_logp_BT), (terms, scores, counts) = differentiate(trained, added_BT, part)
+            metrics = terms.metrics | gradient_metrics(by_logp_BT, part)
+            return (grads, counts), (terms._replace(metrics=metrics), scores)
 
         return run_microbatches(of_microbatch, batch, microbatch_rows // replicas, count)
 
@@ -216,12 +217,8 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
         # Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.
         axes = trained_axes(config, partition(state.params)[0])
         grads = jax.tree.map(lambda grad, names: constrain(grad, mesh, *names), grads, axes)
-        # All replicas fall back at once.
-        return (
-            grads,
-            terms,
-            scores._replace(count_LE=count_LE, response_LE=response_LE, fallbacks=fallbacks // replicas),
-        )
+        fallbacks = fallbacks // replicas  # all fall back at once
+        return grads, terms, scores._replace(count_LE=count_LE, response_LE=response_LE, fallbacks=fallbacks)
 
     return gradient
 
@@ -232,7 +229,7 @@ def _count_choices(expert_LBTA: Array, mask_BT: Array, num_experts: int) -> tupl
     return expert_counts(expert_LBTA, num_experts), expert_counts(of_responses_LBTA, num_experts)
 
 
-def pull(gradient_BT: Array, batch: Batch) -> losses.Metrics:
+def gradient_metrics(gradient_BT: Array, batch: Batch) -> losses.Metrics:
     """Measure how much each sequence, or row of demonstrations, moves the policy: Σ_t |∂L/∂log π_t| over its tokens."""
     mask_BT, ids = batch.mask_BT, None if batch.advantage is None else segment_ids(batch)
     moved_BS = sequences.total(jnp.abs(gradient_BT), mask_BT, ids)

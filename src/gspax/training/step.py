@@ -50,7 +50,7 @@ from gspax.rollout.grading import (
 from gspax.rollout.lost_samples import lost_metrics
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.training.judging import judge, measure
+from gspax.training import judging
 from gspax.training.open_terms import Opened, after_step, heads_of
 from gspax.training.opened import GradedStep
 from gspax.training.rollouts import Rollouts
@@ -103,7 +103,7 @@ def run_step(runtime: Runtime, state: TrainState, rollouts: Rollouts, opened: Se
         **age_metrics(runtime, graded, trained),
         **shaping_metrics,
         **by_source,
-        **measure(runtime, graded.rollout, scores, updated.scored, layouts),
+        **judging.measure(runtime, graded.rollout, scores, updated.scored, layouts),
         **learner_metrics(updated, layouts, experiment.model),
         "optim/learning_rate": float(learning_rate(experiment.optimizer)(max(applied_updates(state) - 1, 0))),
         **clock.metrics(int(count_sampled(graded.rollout).sum())),
@@ -128,7 +128,7 @@ def take_trusted(
     while True:
         progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
         prepared = prepare(graded)
-        by_source, wrong = judge(runtime, state.params, graded.rollout, *prepared)
+        by_source, wrong = judging.judge(runtime, state.params, graded.rollout, *prepared)
         again = rollouts.take_again(runtime, state, wrong, clock) if wrong else None
         if again is None:
             return graded, prepared, by_source
@@ -152,7 +152,7 @@ def update_policy(
         epochs=experiment.schedule.epochs,
         rate=learning_rate(experiment.optimizer),
         calibration=experiment.calibration,
-        measure=steps.measure if is_measured(runtime, count_rollouts(runtime, state)) else measure_nothing,
+        measure=steps.measure if diagnostics_due(runtime, count_rollouts(runtime, state)) else measure_nothing,
     )
 
 
@@ -173,7 +173,7 @@ def prepare_minibatches(runtime: Runtime, state: TrainState, opened: Sequence[Op
     demands it, they are the sampler's; with "interpolated" each update replaces these by its own. `Steps.scored` are
     the minibatches that need a pass of their own.
     """
-    experiment, schedule, which = runtime.experiment, runtime.experiment.schedule, runtime.steps.scored
+    experiment, schedule, scored = runtime.experiment, runtime.experiment.schedule, runtime.steps.scored
     batches, layouts = minibatches.split_minibatches(
         with_versions(runtime, graded),
         schedule.minibatches,
@@ -186,8 +186,8 @@ def prepare_minibatches(runtime: Runtime, state: TrainState, opened: Sequence[Op
     if Passes(experiment).old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
-        which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
-    batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, batches, which)
+        scored = range(len(batches))  # a run's first step measures the noise floor, to warn of it
+    batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, batches, scored)
     jax.block_until_ready(batches)
     for term in opened:
         batches = term.fill(GradedStep(runtime, state, graded, layouts), batches)
@@ -271,7 +271,7 @@ def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelCon
     }
 
 
-def is_measured(runtime: Runtime, trained: int) -> bool:
+def diagnostics_due(runtime: Runtime, trained: int) -> bool:
     """Return whether diagnostics are due in the step after this number of rollouts."""
     diagnostics, last = runtime.experiment.diagnostics, runtime.experiment.schedule.steps
     return diagnostics is not None and progress.is_due(trained + 1, diagnostics.every, last)
