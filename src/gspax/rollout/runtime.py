@@ -38,6 +38,11 @@ class Runtime:
     interaction: Interaction | AgentInteraction | None = None  # with an environment
 
     @property
+    def passes(self) -> Passes:
+        """Return the forward passes of a step."""
+        return Passes(self.experiment)
+
+    @property
     def mesh(self) -> jax.sharding.Mesh:
         """Return the learner's mesh."""
         return self.policy.mesh
@@ -52,14 +57,15 @@ def make_runtime(experiment: Experiment) -> Runtime:
     """Make the runtime of an experiment. UserError if the experiment does not fit the devices."""
     check_on(jax.devices(), experiment)
     mesh, sampler_mesh = make_meshes(experiment)
-    require_memory("model", resident_bytes(Passes(experiment), dict(mesh.shape)))
+    passes = Passes(experiment)
+    require_memory("model", resident_bytes(passes, dict(mesh.shape)))
     optimizer = make_optimizer(experiment.optimizer, experiment.trained.dtype)
-    policy = TrainedPolicy(experiment.model, mesh, optimizer, experiment.lora, Passes(experiment).terms)
+    policy = TrainedPolicy(experiment.model, mesh, optimizer, experiment.lora, passes.terms)
     steps = make_steps(experiment, optimizer, mesh)
     model, weights_dtype = experiment.model, experiment.sampling.weights_dtype
     sampler: RolloutSampler = InProcess(make_sampler(model, sampler_mesh, mesh, weights_dtype))
     if (settings := experiment.engine) is not None:
-        keep, lengths = Passes(experiment).samples_experts, (experiment.sampling, experiment.evaluation)
+        keep, lengths = passes.samples_experts, (experiment.sampling, experiment.evaluation)
         sampler = connect(settings, model, *lengths, keep_experts=keep, mesh=mesh)
     rewards = reward_calls(experiment.reward, experiment.grading)
     interaction: Interaction | AgentInteraction | None = None

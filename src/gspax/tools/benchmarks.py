@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from gspax.learner.state import abstract_kept, abstract_policy, add_adapters, init_state, start_kept
 from gspax.model.low_rank import partition
-from gspax.model.passes import Passes
 from gspax.model.sizes import forward_flops
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
@@ -140,7 +139,7 @@ def measure_steps(runtime: Runtime, trace: Path | None, number: int) -> Measured
         if experiment.lora is not None:
             state = add_adapters(state, runtime.policy, experiment.lora)
         opened = open_terms(runtime)
-        if Passes(experiment).first_policy:
+        if runtime.passes.first_policy:
             opened = (FirstPolicy(jax.tree.map(jnp.copy, partition(state.params)[0])), *opened)
         if (kept := abstract_kept(runtime.policy, abstract_policy(runtime.policy))) is not None:
             state = start_kept(state, kept)

@@ -21,7 +21,6 @@ import numpy as np
 from gspax.config import sampling_mask_size
 from gspax.data.problem import Problem
 from gspax.learner.metrics import Clock
-from gspax.model.passes import Passes
 from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
@@ -230,7 +229,7 @@ def sample_options(runtime: Runtime) -> SampleOptions:
     experiment, mesh = runtime.experiment, runtime.sampler.mesh
     options = replace(
         make_options(experiment.model, experiment.tokenizer, experiment.sampling, mesh),
-        keep_experts=Passes(experiment).samples_experts,
+        keep_experts=runtime.passes.samples_experts,
         mask_size=sampling_mask_size(experiment.sampling, experiment.model.vocab_size),
     )
     if experiment.partial is None:

@@ -24,7 +24,6 @@ from gspax.learner.state import (
     with_new_moments,
 )
 from gspax.learner.updates import first_adapted
-from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.problems import Skipped
@@ -110,7 +109,7 @@ def train_from_newest(training: Training, rollouts: Rollouts) -> None:
     ):
         if done == 0 or is_due(schedule.eval_every):
             evaluate()
-        if Passes(experiment).first_policy:
+        if runtime.passes.first_policy:
             terms = (FirstPolicy(load_first(run, state, runtime.policy)), *terms)
         while done < schedule.steps:
             with log.keep_failures(done + 1):
@@ -142,7 +141,7 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
         state = first_state(run, policy, jax.random.key(experiment.seed))
     else:
         state = with_new_moments(warm_start(experiment, run, runtime.mesh, skipped), policy)
-    if Passes(experiment).first_policy:
+    if runtime.passes.first_policy:
         save_first(run, state, policy)
     if (kept := abstract_kept(policy, abstract_policy(policy))) is not None:
         state = start_kept(state, kept)

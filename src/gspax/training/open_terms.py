@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from gspax.config import Term
 from gspax.config.functions import import_class
 from gspax.errors import UserError
-from gspax.model.passes import Passes
 from gspax.rollout.runtime import Runtime
 from gspax.training.opened import Opened
 from gspax.training.sampling_policy import SamplingPolicy
@@ -16,9 +15,8 @@ from gspax.types import JsonObject, Params, TrainState
 
 def open_terms(runtime: Runtime) -> tuple[Opened, ...]:
     """Open the terms of a run. UserError if one cannot be."""
-    passes = Passes(runtime.experiment)
-    own = tuple(_open(term, runtime) for term in passes.terms if term.opens)
-    return (*own, SamplingPolicy(runtime)) if passes.sampling_policy else own
+    own = tuple(_open(term, runtime) for term in runtime.passes.terms if term.opens)
+    return (*own, SamplingPolicy(runtime)) if runtime.passes.sampling_policy else own
 
 
 def open_same_terms(runtime: Runtime, recorded: JsonObject, done: int) -> tuple[tuple[Opened, ...], dict[str, str]]:

@@ -21,7 +21,6 @@ from gspax.learner.state import (
     restore_state,
     save_start,
 )
-from gspax.model.passes import Passes
 from gspax.rollout.runtime import Runtime
 from gspax.run.checkpoints import Checkpoints, read_extra, save
 from gspax.run.directory import NOWHERE, RunDir
@@ -51,7 +50,7 @@ def replay(
       UserError: the rollouts or the state before them are not recorded, or do not fit the experiment.
       DivergedError: updates went wrong.
     """
-    require_replayable(source, Passes(runtime.experiment), steps)
+    require_replayable(source, runtime.passes, steps)
     schedule = replace(runtime.experiment.schedule, steps=steps[-1], record_rollouts=False)
     runtime = replace(runtime, experiment=replace(runtime.experiment, schedule=schedule))
     with open_training(runtime, origin, workdir, report_to) as training:
@@ -72,6 +71,6 @@ def start_from(source: RunDir, step: int, training: Training) -> None:
         extra = read_extra(checkpoints, step)
     if policy.lora is not None:
         save_start(run, load_start(source, abstract_params(policy.model, mesh), mesh), mesh)
-    if Passes(experiment).first_policy:
+    if runtime.passes.first_policy:
         save_start(run, load_first(source, state, policy), mesh, policy.first_step)
     save(training.checkpoints, step, drop_frozen(state), {**extra, "experiment": describe(experiment)}, is_last=True)

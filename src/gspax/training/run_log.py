@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from gspax.evaluation.benchmark import count_heldout
 from gspax.evaluation.checkpoint import evaluate
 from gspax.learner.updates import first_warnings
-from gspax.model.passes import Passes
 from gspax.parallel import multihost, timeline
 from gspax.rollout.completion import to_json
 from gspax.rollout.grading import FailedRewardsError
@@ -45,7 +44,7 @@ class RunLog:
         if done == self.start + 1:
             self.bar.print(f"first step done; {self.training.compiled}")
         if done == 1:
-            for sentence in first_warnings(Passes(self.training.runtime.experiment), result.metrics):
+            for sentence in first_warnings(self.training.runtime.passes, result.metrics):
                 multihost.warn_from_primary(sentence)
 
     def write_evaluation(self, done: int, state: TrainState) -> None:

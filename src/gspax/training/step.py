@@ -33,7 +33,6 @@ from gspax.learner.objective import Scores
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates
 from gspax.learner.updates import Updated, bind_heads, run_updates
-from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Samples
@@ -159,7 +158,7 @@ def update_policy(
 def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
     """Add the version of the weights that sampled each token, if old log-probs are interpolated by it."""
     rollout = graded.rollout
-    if Passes(runtime.experiment).old_logp != "update":
+    if runtime.passes.old_logp != "update":
         return replace(rollout, version_BT=None)
     if rollout.version_BT is not None:
         return rollout
@@ -183,7 +182,7 @@ def prepare_minibatches(runtime: Runtime, state: TrainState, opened: Sequence[Op
         sharing=experiment.sampling.group if schedule.share_prompts else 0,
         deep_prefixes=all(layer.mixer.deep_prefixes for layer in layers_of(experiment.model)),
     )
-    if Passes(experiment).old_logp != "pass":
+    if runtime.passes.old_logp != "pass":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         scored = range(len(batches))  # a run's first step measures the noise floor, to warn of it
@@ -208,7 +207,7 @@ def assign_advantages(
       function that gives them; the completions with theirs; and the metrics of the terms that were added.
     """
     experiment, rollout, turns = runtime.experiment, graded.rollout, None
-    penalties = minibatches.sum_penalties(Passes(experiment).terms, batches, layouts)
+    penalties = minibatches.sum_penalties(runtime.passes.terms, batches, layouts)
     added_B, metrics = shape_rewards(rollout, penalties, length_reward=experiment.length_reward)
     finished_B = rollout.finished_B if experiment.filter_overlong else None
     compared = Compared(graded.completions, experiment.sampling.group, added_B, finished_B)
