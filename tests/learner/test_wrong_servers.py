@@ -99,7 +99,7 @@ def prepare(source_N, schedule, old_logp="learner"):
     runtime, rollout = make_runtime(variant), sampled(source_N)
     state = init_state(variant.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
     state = replace(state, step=state.step + 1)  # a run's first step computes all minibatches
-    prepared = prepare_minibatches(runtime, state, (), SimpleNamespace(rollout=rollout, policy=0))
+    prepared = prepare_minibatches(runtime, state, (), SimpleNamespace(rollout=rollout, version=0))
     everything = score_minibatches(runtime.steps.score, state.params, prepared.batches, range(len(prepared.batches)))
     return runtime, state, rollout, prepared, everything[1]
 

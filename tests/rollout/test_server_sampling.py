@@ -70,7 +70,7 @@ def test_a_rollout_is_what_the_server_answered(fake):
     state = fresh(runtime)
     batch = receive(runtime, start_rollout(runtime, runtime.sampler.push(state.params, 3), state, 0, InFlight()))
     rollout = jax.device_get(batch.sampled)
-    assert batch.policy == 3
+    assert batch.version == 3
     for row in range(32):
         start, count = rollout.prompt_length_B[row], rollout.length_B[row]
         tokens = rollout.tokens_BT[row, : start + count]

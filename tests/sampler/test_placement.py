@@ -119,7 +119,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
             assert texts_now(first[0]) != by_first, "the update should change the samples"
             by_second = texts_now(second[0])
         state, metrics, samples, *_ = run_step(no_checkpoints(runtime), state, flight)
-        assert [pending.policy for pending in flight.batches] == [done]
+        assert [pending.version for pending in flight.batches] == [done]
         if done == 1:
             assert [each.texts.completion for each in samples.completions] == by_first
             assert texts(runtime, flight.batches[0]) == by_second

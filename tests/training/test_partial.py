@@ -203,7 +203,7 @@ def test_parameters_are_renewed_between_chunks_and_tokens_have_the_version_that_
                 np.testing.assert_array_equal(tokens[:start], want[:start])
                 np.testing.assert_allclose(logp[:start], want_logp[:start], atol=3e-5)
                 changed += start < len(tokens) and tokens.tolist() != want.tolist()
-        found = staleness_metrics(batch.rollout, done, batch.policy)
+        found = staleness_metrics(batch.rollout, done, batch.version)
         assert found == {"rollout/staleness": pytest.approx(np.mean(ages)), "rollout/staleness_max": max(ages)}
     assert changed, "newer parameters sample other tokens"
     assert max(ages) > 0
@@ -260,7 +260,7 @@ def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
 
 def pool_of(problems, policies):
     pool = new_pool(len(problems), 2, 0, held=None)
-    return replace(pool, problem_R=np.array(problems), policy_R=np.array(policies))
+    return replace(pool, problem_R=np.array(problems), version_R=np.array(policies))
 
 
 @pytest.mark.parametrize(

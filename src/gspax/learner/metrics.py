@@ -59,25 +59,25 @@ def response_metrics(length_B: np.ndarray, finished_B: Array | np.ndarray) -> di
     }
 
 
-def staleness_metrics(rollout: Rollout, trained: int, policy: int) -> dict[str, float]:
+def staleness_metrics(rollout: Rollout, trained: int, version: int) -> dict[str, float]:
     """Compute the policy lag in rollouts of the response tokens: its mean and maximum.
 
     Args:
       rollout: its `version_BT`, if it has one, counts the rollouts that each token's weights had been trained on.
       trained: rollouts that the learner has been trained on.
-      policy: the version of all tokens of a rollout without `version_BT`.
+      version: that of all tokens of a rollout without `version_BT`.
     """
     if rollout.version_BT is None:
-        mean = largest = trained - policy
+        mean = largest = trained - version
     else:
         mean, largest = multihost.to_host(_mean_and_max(trained - rollout.version_BT, rollout.mask_BT))
     return {"rollout/staleness": float(mean), "rollout/staleness_max": float(largest)}
 
 
-def ages(rollout: Rollout, trained: int, policy: int) -> np.ndarray:
+def ages(rollout: Rollout, trained: int, version: int) -> np.ndarray:
     """Compute the mean staleness of each response's tokens, float64 [B]; the arguments of `staleness_metrics`."""
     if rollout.version_BT is None:
-        return np.full(len(np.asarray(rollout.length_B)), trained - policy, np.float64)
+        return np.full(len(np.asarray(rollout.length_B)), trained - version, np.float64)
     age_B = _age_by_row(trained - rollout.version_BT, rollout.mask_BT)
     return np.asarray(multihost.to_host(age_B), np.float64)
 

@@ -28,8 +28,8 @@ from gspax.types import Array, Rollout
 class GradedBatch:
     """A rollout with its rewards, ready for training."""
 
-    policy: int  # number of rollouts that the sampling policy was trained on
-    prompts: int  # taken from the data: more than P if groups were replaced or problems skipped
+    version: int  # of the weights that sampled it: the number of rollouts that they were trained on
+    taken: int  # problems of the data: more than P if groups were replaced or problems skipped
     rollout: Rollout  # on the learner's mesh
     completions: Sequence[Completion]
     problems: Sequence[Problem | None]  # of the groups; None where this process has no row of it
@@ -61,12 +61,12 @@ def refill(
         constant_P = find(batch.completions)
         if not constant_P.any():
             break
-        fresh = sample(batch.prompts)
+        fresh = sample(batch.taken)
         source_P = plan_refill(constant_P, find(fresh.completions))
         sources = zip(batch.completions, _by_row(source_P, len(batch.completions)), strict=True)
         batch = replace(
             batch,
-            prompts=batch.prompts + fresh.prompts,
+            taken=batch.taken + fresh.taken,
             skipped=batch.skipped + fresh.skipped,
             rollout=replace_groups(batch.rollout, fresh.rollout, source_P, mesh),
             problems=[old if s < 0 else fresh.problems[s] for old, s in zip(batch.problems, source_P, strict=True)],
@@ -76,7 +76,7 @@ def refill(
         rewards += [completion.reward for completion in fresh.completions]
         replaced += int((source_P >= 0).sum())
     metrics = {
-        "sampling/prompts": float(batch.prompts),
+        "sampling/prompts": float(batch.taken),
         "sampling/groups_replaced": float(replaced),
         "reward/mean_sampled": float(np.mean(rewards)),
     }

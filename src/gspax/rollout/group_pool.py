@@ -31,7 +31,7 @@ class Pool:
     """The groups that are being sampled, and the finished groups that wait for a rollout."""
 
     problem_R: np.ndarray  # int64    index of each slot's problem, or FREE
-    policy_R: np.ndarray  # int64    version of the parameters that sampled the group's first tokens
+    version_R: np.ndarray  # int64    version of the parameters that sampled the group's first tokens
     next_problem: int  # the first one that has not been in the pool
     rows: RowsOnHost
     held: Held  # changes in place
@@ -45,7 +45,7 @@ def new_pool(places: int, group: int, first: int, held: Held) -> Pool:
     """Make an empty pool, whose first problem will be `first`."""
     return Pool(
         problem_R=np.full(places, FREE, np.int64),
-        policy_R=np.zeros(places, np.int64),
+        version_R=np.zeros(places, np.int64),
         next_problem=first,
         rows=RowsOnHost({}, group, np.ones(places * group, bool)),
         held=held,
@@ -74,7 +74,7 @@ def admit(pool: Pool, ids: Mapping[int, int], ready: Mapping[int, Ready], weight
     return replace(
         pool,
         problem_R=problem_R,
-        policy_R=np.where(fresh_R, weights.version, pool.policy_R),
+        version_R=np.where(fresh_R, weights.version, pool.version_R),
         next_problem=max(ids.values()) + 1,
         rows=replace(rows, ready={**others, **ready}, ended_B=rows.ended_B & ~fresh_B),
     )
@@ -94,7 +94,7 @@ def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> 
       oldest: a group with first tokens of this version or an older one cannot wait for another rollout.
     """
     held_R = pool.problem_R != FREE
-    if ended_R.sum() < groups or (held_R & (pool.policy_R <= oldest) & ~ended_R).any():
+    if ended_R.sum() < groups or (held_R & (pool.version_R <= oldest) & ~ended_R).any():
         return None
     by_problem = np.argsort(pool.problem_R, kind="stable")
     return by_problem[ended_R[by_problem]][:groups]

@@ -44,8 +44,8 @@ from gspax.types import Array, JsonObject, Rollout, Stream, TrainState
 class SampledBatch:
     """A rollout that the sampler works on or has finished, with its problems and their rewards to come."""
 
-    policy: int  # number of rollouts that the inference weights were trained on
-    taken: int  # problems, including skipped ones
+    version: int  # of the weights: the number of rollouts that they were trained on
+    taken: int  # problems of the data, including skipped ones
     problems: list[Problem | None]  # None where this process has no row of it
     sampled: Rollout | None  # on the sampler's mesh, where each process has the rows of its own problems
     started: Started  # rewards
@@ -122,7 +122,7 @@ def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
     check_batch(completions, runtime.rewards)
     skipped = batch.taken - len(batch.problems)
     return GradedBatch(
-        batch.policy, batch.taken, batch.rollout, completions, batch.problems, skipped, metrics=batch.metrics
+        batch.version, batch.taken, batch.rollout, completions, batch.problems, skipped, metrics=batch.metrics
     )
 
 
@@ -205,7 +205,7 @@ def start_rollout(
         on_ended=rewarder(runtime, ready, started) if runtime.interaction is None else None,
     )
     batch = SampledBatch(
-        policy=weights.version,
+        version=weights.version,
         taken=taken,
         problems=list_problems(ready, places),
         sampled=None,
@@ -356,7 +356,7 @@ def take_batch(
     problems = list_problems(pool.rows.ready, places.tolist())
     pool, sampled, started = take(pool, places)
     batch = SampledBatch(
-        policy=int(pool.policy_R[places].min()),
+        version=int(pool.version_R[places].min()),
         taken=pool.next_problem - pool.count() - int(multihost.to_host(state.position)),
         problems=problems,
         sampled=sampled if runtime.interaction is None else set_finished(sampled, started),

@@ -96,8 +96,8 @@ def write_rollout(run: RunDir, step: int, graded: GradedBatch) -> None:
     """Record what a step trains on. Collective; OSError if it cannot be written."""
     arrays = multihost.to_host({name: x for name, x in vars(graded.rollout).items() if x is not None})
     about = {
-        "policy": graded.policy,
-        "prompts": graded.prompts,
+        "policy": graded.version,
+        "prompts": graded.taken,
         "skipped": graded.skipped,
         "metrics": graded.metrics,
         "completions": [asdict(each) for each in gather_texts(graded.completions)],
@@ -125,6 +125,7 @@ def read_rollout(run: RunDir, step: int, group: int, *, mesh: jax.sharding.Mesh)
         arrays = read_arrays(path)
         try:
             about = json.loads(arrays.pop(ABOUT).tobytes())
+            about["version"], about["taken"] = about.pop("policy"), about.pop("prompts")
             about["completions"] = [_completion(each) for each in about["completions"]]
             about["replaced"] = [_completion(each) for each in about["replaced"]]
             if not {each.name for each in fields(Rollout)}.issuperset(arrays):

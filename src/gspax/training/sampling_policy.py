@@ -39,7 +39,7 @@ class SamplingPolicy(Opened):
 
     def fill(self, step: GradedStep, batches: list[Batch]) -> list[Batch]:
         """Fill the minibatches with the hidden states of the policy that sampled, and copy its head. Collective."""
-        params = self._params(step.state, count_rollouts(step.runtime, step.state), step.graded.policy)
+        params = self._params(step.state, count_rollouts(step.runtime, step.state), step.graded.version)
         # Updates donate the state's own arrays.
         self.head = (jax.tree.map(jnp.copy, head_params(params)),)
         filled = []

@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
     """The minibatches of a rollout before its updates."""
 
     batches: list[Batch]
-    scores: dict[int, Scores]  # of passes of their own, by the minibatch
+    scores: dict[int, Scores]  # by the number of each minibatch that the pass has read
     layouts: list[Layout]
 
 
@@ -81,7 +81,7 @@ def run_step(runtime: Runtime, state: TrainState, rollouts: Rollouts, opened: Se
       rollouts: what gives the rollout; updated to what comes after this step.
       opened: from `open_terms`, and the `FirstPolicy` if a term reads it.
     """
-    experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
+    experiment, clock, done = runtime.experiment, Clock(), count_rollouts(runtime, state)
     prepare = partial(prepare_minibatches, runtime, state, opened)
     graded, (batches, scores, layouts), by_source = take_trusted(runtime, state, rollouts, prepare, clock)
     interrupt.stop_point()  # the last one before the state is donated
@@ -91,15 +91,15 @@ def run_step(runtime: Runtime, state: TrainState, rollouts: Rollouts, opened: Se
     batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, scores, layouts)
     batches = select_tokens(runtime, state, batches, scores)
     updated = update_policy(runtime, state, opened, batches, scores)
-    state = after_step(opened, updated.state, trained + 1)
-    state = replace(state, position=state.position + graded.prompts)
+    state = after_step(opened, updated.state, done + 1)
+    state = replace(state, position=state.position + graded.taken)
     jax.block_until_ready(state)
     rollouts.after_updates(runtime, graded)  # not before: a step may be begun again
     clock.lap("train")
 
     metrics = {
         **rollout_metrics(graded, experiment.sampling.group, experiment.model.vocab_size),
-        **age_metrics(runtime, graded, trained),
+        **age_metrics(runtime, graded, done),
         **shaping_metrics,
         **by_source,
         **judging.measure(runtime, graded.rollout, scores, updated.scored, layouts),
@@ -162,7 +162,7 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
         return replace(rollout, version_BT=None)
     if rollout.version_BT is not None:
         return rollout
-    return replace(rollout, version_BT=jnp.full_like(rollout.tokens_BT, graded.policy))
+    return replace(rollout, version_BT=jnp.full_like(rollout.tokens_BT, graded.version))
 
 
 def prepare_minibatches(runtime: Runtime, state: TrainState, opened: Sequence[Opened], graded: GradedBatch) -> Prepared:
@@ -215,12 +215,12 @@ def assign_advantages(
     advantage = experiment.advantage
     if norm_BT is None:
         value_B, more = compute_advantages(advantage, compared)
-        trained = value_B
+        assigned = value_B
     else:
-        trained, value_B, more = compute_token_advantages(advantage, compared, rollout, norm_BT)
+        assigned, value_B, more = compute_token_advantages(advantage, compared, rollout, norm_BT)
     if experiment.turns.credit == "turn":
-        trained, turns = credit_turns(advantage, compared, rollout, discount=experiment.turns.discount)
-    batches = minibatches.set_advantages(batches, layouts, trained, runtime.mesh)
+        assigned, turns = credit_turns(advantage, compared, rollout, discount=experiment.turns.discount)
+    batches = minibatches.set_advantages(batches, layouts, assigned, runtime.mesh)
     return batches, Samples(graded.completions, value_B, turns), metrics | more
 
 
@@ -248,12 +248,12 @@ def rollout_metrics(graded: GradedBatch, group: int, vocab_size: int) -> dict[st
     }
 
 
-def age_metrics(runtime: Runtime, graded: GradedBatch, trained: int) -> dict[str, float]:
+def age_metrics(runtime: Runtime, graded: GradedBatch, done: int) -> dict[str, float]:
     """Compute the staleness of a rollout, where it may be of older weights, and what its lost samples are like."""
     without_overlong, of_ages, age_B = runtime.experiment.filter_overlong, dict[str, float](), np.zeros(0)
     if runtime.experiment.separate_sampler is not None:
-        of_ages = staleness_metrics(graded.rollout, trained, graded.policy)
-        age_B = ages(graded.rollout, trained, graded.policy)
+        of_ages = staleness_metrics(graded.rollout, done, graded.version)
+        age_B = ages(graded.rollout, done, graded.version)
     lost = lost_metrics(graded.completions, graded.replaced, age_B=age_B.tolist(), without_overlong=without_overlong)
     return of_ages | lost
 
@@ -270,7 +270,7 @@ def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelCon
     }
 
 
-def diagnostics_due(runtime: Runtime, trained: int) -> bool:
+def diagnostics_due(runtime: Runtime, done: int) -> bool:
     """Return whether diagnostics are due in the step after this number of rollouts."""
     diagnostics, last = runtime.experiment.diagnostics, runtime.experiment.schedule.steps
-    return diagnostics is not None and progress.is_due(trained + 1, diagnostics.every, last)
+    return diagnostics is not None and progress.is_due(done + 1, diagnostics.every, last)
