@@ -12,7 +12,8 @@ from small_experiment import experiment
 from gspax.config import Mesh, Placement
 from gspax.data import Problem
 from gspax.experiment import validate
-from gspax.rollout.dynamic_sampling import GradedBatch, find_constant_groups, plan_refill, refill, replace_groups
+from gspax.rollout.completion import GradedBatch
+from gspax.rollout.dynamic_sampling import find_constant_groups, plan_refill, refill, replace_groups
 
 G = experiment.sampling.group
 MESH = make_mesh(Mesh(), jax.devices()[:8])

@@ -1,4 +1,4 @@
-"""Defines a completion with its rewards: built once (`grading.reward_completions`) and never modified.
+"""Defines what is graded: a completion with its rewards, and a rollout of them, each built once and never modified.
 
 Advantages are not part of a completion: they are arrays with one value per completion.
 """
@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gspax.config.protocols import Problem
 from gspax.parallel import multihost
+from gspax.types import Rollout
 
 
 class Texts(NamedTuple):
@@ -49,6 +51,20 @@ class Completion:
     def reward(self) -> float:
         """The sum of the rewards."""
         return sum(self.rewards)
+
+
+@dataclass(frozen=True)
+class GradedBatch:
+    """A rollout with its rewards, ready for training."""
+
+    version: int  # of the weights that sampled it: the number of rollouts that they were trained on
+    taken: int  # problems of the data: more than P if groups were replaced or problems skipped
+    rollout: Rollout  # on the learner's mesh
+    completions: Sequence[Completion]
+    problems: Sequence[Problem | None]  # of the groups; None where this process has no row of it
+    skipped: int = 0  # of these problems
+    metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
+    replaced: Sequence[Completion] = ()  # that were sampled too, and are not trained on
 
 
 class Samples(NamedTuple):

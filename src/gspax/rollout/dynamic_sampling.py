@@ -10,7 +10,7 @@ Axes: P prompts, G samples, B = P·G completions, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,24 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Sampling
-from gspax.config.protocols import Problem
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.completion import Completion
+from gspax.rollout.completion import Completion, GradedBatch
 from gspax.types import Array, Rollout
-
-
-@dataclass(frozen=True)
-class GradedBatch:
-    """A rollout with its rewards, ready for training."""
-
-    version: int  # of the weights that sampled it: the number of rollouts that they were trained on
-    taken: int  # problems of the data: more than P if groups were replaced or problems skipped
-    rollout: Rollout  # on the learner's mesh
-    completions: Sequence[Completion]
-    problems: Sequence[Problem | None]  # of the groups; None where this process has no row of it
-    skipped: int = 0  # of these problems
-    metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
-    replaced: Sequence[Completion] = ()  # that were sampled too, and are not trained on
 
 
 def refill(

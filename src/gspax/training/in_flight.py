@@ -25,8 +25,9 @@ from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
+from gspax.rollout.completion import GradedBatch
 from gspax.rollout.contract import Request, Weights
-from gspax.rollout.dynamic_sampling import GradedBatch, refill
+from gspax.rollout.dynamic_sampling import refill
 from gspax.rollout.earlier import EarlierTexts
 from gspax.rollout.episodes import Ready, answer, set_finished
 from gspax.rollout.grading import Started, check_batch, reward_completions, start_rewards

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gspax.learner.minibatches import Layout
-from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.completion import GradedBatch
 from gspax.rollout.runtime import Runtime
 from gspax.types import Batch, Params, TrainState
 

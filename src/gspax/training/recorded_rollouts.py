@@ -22,8 +22,7 @@ from gspax.learner.metrics import Clock
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.completion import Completion, GradedTurns, Texts, gather_texts
-from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.completion import Completion, GradedBatch, GradedTurns, Texts, gather_texts
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run.arrays import read_arrays, write_arrays

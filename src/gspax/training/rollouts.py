@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from gspax.learner.metrics import Clock
-from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.completion import GradedBatch
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
 from gspax.types import JsonObject, TrainState

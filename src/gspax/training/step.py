@@ -35,8 +35,7 @@ from gspax.learner.state import applied_updates, count_updates
 from gspax.learner.updates import Updated, bind_heads, run_updates
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
-from gspax.rollout.completion import Samples
-from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.completion import GradedBatch, Samples
 from gspax.rollout.grading import (
     Compared,
     compute_advantages,

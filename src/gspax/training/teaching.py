@@ -28,8 +28,7 @@ from gspax.learner.teacher import fill_teacher, load_teachers, make_passes
 from gspax.model.terms.teacher import TeacherTerm, earlier_parameters
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
-from gspax.rollout.completion import Completion
-from gspax.rollout.dynamic_sampling import GradedBatch
+from gspax.rollout.completion import Completion, GradedBatch
 from gspax.rollout.runtime import Runtime
 from gspax.training.opened import GradedStep, Opened
 from gspax.types import Batch, Params, TrainState
