@@ -105,7 +105,7 @@ def train(changes, rollouts=2, seed=0):
     keep, shift, measure = passes.keeps_experts, passes.keeps_router_logp, passes.measure
     select = make_select(passes, MESH) if passes.selections else None
     scored = score(variant.model, keep, shift, measure)
-    steps = Steps(update, scored, route(variant.model), None, passes.scored, select=select)
+    steps = Steps(None, update, scored, route(variant.model), None, passes.scored, select=select)
     rewards = reward_calls(variant.reward, variant.grading)
     sampler = InProcess(make_sampler(variant.model, MESH, MESH))
     runtime = Runtime(variant, TrainedPolicy(variant.model, MESH, OPTIMIZER), steps, sampler, rewards)

@@ -208,7 +208,7 @@ def test_only_the_last_update_of_a_rollout_batch_diagnostics_due(epochs, batches
     state = new_state({"w": jnp.zeros(1)}, SGD, jax.random.key(0))
     rollout = [replace(batch(), old_logp_BT=None)] + [batch()] * (batches - 1)
     scores = dict.fromkeys(range(1, batches), train_step.Scores(jnp.zeros((B, T)), jnp.zeros((B, T))))
-    run = functools.partial(run_updates, Steps(update, None, None, None, range(0)), state, rollout, scores)
+    run = functools.partial(run_updates, Steps(None, update, None, None, None, range(0)), state, rollout, scores)
     found = run(epochs=epochs, rate=optax.constant_schedule(1.0), measure=measure)
     last = epochs * batches - 1
     assert seen == [(last, last == 0)] and found.readings.gradient == {"gradient/cosine": last}

@@ -37,7 +37,7 @@ def run(skipped=(0, 0, 0), empty=(0, 0, 0), batches=(BATCH,) * 3, scores=SCORED,
         opt_state=optax.ScaleByScheduleState(jnp.int32(5)),
         adapted=Adapted(jnp.float32(1), jnp.float32(1), jnp.float32(0)),
     )
-    steps = Steps(update, None, None, None, range(3))
+    steps = Steps(None, update, None, None, None, range(3))
     return run_updates(steps, state, batches, scores, epochs=1, rate=float, **options)
 
 

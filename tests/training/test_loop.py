@@ -785,7 +785,7 @@ def test_a_step_of_the_loop(monkeypatch):
     monkeypatch.setattr(in_process, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
-    steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
+    steps = Steps(None, update, score, route, None, make_steps(small, None, mesh).scored)
     policy, rewards = TrainedPolicy(small.model, mesh), reward_calls(small.reward, small.grading)
     runtime = Runtime(small, policy, steps, in_process.InProcess(sampler), rewards)
     key = jax.random.key(5)
@@ -878,7 +878,7 @@ def test_without_scoring_the_first_update_measures_the_policy():
         return state, {"empty": 0.0, "skipped": 1.0}, own
 
     state = TrainState(step=jnp.int32(0), position=None, key=None, params=None, opt_state=(), adapted=None)
-    steps = Steps(update, None, None, None, range(0))
+    steps = Steps(None, update, None, None, None, range(0))
     updated = updates.run_updates(steps, state, filled, scores, epochs=1, rate=float)
     assert given == [(batch, False) for batch in filled], "its ratios stay those to the sampler"
     assert [(batch is filled[0], scores is own) for batch, scores in updated.scored] == [(True, True)]

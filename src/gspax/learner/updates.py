@@ -48,8 +48,9 @@ RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
 
 
 class Steps(NamedTuple):
-    """The compiled functions of the learner."""
+    """The compiled functions of the learner, and the settings that they share."""
 
+    settings: StepSettings
     update: Update
     score: Score
     route: Route | None  # None for a dense model
@@ -57,7 +58,6 @@ class Steps(NamedTuple):
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
     measure: Measure = measure_nothing  # with `Experiment.diagnostics`
     select: Select | None = None  # with `Term.selections`
-    settings: StepSettings | None = None  # that they share
 
 
 def bind_heads(steps: Steps, heads: tuple[Params, ...]) -> Steps:
@@ -103,6 +103,7 @@ def make_steps(
     if (diagnostics := experiment.diagnostics) is not None:
         measure = make_measure(settings, objective, experiment.loss, diagnostics)
     return Steps(
+        settings,
         make_update(settings, objective, optimizer, experiment.guard, experiment.regularizers),
         make_score(
             settings,
@@ -115,7 +116,6 @@ def make_steps(
         passes.scored,
         measure,
         make_select(passes, mesh) if passes.selections else None,
-        settings,
     )
 
 

@@ -25,7 +25,6 @@ class SamplingPolicy(Opened):
     def __init__(self, runtime: Runtime) -> None:
         """Keep nothing yet: a run starts with no rollout in flight."""
         experiment, shared = runtime.experiment, runtime.steps.settings
-        assert shared is not None
         self.read = make_hidden(experiment.model, shared, scope="sampling_policy")
         self.staleness = experiment.staleness
         self.trained: dict[int, Params] = {}  # parameters by the number of rollouts that they were trained on

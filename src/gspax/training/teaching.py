@@ -40,7 +40,6 @@ class Teaching(Opened):
     def __init__(self, term: TeacherTerm, runtime: Runtime) -> None:
         """Load the teachers. UserError if one cannot be read."""
         experiment, shared = runtime.experiment, runtime.steps.settings
-        assert shared is not None
         self.settings = term.settings
         (self.dtype, *_) = (model.dtype for model in teacher_models(term.settings) or (experiment.model,))
         self.teachers = load_teachers(term.settings, experiment.model, runtime.mesh, experiment.tokenizer)

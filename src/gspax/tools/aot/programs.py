@@ -175,7 +175,6 @@ def _make_readers(
     """
     (state, batch), experiment = arrays, passes.experiment
     model, teacher = experiment.model, experiment.teacher
-    assert steps.settings is not None
     read: list[Array | None] = [batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.prefix_BT]
     found: list[tuple[str, ModelConfig, Teach, Params]] = []
     if passes.sampling_policy:
