@@ -93,7 +93,7 @@ class Scoring(NamedTuple):
     temperature: float
     compare: Compare | None
     chunk: int  # tokens at a time on each device
-    all_of_them: bool  # every token is scored
+    scores_all: bool  # every token is scored
     cap: float = 0.0  # `ModelConfig.logit_cap`
     other_caps: tuple[float, ...] = ()  # those of the other models
 
@@ -220,7 +220,7 @@ def _device_logp(
     order_N = jnp.argsort(~wanted_N, stable=True)
     inverse_N = jnp.argsort(order_N)
     K, count = -(-N // chunk), None
-    if not scoring.all_of_them:
+    if not scoring.scores_all:
         count = -(-wanted_N.sum(dtype=jnp.int32) // chunk)
         count = jax.lax.pmax(count, over) if over else count
 

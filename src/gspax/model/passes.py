@@ -75,7 +75,7 @@ class Passes:
         return RatioFormula(lines, free | {name: name for name in widths}, widths)
 
     @property
-    def staleness(self) -> str:
+    def staleness_setting(self) -> str:
         """The setting by which samples are older than the policy, `placement.staleness=1`; empty without one."""
         sampler = self.experiment.separate_sampler
         if sampler is None or not sampler.staleness:

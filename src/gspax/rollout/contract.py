@@ -52,7 +52,7 @@ class Request:
     on_ended: OnEnded | None = None
 
 
-class Held(Protocol):
+class HeldSamples(Protocol):
     """Holds the samples of `rollout.group_pool`: newer weights continue what older ones began. Collective."""
 
     def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
@@ -102,7 +102,7 @@ class RolloutSampler(Protocol):
           FailureError: no server answers in time, or its answer is not what was asked for.
         """
 
-    def hold(self, key: Array, options: SampleOptions) -> Held:
+    def hold(self, key: Array, options: SampleOptions) -> HeldSamples:
         """Make an empty pool of samples for partial rollouts; `sampling.prompts` are its places."""
 
     def fetch(self, rollout: Rollout) -> Rollout:

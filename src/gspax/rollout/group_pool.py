@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspax.rollout.contract import Held, Weights
+from gspax.rollout.contract import HeldSamples, Weights
 from gspax.rollout.episodes import Ready, RowsOnHost
 from gspax.rollout.grading import Started
 from gspax.types import Rollout
@@ -34,14 +34,14 @@ class Pool:
     version_R: np.ndarray  # int64    version of the parameters that sampled the group's first tokens
     next_problem: int  # the first one that has not been in the pool
     rows: RowsOnHost
-    held: Held  # changes in place
+    held: HeldSamples  # changes in place
 
     def count(self) -> int:
         """Return the number of groups in the pool."""
         return int((self.problem_R != FREE).sum())
 
 
-def new_pool(places: int, group: int, first: int, held: Held) -> Pool:
+def new_pool(places: int, group: int, first: int, held: HeldSamples) -> Pool:
     """Make an empty pool, whose first problem will be `first`."""
     return Pool(
         problem_R=np.full(places, FREE, np.int64),

@@ -20,7 +20,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents
 from gspax.rollout.aside import Aside
-from gspax.rollout.contract import Held, Request, Weights
+from gspax.rollout.contract import HeldSamples, Request, Weights
 from gspax.rollout.episodes import Ready, sample_conversations
 from gspax.rollout.grading import Started
 from gspax.sampler import continuous_batching
@@ -76,7 +76,7 @@ class InProcess:
         timeline.watch(timeline.SAMPLER, "rollout", began, sampled.result()[0])
         return sampled
 
-    def hold(self, key: Array, options: SampleOptions) -> Held:
+    def hold(self, key: Array, options: SampleOptions) -> HeldSamples:
         """Make slots of the sampler."""
         return OnDevices(key, replace(options, sampling=split_groups(options.sampling, options.mesh)))
 

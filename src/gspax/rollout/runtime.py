@@ -62,18 +62,24 @@ def make_runtime(experiment: Experiment) -> Runtime:
     optimizer = make_optimizer(experiment.optimizer, experiment.trained.dtype)
     policy = TrainedPolicy(experiment.model, mesh, optimizer, experiment.lora, passes.terms)
     steps = make_steps(experiment, optimizer, mesh)
-    model, weights_dtype = experiment.model, experiment.sampling.weights_dtype
-    sampler: RolloutSampler = InProcess(make_sampler(model, sampler_mesh, mesh, weights_dtype))
-    if (settings := experiment.engine) is not None:
-        keep, lengths = passes.samples_experts, (experiment.sampling, experiment.evaluation)
-        sampler = connect(settings, model, *lengths, keep_experts=keep, mesh=mesh)
+    sampler: RolloutSampler
+    if experiment.engine is None:
+        sampler = InProcess(make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype))
+    else:
+        sampler = connect(
+            experiment.engine,
+            experiment.model,
+            experiment.sampling,
+            experiment.evaluation,
+            keep_experts=passes.samples_experts,
+            mesh=mesh,
+        )
     rewards = reward_calls(experiment.reward, experiment.grading)
     interaction: Interaction | AgentInteraction | None = None
     if experiment.environment is not None:
         tokenizer, turns, grading = experiment.tokenizer, experiment.turns, experiment.grading
         if isinstance(experiment.environment, Agent):
-            parts = experiment.environment, tokenizer, rewards, turns, grading, experiment.sampling
-            interaction = employ(*parts)
+            interaction = employ(experiment.environment, tokenizer, rewards, turns, grading, experiment.sampling)
         else:
             interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
     return Runtime(experiment, policy, steps, sampler, rewards, interaction)

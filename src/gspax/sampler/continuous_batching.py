@@ -267,16 +267,16 @@ def advance(
     state: State,
     key: Array,
     options: SampleOptions,
-    tokens: Array | int = 2**30,
+    tokens: int = 0,
     version: Array | int = 0,
 ) -> State:
-    """Decode until no slot is active, or `tokens` times; with drafts a pass may give a slot several tokens.
+    """Decode until no slot is active, or `tokens` times unless that is 0; with drafts a pass may give several tokens.
 
     With `Sampling.draft_cost` passes have drafts only while these pay (`_drafts_pay`).
 
     The parameters may be newer than at earlier tokens, whose cached keys and values are not recomputed.
     """
-    last = state.step + tokens
+    last = state.step + (tokens or 2**30)
     decode, decode_tentatively = (
         partial(_decode_pass, params, key=key, options=options, version=version, drafted=drafted)
         for drafted in (False, True)

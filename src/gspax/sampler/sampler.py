@@ -142,7 +142,7 @@ def advance_chunk(
 
     The weights may be newer than in earlier chunks: they continue the unfinished samples with the existing cache.
     """
-    state = continuous_batching.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
+    state = continuous_batching.advance(params, state, key, options, options.sampling.chunk, version)
     return state, describe_progress(state, options)
 
 

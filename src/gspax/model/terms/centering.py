@@ -83,11 +83,11 @@ class CenteringTerm(Term):
                 "over them, got 0"
             )
         yield from stale_problems(FIELD, passes)
-        if passes.staleness and (experiment.partial is not None or sampling.max_refills):
+        if experiment.staleness and (experiment.partial is not None or sampling.max_refills):
             got = (
                 "partial rollouts" if experiment.partial is not None else f"sampling.max_refills={sampling.max_refills}"
             )
-            yield f"{FIELD}: wanted one policy that sampled a whole rollout with {passes.staleness}, got {got}"
+            yield f"{FIELD}: wanted one policy that sampled a whole rollout with {passes.staleness_setting}, got {got}"
 
     @property
     def formula(self) -> Formula:

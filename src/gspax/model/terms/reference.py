@@ -61,7 +61,7 @@ class ReferenceTerm(Term):
             )
         if "old_logp" in taken:
             yield from stale_problems("reference.loss", passes)
-        elif stale := passes.staleness:
+        elif stale := passes.staleness_setting:
             yield (
                 "reference.loss: wanted a KL that takes `old_logp` (gspax.losses.kl.token_kl) and old_logp=sampler "
                 f"with {stale}, to weigh tokens by the ratio to the policy that sampled, got {title_of(settings.loss)}"

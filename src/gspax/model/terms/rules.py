@@ -21,7 +21,7 @@ def stale_problems(field: str, passes: Passes, instead: str = "") -> Iterator[st
     Args:
       instead: another setting that helps.
     """
-    if (stale := passes.staleness) and passes.old_logp != "sampler":
+    if (stale := passes.staleness_setting) and passes.old_logp != "sampler":
         yield (
             f"{field}: wanted old_logp=sampler{instead} with {stale}, because its term is weighted by the ratio to the "
             f"policy that sampled, got old_logp={passes.experiment.old_logp}"

@@ -1,4 +1,4 @@
-"""The conversations of agents in places of the sampler (`contract.Held`): each goes on when its agent asks again.
+"""The conversations of agents in places of the sampler (`contract.HeldSamples`): each goes on when its agent asks.
 
 A conversation whose agent is busy keeps its place, and its cache, while the others are sampled. A request that begins a
 further sequence takes the place of the one before, which is kept on the host. Nothing that is sampled depends on when a

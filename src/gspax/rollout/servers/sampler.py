@@ -30,7 +30,7 @@ from gspax.learner.train_step import make_score
 from gspax.parallel import multihost, timeline, watchdog
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents
-from gspax.rollout.contract import Held, Request, Weights
+from gspax.rollout.contract import HeldSamples, Request, Weights
 from gspax.rollout.episodes import Ready, RowsOnHost, answer, set_finished
 from gspax.rollout.grading import Started
 from gspax.rollout.servers import probe, rows, weights
@@ -108,7 +108,7 @@ class ServerSampler:
             return sample_agents(self, weights, request, request.interaction)
         return self.begin(partial(self._sample, weights, request))
 
-    def hold(self, key: Array, options: SampleOptions) -> Held:
+    def hold(self, key: Array, options: SampleOptions) -> HeldSamples:
         """Hold rows on the host."""
         return OnServers(self, key, options)
 
