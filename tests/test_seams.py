@@ -55,7 +55,7 @@ FEATURES = {
     "recorded rollouts": Feature("record_rollouts|recorded_rollouts|Recording", "recorded_rollouts|replay", 2, 3),
     "8-bit numbers": Feature("(?<!u)int8|[qQ]uantiz", "quantization", 8),
 }
-NONE_PARAMETERS, NONE_GOAL = 327, 330  # parameters that may be None
+NONE_PARAMETERS, NONE_GOAL = 326, 330  # parameters that may be None
 EXCLUSIONS, EXCLUSION_GOAL = 11, 12  # rules that forbid one feature beside another
 EXCLUSION = re.compile(
     r'wanted (0|1|null|none|None|False|no|"auto")\b[^"]*? (with|beside|without|in a model|for a model)\b'

@@ -91,7 +91,7 @@ class SparseMlp(nnx.Module):
         self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if kind.shared_gate else None
         self.kind = kind
 
-    def __call__(self, x_BTD: Array, shared: LayerInputs, forced_BTA: Array | None) -> tuple[Array, Routing]:
+    def __call__(self, x_BTD: Array, inputs: LayerInputs, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """Return the layer's output and its routing.
 
         `forced_BTA` replaces the choice (Routing Replay): the gates are then the router's current scores of those
@@ -99,15 +99,15 @@ class SparseMlp(nnx.Module):
         sampler does not know the experts of a response's last token.
         """
         with jax.named_scope("router"):
-            gate_BTA, routing = self.route(x_BTD, shared.valid_BT, forced_BTA)
-        y_BTD, routing = self.run(x_BTD, gate_BTA, routing, shared)
+            gate_BTA, routing = self.route(x_BTD, inputs.valid_BT, forced_BTA)
+        y_BTD, routing = self.run(x_BTD, gate_BTA, routing, inputs)
         if self.shared is None:
             return y_BTD, routing
         with jax.named_scope("shared_expert"):
             if self.shared_gate is None:
-                return y_BTD + self.shared(x_BTD, shared.mesh), routing
+                return y_BTD + self.shared(x_BTD, inputs.mesh), routing
             scale_BT1 = jax.nn.sigmoid(x_BTD @ self.shared_gate.astype(x_BTD.dtype))
-            return y_BTD + scale_BT1 * self.shared(x_BTD, shared.mesh), routing
+            return y_BTD + scale_BT1 * self.shared(x_BTD, inputs.mesh), routing
 
     def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """Return the gates of the chosen experts, float32 `[B, T, A]`, and the routing."""
@@ -127,13 +127,13 @@ class SparseMlp(nnx.Module):
         gate_BTA = gate_BTA if router.scale == 1 else gate_BTA * router.scale
         return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
 
-    def run(self, x_BTD: Array, gate_BTA: Array, routing: Routing, shared: LayerInputs) -> tuple[Array, Routing]:
+    def run(self, x_BTD: Array, gate_BTA: Array, routing: Routing, inputs: LayerInputs) -> tuple[Array, Routing]:
         """Run the chosen experts; return the sum times their gates, and the routing with `fell_back`."""
         with jax.named_scope("experts"):
             weights = self.gate, self.up, self.down, self.gate_bias, self.up_bias
             arrays = (None if w is None else cast(w.get_value(), x_BTD.dtype) for w in weights)
             experts = Experts._make((*arrays, ACTIVATIONS[self.kind.activation]))
-            y_BTD, fell_back = _run_experts(shared.mesh, x_BTD, routing.expert, gate_BTA, experts, shared.decoding)
+            y_BTD, fell_back = _run_experts(inputs.mesh, x_BTD, routing.expert, gate_BTA, experts, inputs.decoding)
             if self.down_bias is not None:
                 y_BTD += _weigh_biases(routing.expert, gate_BTA, self.down_bias[...].astype(x_BTD.dtype))
             return y_BTD, routing._replace(fell_back=fell_back)
@@ -152,16 +152,16 @@ class NormedExperts(SparseMlp):
         self.shared_norm, self.shared_out_norm = norm(), norm()
         self.expert_scale = nnx.Param(jnp.ones(kind.count), axes=("router",))
 
-    def __call__(self, x_BTD: Array, shared: LayerInputs, forced_BTA: Array | None) -> tuple[Array, Routing]:
+    def __call__(self, x_BTD: Array, inputs: LayerInputs, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """Return the layer's output and its routing, as `SparseMlp` does; the input is not normalized yet."""
         D = x_BTD.shape[-1]
         with jax.named_scope("router"):
-            gate_BTA, routing = self.route(self.router_norm(x_BTD) * D**-0.5, shared.valid_BT, forced_BTA)
+            gate_BTA, routing = self.route(self.router_norm(x_BTD) * D**-0.5, inputs.valid_BT, forced_BTA)
             gate_BTA *= self.expert_scale[...].astype(jnp.float32).at[routing.expert].get(mode="fill", fill_value=0)
-        y_BTD, routing = self.run(self.expert_norm(x_BTD), gate_BTA, routing, shared)
+        y_BTD, routing = self.run(self.expert_norm(x_BTD), gate_BTA, routing, inputs)
         assert self.shared is not None
         with jax.named_scope("shared_expert"):
-            dense_BTD = self.shared(self.shared_norm(x_BTD), shared.mesh)
+            dense_BTD = self.shared(self.shared_norm(x_BTD), inputs.mesh)
         return self.shared_out_norm(dense_BTD) + self.expert_out_norm(y_BTD), routing
 
 

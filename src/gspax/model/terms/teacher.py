@@ -27,7 +27,7 @@ from gspax.losses.kl import k3, token_kl
 from gspax.losses.terms import mean_over
 from gspax.model.low_rank import combine, partition
 from gspax.model.terms.rules import stale_problems
-from gspax.types import Array, Batch, Params, PyTree, TrainState, known, segment_ids
+from gspax.types import Array, Batch, Params, TrainState, known, segment_ids
 
 if TYPE_CHECKING:
     from gspax.model.passes import Passes
@@ -174,15 +174,7 @@ class TeacherTerm(Term):
         self, outputs: Any, batch: Batch, constants: Any, aggregate: losses.Aggregate
     ) -> Iterator[tuple[float, losses.Terms]]:
         if not self.settings.as_advantage:
-            terms = divergence_terms(
-                self.settings,
-                outputs.logp_BT,
-                outputs.compared,
-                batch,
-                aggregate=aggregate,
-                segment_ids=segment_ids(batch),
-            )
-            yield self.settings.coefficient, terms
+            yield self.settings.coefficient, divergence_terms(self.settings, outputs, batch, aggregate)
 
 
 def _prompt_problems(teacher: Teacher, passes: Passes) -> Iterator[str]:
@@ -242,23 +234,15 @@ class CompareKept:
         )
 
 
-def divergence_terms(
-    teacher: Teacher,
-    logp_BT: Array,
-    compared: PyTree,
-    batch: Batch,
-    *,
-    aggregate: losses.Aggregate,
-    segment_ids: Array | None,
-) -> losses.Terms:
+def divergence_terms(teacher: Teacher, outputs: Any, batch: Batch, aggregate: losses.Aggregate) -> losses.Terms:
     """Compute the teacher's divergence over the response tokens, aggregated like the policy loss.
 
     Args:
-      compared: the result of `TeacherTerm.comparison` for each token, [B, T, ...]; None with `batch.teacher_logp_BT`.
+      outputs: as for `penalties`; of `compared`, there is none with `batch.teacher_logp_BT`.
     """
-    mask_BT = batch.mask_BT
+    mask_BT, compared, ids = batch.mask_BT, outputs.compared, segment_ids(batch)
     if teacher.divergence is not None:
-        return distill.mean_divergence(compared, mask_BT, aggregate=aggregate, segment_ids=segment_ids)
+        return distill.mean_divergence(compared, mask_BT, aggregate=aggregate, segment_ids=ids)
     if teacher.kept:
         teacher_logp_BT = compared.sampled_C
         kept = distill.Kept(compared.policy_CK, compared.teacher_CK, compared.has_sampled_C > 0)
@@ -266,12 +250,12 @@ def divergence_terms(
         teacher_logp_BT, none_BTK = known(batch, "teacher_logp_BT"), jnp.zeros((*mask_BT.shape, 0), jnp.float32)
         kept = distill.Kept(none_BTK, none_BTK, jnp.zeros_like(mask_BT))
     terms = distill.reverse_kl(
-        logp_BT,
+        outputs.logp_BT,
         teacher_logp_BT,
         mask_BT,
         kept,
         old_logp=known(batch, "old_logp_BT"),
         aggregate=aggregate,
-        segment_ids=segment_ids,
+        segment_ids=ids,
     )
     return terms if teacher.kept else terms._replace(metrics={"teacher_kl": terms.metrics["teacher_kl"]})
