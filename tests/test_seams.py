@@ -34,7 +34,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    "teacher": Feature("teach|lesson|distill", r"teach|lessons|distill", 6),
+    "teacher": Feature("teach|distill", "teach|distill", 6),
     # The reference answer of a reward and the reference kernel of the doctor are other things.
     "reference": Feature(r"^reference|_reference|ref_logp", r"losses/kl|terms/reference|rewards/|tools/d", 5),
     # A router's correction bias is another thing.

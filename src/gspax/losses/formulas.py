@@ -142,19 +142,16 @@ def call_text(function: Callable[..., object], *arguments: str) -> str:
     return formula_of(function) or f"{short_name(function)}({', '.join(given)})"
 
 
-def aggregated(
-    function: Callable[..., object], text: str, *, otherwise: Callable[..., object], name: str = "mean"
-) -> str:
+def aggregated(function: Callable[..., object], text: str, *, otherwise: Callable[..., object]) -> str:
     """Return a value per token, aggregated as a function does: as the loss does, by its own way, or by `otherwise`.
 
     Args:
       function: whose keyword `aggregate` is free, bound, or not there.
       otherwise: the aggregate of a function without that keyword.
-      name: of the loss's aggregate.
     """
     bound = function.keywords if isinstance(function, functools.partial) else {}
     if "aggregate" not in bound and "aggregate" in keywords_of(function):
-        return f"{name}({text})"
+        return f"mean({text})"
     own = bound.get("aggregate", otherwise)
     return formula_of(own, free={"x": f"({text})"}) or f"{short_name(own)}({text})"
 

@@ -14,17 +14,17 @@ from gspax.config import Teacher, is_earlier_policy, teacher_models, teacher_row
 from gspax.config.protocols import Problem, TeacherPrompt, TeacherScore, Tokenizer
 from gspax.data.tokenizer import check_ids
 from gspax.errors import FailureError, UserError, describe_error
-from gspax.learner.lessons import (
-    Lessons,
-    as_sampled,
-    number_tokens,
-    read_lessons,
-    take_positions,
-    with_prompts,
-)
 from gspax.learner.minibatches import Layout
 from gspax.learner.state import refresh_kept
 from gspax.learner.teacher import fill_teacher, load_teachers, make_passes
+from gspax.learner.teacher_rows import (
+    TeacherRows,
+    as_sampled,
+    fill_from_rows,
+    number_tokens,
+    take_positions,
+    with_prompts,
+)
 from gspax.model.terms.teacher import TeacherTerm, earlier_parameters
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
@@ -69,18 +69,18 @@ class Teaching(Opened):
         """Fill the minibatches with the teacher arrays that their updates read. Collective."""
         experiment, teacher, mesh = step.runtime.experiment, self.settings, step.runtime.mesh
         if teacher.score is not None:
-            lessons = prepare_lessons(step.runtime, teacher, step.graded)
-            return ask_teacher(teacher.score, lessons, batches, step.layouts)
+            rows = build_teacher_rows(step.runtime, teacher, step.graded)
+            return ask_teacher(teacher.score, rows, batches, step.layouts)
         params = self.teachers.params or (earlier_parameters(step.state),)
         shape = self.shape
         if shape is None:
             return fill_teacher(self.passes[0], params[0], batches)
-        lessons = prepare_lessons(step.runtime, teacher, step.graded)
+        rows = build_teacher_rows(step.runtime, teacher, step.graded)
         number_N = number_responses(teacher, step.graded.problems, experiment.sampling.group)
         width = max(model.hidden_size for model in teacher_models(teacher) or (experiment.model,))
         for number, (read, own) in enumerate(zip(self.passes, params, strict=True)):
             places = list(zip(batches, step.layouts, strict=True))
-            batches = read_lessons(read, own, lessons, number_N == number, places, shape=shape, width=width, mesh=mesh)
+            batches = fill_from_rows(read, own, rows, number_N == number, places, shape=shape, width=width, mesh=mesh)
         compares = any(batch.teacher_hidden_BTE is not None for batch in batches)
         return number_tokens(batches, step.layouts, number_N) if compares and len(self.passes) > 1 else batches
 
@@ -97,15 +97,15 @@ class Teaching(Opened):
 
 
 def ask_teacher(
-    score: TeacherScore, lessons: Lessons, batches: Sequence[Batch], layouts: Sequence[Layout]
+    score: TeacherScore, rows: TeacherRows, batches: Sequence[Batch], layouts: Sequence[Layout]
 ) -> list[Batch]:
     """Fill the minibatches with the log-probs that `score` returns for the responses. Collective.
 
     Raises:
       FailureError: the answer does not fit the request; errors of `score` itself are passed on.
     """
-    tokens_NU = multihost.to_host(lessons.tokens_NU)
-    texts = [tokens[:length].tolist() for tokens, length in zip(tokens_NU, lessons.length_N, strict=True)]
+    tokens_NU = multihost.to_host(rows.tokens_NU)
+    texts = [tokens[:length].tolist() for tokens, length in zip(tokens_NU, rows.length_N, strict=True)]
     own = np.array_split(np.arange(len(texts)), jax.process_count())[jax.process_index()]
     scores = multihost.gather(multihost.all_or_raise(lambda: score_all(score, [texts[n] for n in own])))
     logp_NU = np.zeros(tokens_NU.shape, np.float32)
@@ -113,7 +113,7 @@ def ask_teacher(
         logp_U[1 : len(logps) + 1] = logps
     filled = []
     for batch, layout in zip(batches, layouts, strict=True):
-        logp_BT = take_positions(logp_NU, lessons, layout, 0)
+        logp_BT = take_positions(logp_NU, rows, layout, 0)
         filled.append(replace(batch, teacher_logp_BT=multihost.to_devices(logp_BT, batch.tokens_BT.sharding)))
     return filled
 
@@ -143,7 +143,7 @@ def number_responses(teacher: Teacher, problems: Sequence[Problem | None], group
     return np.repeat(np.array(multihost.gather_rows(own, len(problems)), np.int32), group)
 
 
-def prepare_lessons(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> Lessons:
+def build_teacher_rows(runtime: Runtime, teacher: Teacher, graded: GradedBatch) -> TeacherRows:
     """Build the teachers' inputs from a rollout's responses. Collective. UserError if a teacher's prompt is invalid."""
     if teacher.prompt is None:
         return as_sampled(graded.rollout)

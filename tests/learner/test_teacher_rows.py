@@ -15,8 +15,8 @@ from test_teacher import MODEL, SEPARATE, TEACHER, all_logp, token_divergence
 
 from gspax import losses
 from gspax.config import Teacher, row_shape, teacher_row_shape
-from gspax.learner.lessons import as_sampled, number_tokens, read_lessons, with_prompts
 from gspax.learner.teacher import make_passes
+from gspax.learner.teacher_rows import as_sampled, fill_from_rows, number_tokens, with_prompts
 from gspax.model.terms.teacher import TeacherTerm
 
 OTHER = replace(TEACHER, hidden_size=16, tie_word_embeddings=False)
@@ -56,12 +56,12 @@ def read(teacher, params, schedule, prompts):
     )
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(rollout(), 1, shape, ALONE, sharing=sharing)
-    lessons = with_prompts(rollout(), PROMPTS, LONGEST, ALONE) if prompts else as_sampled(rollout())
+    own_rows = with_prompts(rollout(), PROMPTS, LONGEST, ALONE) if prompts else as_sampled(rollout())
     own = teacher_row_shape(teacher, **rows, shards=1)
     passes = make_passes(teacher, MODEL, settings, own)
     for number, (one, parameters) in enumerate(zip(passes, params, strict=True)):
         places = list(zip(batches, layouts, strict=True))
-        batches = read_lessons(one, parameters, lessons, number == NUMBER_N, places, shape=own, width=24, mesh=ALONE)
+        batches = fill_from_rows(one, parameters, own_rows, number == NUMBER_N, places, shape=own, width=24, mesh=ALONE)
     return *number_tokens(batches, layouts, NUMBER_N), layouts, settings
 
 

@@ -27,7 +27,7 @@ from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, Rollout
 
 
-class Lessons(NamedTuple):
+class TeacherRows(NamedTuple):
     """The responses of a rollout in the rows that teachers read."""
 
     tokens_NU: Array
@@ -37,14 +37,16 @@ class Lessons(NamedTuple):
     first_N: np.ndarray  # int32  the last column of the policy's prompt, whose output predicts the response
 
 
-def as_sampled(rollout: Rollout) -> Lessons:
+def as_sampled(rollout: Rollout) -> TeacherRows:
     """Build the teachers' rows with the policy's prompts."""
     prompt_N = np.asarray(rollout.prompt_length_B)
     length_N = prompt_N + np.asarray(rollout.length_B)
-    return Lessons(rollout.tokens_BT, rollout.mask_BT, length_N, np.zeros_like(prompt_N), prompt_N - 1)
+    return TeacherRows(rollout.tokens_BT, rollout.mask_BT, length_N, np.zeros_like(prompt_N), prompt_N - 1)
 
 
-def with_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]], longest: int, mesh: jax.sharding.Mesh) -> Lessons:
+def with_prompts(
+    rollout: Rollout, prompts: Sequence[Sequence[int]], longest: int, mesh: jax.sharding.Mesh
+) -> TeacherRows:
     """Build the teachers' rows with each response's prompt replaced by `prompts`, each at most `longest` tokens."""
     prompt_NS = np.zeros((len(prompts), longest), np.int32)
     for row, tokens in enumerate(prompts):
@@ -54,7 +56,7 @@ def with_prompts(rollout: Rollout, prompts: Sequence[Sequence[int]], longest: in
     arrays = multihost.to_devices((prompt_NS, own_N, before_N), by_row)
     replace_prompts = jax.jit(_replace_prompts, out_shardings=by_row)
     tokens_NU, mask_NU = replace_prompts(rollout.tokens_BT, rollout.mask_BT, *arrays)
-    return Lessons(tokens_NU, mask_NU, own_N + np.asarray(rollout.length_B), own_N - before_N, before_N - 1)
+    return TeacherRows(tokens_NU, mask_NU, own_N + np.asarray(rollout.length_B), own_N - before_N, before_N - 1)
 
 
 def _replace_prompts(
@@ -70,10 +72,10 @@ def _replace_prompts(
     return tokens_NU, is_response_NU & take(mask_NT)
 
 
-def read_lessons(
+def fill_from_rows(
     teach: Teach,
     params: Params,
-    lessons: Lessons,
+    rows: TeacherRows,
     is_own_N: np.ndarray,
     minibatches: Sequence[tuple[Batch, Layout]],
     *,
@@ -93,7 +95,7 @@ def read_lessons(
         chosen = np.unique(layout.response[layout.response >= 0])
         chosen = chosen[is_own_N[chosen]]
         if len(chosen):
-            values, place_BT = _read(teach, params, lessons, chosen, layout, shape=shape, mesh=mesh)
+            values, place_BT = _read(teach, params, rows, chosen, layout, shape=shape, mesh=mesh)
             name = "teacher_logp_BT" if values.ndim == 2 else "teacher_hidden_BTE"
             array = _put(getattr(batch, name), values, place_BT, width, mesh)
             batch = replace(batch, **{name: jax.block_until_ready(array)})
@@ -105,7 +107,7 @@ def read_lessons(
 def _read(
     teach: Teach,
     params: Params,
-    lessons: Lessons,
+    rows: TeacherRows,
     chosen: np.ndarray,
     layout: Layout,
     *,
@@ -113,28 +115,28 @@ def _read(
     mesh: jax.sharding.Mesh,
 ) -> tuple[Array, np.ndarray]:
     """Run `teach` on the chosen responses; return its result and the index of each minibatch position in it, or -1."""
-    by_row, (N, U) = named_sharding(mesh, "batch"), lessons.tokens_NU.shape
-    packed = pack(separate(lessons.length_N[chosen]), shape)
+    by_row, (N, U) = named_sharding(mesh, "batch"), rows.tokens_NU.shape
+    packed = pack(separate(rows.length_N[chosen]), shape)
     there_BU = packed.segment_BT > 0
     response_BU = np.where(there_BU, chosen[packed.sample_BT], 0)
     source_BU = np.where(there_BU, response_BU * U + packed.column_BT, 0).astype(np.int32)
     arrays = multihost.to_devices((source_BU, packed.segment_BT), by_row)
     take = jax.jit(_take, out_shardings=by_row)
-    tokens_BU, segment_BU, mask_BU = take(lessons.tokens_NU, lessons.mask_NU, *arrays)
+    tokens_BU, segment_BU, mask_BU = take(rows.tokens_NU, rows.mask_NU, *arrays)
     values = teach(params, tokens_BU, segment_BU, mask_BU, None)
 
     place_NU = np.full((N, U), -1, np.int32)
     row, column = np.nonzero(there_BU)
     place_NU[response_BU[there_BU], packed.column_BT[there_BU]] = row * values.shape[1] + column
-    return values, take_positions(place_NU, lessons, layout, -1)
+    return values, take_positions(place_NU, rows, layout, -1)
 
 
-def take_positions(of_NU: np.ndarray, lessons: Lessons, layout: Layout, rest: float) -> np.ndarray:
+def take_positions(of_NU: np.ndarray, rows: TeacherRows, layout: Layout, rest: float) -> np.ndarray:
     """Gather the value of each minibatch position, [B, T]; `rest` for padding and prompts, but not their last token."""
     response_BT, column_BT = np.broadcast_arrays(layout.response, layout.column)
     number_BT, U = np.maximum(response_BT, 0), of_NU.shape[1]
-    wanted_BT = column_BT + lessons.shift_N[number_BT]
-    found_BT = (response_BT >= 0) & (column_BT >= lessons.first_N[number_BT]) & (wanted_BT < U)
+    wanted_BT = column_BT + rows.shift_N[number_BT]
+    found_BT = (response_BT >= 0) & (column_BT >= rows.first_N[number_BT]) & (wanted_BT < U)
     return np.where(found_BT, of_NU[number_BT, np.clip(wanted_BT, 0, U - 1)], rest)
 
 
