@@ -12,7 +12,6 @@ from pathlib import Path
 import fake_sglang
 import fake_vllm
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_experiment
@@ -135,12 +134,14 @@ def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers
         fakes = [stack.enter_context(fake_vllm.serve(model, max_tokens=512, hasty=letters)) for _ in range(servers)]
         sampling = replace(experiment.sampling, **sizes)
         runtime = make_runtime(served(*fakes, **talking, sampling=sampling, schedule=schedule))
-        updated = run_step(runtime, fresh(runtime), InFlight()).state
         for name in faults:
-            state = replace(updated, params=jax.tree.map(jnp.copy, updated.params))  # so that it is pushed again
+            state = fresh(runtime)
             fakes[2].faults.late_tokens = 0.0
             runtime.sampler.aside.reasons.clear()
-            runtime.sampler.push(state.params, 1)
+            runtime.sampler.push(state.params, 0)
+            if name == "stale weights":
+                state = run_step(runtime, state, InFlight()).state
+                runtime.sampler.push(state.params, 1)
             for fake in fakes:
                 fake.faults.delay = 0.3  # so that each has a group before the first is done
             IN_BFLOAT16[name](fakes[2])
