@@ -99,8 +99,8 @@ class Rope(Part):
             share = self.fraction.default
             if self.fraction.name == "rotary_dim" and raw.get("rotary_dim") is not None:
                 share = convert(HINTS["head_dim"], raw, "rotary_dim", REQUIRED) / fields["head_dim"]
-            share = convert(HINTS["rope_fraction"], raw, FRACTION, share)
-            values["rope_fraction"] = convert(HINTS["rope_fraction"], rope, FRACTION, share)
+            source = raw if rope.get(FRACTION) is None else rope
+            values["rope_fraction"] = convert(HINTS["rope_fraction"], source, FRACTION, share)
         elif FRACTION in rope and not isinstance(scaling, ProportionalRope):
             expect(FRACTION, rope[FRACTION], (None, 1))
         return values
