@@ -97,7 +97,9 @@ class Rope(Part):
             values["max_position_embeddings"] = scaling.original_max_position_embeddings
         if self.fraction is not None:
             share = self.fraction.default
-            if self.fraction.name == "rotary_dim" and raw.get("rotary_dim") is not None:
+            if self.fraction.name == FRACTION:
+                share = convert(HINTS["rope_fraction"], raw, FRACTION, share)
+            elif raw.get("rotary_dim") is not None:
                 share = convert(HINTS["head_dim"], raw, "rotary_dim", REQUIRED) / fields["head_dim"]
             source = raw if rope.get(FRACTION) is None else rope
             values["rope_fraction"] = convert(HINTS["rope_fraction"], source, FRACTION, share)
