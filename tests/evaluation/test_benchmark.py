@@ -111,7 +111,7 @@ def settings(monkeypatch):
     """The settings of the sampler's calls, which generate nothing."""
     found = []
 
-    def fake(params, prompts, ids, key, options, earlier, ended):
+    def fake(params, prompts, ids, key, options, earlier, on_ended):
         found.append(options.sampling)
         raise InterruptedError
 

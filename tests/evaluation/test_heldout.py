@@ -71,7 +71,7 @@ def calls(monkeypatch):
     """Arguments of the sampler's calls. The text of each sample is the last digit of its problem's index."""
     calls = []
 
-    def fake(params, prompts, ids, key, options, earlier, ended):
+    def fake(params, prompts, ids, key, options, earlier, on_ended):
         sampling, greedy = options.sampling, options.greedy
         calls.append({"prompts": prompts, "ids": list(ids), "key": key, "sampling": sampling, "greedy": greedy})
         ids = np.repeat(np.asarray(ids), sampling.group)

@@ -58,11 +58,12 @@ def test_the_reward_is_the_share_of_instructions_that_are_kept(wanted, completio
     assert experiment.reward(Problem(prompt="", metadata={"wanted": wanted}), completion) == kept
 
 
-def test_the_study_of_the_model_is_valid(experiment, monkeypatch):
+@pytest.mark.parametrize("name", ["real_model", "real_masks"])
+def test_the_studies_of_the_model_are_valid(name, experiment, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "studies"))
     import common
 
-    common.check_study(common.load_study("real_model"))
+    common.check_study(common.load_study(name))
 
 
 @pytest.mark.parametrize(

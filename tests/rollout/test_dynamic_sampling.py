@@ -134,7 +134,7 @@ def test_refills_end_when_every_group_has_a_signal_or_at_the_bound(bound, batche
     assert (
         found.rollout.tokens_BT[:, 0].tolist() == found.rollout.length_B.tolist() == np.repeat(from_batches, G).tolist()
     )
-    assert found.prompts == taken
+    assert found.taken == taken
     everything = [reward for batch in batches for group in batch for reward in group]
     sampled = sorted(each.length for each in [*found.completions, *found.replaced])
     assert sampled == np.repeat(range(len(batches)), 2 * G).tolist(), "each sample is kept or among the replaced"
