@@ -4,6 +4,7 @@ from common import Start
 
 QUIET = ("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=64")
 SORT = Start("sort", "sort_gspo.py", (*QUIET, "sampling.prompts=32", "schedule.steps=60"))
+SMOLLM2 = Start("SmolLM2", "studies/real_model/experiment.py", checkpoint=".cache/smollm2")
 ADDITION = Start(  # 3 or 4 terms: responses of 31 or 40 tokens
     "addition",
     "addition_gspo.py",

@@ -14,18 +14,17 @@ Everything else describes: the held-out reward, sampled without the filter, and 
 
 from functools import partial
 
-from common import Measure, Start, Study, Variant, draw_all
-from starts import GRPO
+from common import Measure, Study, Variant, draw_all
+from starts import GRPO, SMOLLM2
 
-START = Start("SmolLM2", "studies/real_model/experiment.py", checkpoint=".cache/smollm2")
 FILTERED = (*GRPO, "schedule.minibatches=4", "sampling.top_p=0.95", "sampling.top_k=20")
 REWARD = Measure("training reward", "reward/mean", over=0.2)
 ENTROPY = Measure("entropy", "policy/entropy", over=0.2)
 
 study = Study(
     variants=(
-        Variant("no replay", START, FILTERED),
-        Variant("replay", START, (*FILTERED, "sampling.mask_replay=20")),
+        Variant("no replay", SMOLLM2, FILTERED),
+        Variant("replay", SMOLLM2, (*FILTERED, "sampling.mask_replay=20")),
     ),
     measures=(
         REWARD,

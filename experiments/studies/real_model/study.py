@@ -24,11 +24,9 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, Measure, Start, Study, Variant, draw_all
-from starts import GRPO, GSPO
+from common import ROOT, Measure, Study, Variant, draw_all
+from starts import GRPO, GSPO, SMOLLM2
 
-FILE = "studies/real_model/experiment.py"
-START = Start("SmolLM2", FILE, checkpoint=".cache/smollm2")
 FOUR = ("schedule.minibatches=4",)
 TEXTS = ("GSM8K", "prose")
 REWARD = Measure("training reward", "reward/mean", over=0.2)
@@ -37,7 +35,7 @@ ENTROPY = Measure("entropy", "policy/entropy", over=0.2)
 
 def text_change(folder: Path) -> dict[str, float]:
     """How many nats a token each text has after training beyond what it had before."""
-    after, before = nats(str(folder)), nats(str(ROOT / START.checkpoint))
+    after, before = nats(str(folder)), nats(str(ROOT / SMOLLM2.checkpoint))
     return {f"text/{name}": after[name] - before[name] for name in TEXTS}
 
 
@@ -55,8 +53,8 @@ def nats(source: str) -> dict[str, float]:
     from gspax.run.checkpoints import Checkpoints, newest_step
     from gspax.tools.policy import locate_run
 
-    model = hf(str(ROOT / START.checkpoint))
-    mesh, tokenizer = make_mesh(Mesh(), model=model), hf_tokenizer(str(ROOT / START.checkpoint))
+    model = hf(str(ROOT / SMOLLM2.checkpoint))
+    mesh, tokenizer = make_mesh(Mesh(), model=model), hf_tokenizer(str(ROOT / SMOLLM2.checkpoint))
     if (located := locate_run(source)) is not None:
         run, checkpoints, step = located
         with Checkpoints(checkpoints, mesh=mesh) as opened:
@@ -85,16 +83,16 @@ def read_texts() -> dict[str, list[str]]:
 
 study = Study(
     variants=(
-        Variant("one update", START, GSPO),
-        Variant("GSPO", START, (*GSPO, *FOUR)),
+        Variant("one update", SMOLLM2, GSPO),
+        Variant("GSPO", SMOLLM2, (*GSPO, *FOUR)),
         Variant(
             "GSPO, calibrated",
-            START,
+            SMOLLM2,
             (*GSPO, *FOUR, "old_logp=learner", "calibration=gspax.config.Calibration", "calibration.share=0.15"),
             "GSPO",
         ),
-        Variant("GRPO", START, (*GRPO, *FOUR), "GSPO"),
-        Variant("GSPO, 8-bit sampler", START, (*GSPO, *FOUR, "sampling.weights_dtype=int8"), "GSPO"),
+        Variant("GRPO", SMOLLM2, (*GRPO, *FOUR), "GSPO"),
+        Variant("GSPO, 8-bit sampler", SMOLLM2, (*GSPO, *FOUR, "sampling.weights_dtype=int8"), "GSPO"),
     ),
     measures=(
         REWARD,

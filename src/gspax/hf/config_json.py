@@ -27,7 +27,7 @@ from gspax.hf.keys import HINTS, OBJECTS, REQUIRED, Key, Raw
 from gspax.hf.layer_lists import LayerList
 from gspax.hf.packed import FP8_BLOCK
 from gspax.hf.refused import MISSING, TOWERS
-from gspax.hf.rope_keys import Rope
+from gspax.hf.rope_keys import RopeKeys
 from gspax.storage.paths import to_path
 
 TRANSLATED = ("model_type", "architectures", "head_dim", "dtype", "torch_dtype")
@@ -72,7 +72,7 @@ ACTIVATIONS: dict[str, dict[str, Json]] = {
 OF_WRAPPER = (  # keys around a text model
     *("text_config", "vision_config", "tie_word_embeddings", "language_model_only", "initializer_range"),
 )
-BESIDE_TEXT = (*OF_WRAPPER, *TRANSLATED, *Rope().keys, *LayerList.keys)
+BESIDE_TEXT = (*OF_WRAPPER, *TRANSLATED, *RopeKeys().keys, *LayerList.keys)
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 OF_ALL_LAYERS = ("norm_plus_one", "scale_embedding", "multipliers", "layer_scale", "logit_cap")  # not in `layers_of`
 

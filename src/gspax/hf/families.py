@@ -13,7 +13,7 @@ from gspax.data.files import Json
 from gspax.hf import keys, layer_lists, parts, rows
 from gspax.hf.keys import LOCAL, REQUIRED, Fields, Key, Part, experts, routed, same, sizes
 from gspax.hf.layer_lists import LayerList
-from gspax.hf.rope_keys import Rope, TwoRopes
+from gspax.hf.rope_keys import RopeKeys, TwoRopes
 from gspax.hf.rows import Tensors
 
 PLAIN: dict[str, Json] = {"qk_norm": False, "qkv_bias": False, "attention_bias": False}
@@ -72,7 +72,7 @@ LFM2_DOUBLES = {  # other names, which must have the value of the key that is re
     **{"conv_dim_out": "hidden_size", "theta": "rope_theta"},
     **{"num_heads": "num_attention_heads", "block_norm_eps": "norm_eps"},
 }
-DELTA_ROPE = Rope(fraction=Key("partial_rotary_factor", 0.25), mrope=True)
+DELTA_ROPE = RopeKeys(fraction=Key("partial_rotary_factor", 0.25), mrope=True)
 GATED = QK_NORM | {"attention_gate": True, "norm_plus_one": True}
 STEPS = same(decoder_sparse_step=1, mlp_only_layers=())  # the layers with experts in Qwen's models
 GATED_KEYS: dict[str, tuple[Json, ...]] = {
@@ -109,7 +109,7 @@ class Family:
     written: dict[str, Json] = field(default_factory=dict)  # further keys of an export
     head_dim: int = 0  # default of the key; 0: hidden_size / num_attention_heads
     has_head_dim: bool = True  # False: its files have no such key, unless the size differs from that quotient
-    rope: Rope = field(default_factory=Rope)
+    rope: RopeKeys = field(default_factory=RopeKeys)
     layers: LayerList = field(default_factory=LayerList)  # of which kind each layer is
     parts: tuple[Part, ...] = ()  # what else several keys say together
     tensors: Tensors = field(default_factory=Tensors)
@@ -178,7 +178,7 @@ FAMILIES = {
         "MixtralForCausalLM",
         sizes(eps=1e-5, context=131072, dense=False) | experts(LOCAL, "num_experts", width="intermediate_size"),
         {"norm_topk_prob": True},
-        rope=Rope(1e6),
+        rope=RopeKeys(1e6),
         layers=layer_lists.Window(),
         tensors=Tensors(sparse=rows.MIXTRAL),
     ),
@@ -201,7 +201,7 @@ FAMILIES = {
         permitted={"mlp_bias": (None, False)},
         has_head_dim=False,
         written={"pad_token_id": None},  # the default is outside a small vocabulary
-        rope=Rope(2e6),
+        rope=RopeKeys(2e6),
         parts=(layer_lists.ListedRope(),),
     ),
     "granite": Family(
@@ -264,7 +264,7 @@ FAMILIES = {
         harmless=LFM2_UNREAD,
         doubles=LFM2_DOUBLES,
         has_head_dim=False,
-        rope=Rope(1e6),
+        rope=RopeKeys(1e6),
         layers=layer_lists.ConvolutionLayers(),
         parts=(parts.AdjustedWidth(),),
         tensors=Tensors(outer=rows.LFM2_OUTER, layer=rows.LFM2_LAYER, dense=rows.LFM2_DENSE),
@@ -276,7 +276,7 @@ FAMILIES = {
         | {"router.correction_bias": Key("use_expert_bias", True), "router.scale": Key("routed_scaling_factor", 1.0)},
         QK_NORM | {"router.scoring": "sigmoid"},
         has_head_dim=False,
-        rope=Rope(1e6),
+        rope=RopeKeys(1e6),
         layers=layer_lists.ConvolutionLayers(),
         parts=(parts.LeadingDense(2, "num_dense_layers"),),
         tensors=Tensors(outer=rows.LFM2_OUTER, layer=rows.LFM2_LAYER, dense=rows.LFM2_DENSE, sparse=rows.LFM2_SPARSE),
@@ -290,7 +290,7 @@ FAMILIES = {
         | {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
         has_head_dim=False,
         written={"pad_token_id": None},  # the default is outside a small vocabulary
-        rope=Rope(types=("longrope",), fraction=Key("partial_rotary_factor", 1.0)),
+        rope=RopeKeys(types=("longrope",), fraction=Key("partial_rotary_factor", 1.0)),
         layers=layer_lists.Window(),
         tensors=Tensors(layer=rows.PHI3_LAYER, dense=rows.PHI3_DENSE),
     ),
@@ -303,7 +303,7 @@ FAMILIES = {
         permitted=SIGMOID_KEYS,
         ahead=True,
         written={"num_nextn_predict_layers": 0},
-        rope=Rope(fraction=Key("partial_rotary_factor", 0.5)),
+        rope=RopeKeys(fraction=Key("partial_rotary_factor", 0.5)),
         parts=(parts.LeadingDense(1), parts.SharedExperts(1)),
         tensors=Tensors(sparse=rows.DEEPSEEK),
     ),
@@ -363,7 +363,7 @@ FAMILIES = {
         | {"attn_type_list": (None, 1)},
         head_dim=128,
         ahead=True,
-        rope=Rope(5e6, fraction=Key("rotary_dim", 1.0, other="partial_rotary_factor")),
+        rope=RopeKeys(5e6, fraction=Key("rotary_dim", 1.0, other="partial_rotary_factor")),
         parts=(parts.ListsOfOneValue(("attn_type_list",)),),
         tensors=Tensors(sparse=(*rows.MIXTRAL, rows.correction("block_sparse_moe"))),
     ),
@@ -374,7 +374,7 @@ FAMILIES = {
         permitted={"use_bias": (None, False), "moe_layer_interval": (None, 1), "moe_gate_act": (None,)}
         | {"moe_gate": (None, "topk"), "moe_use_aux_free": (None, True), "moe_norm_min": (None, 1e-12)},
         ahead=True,
-        rope=Rope(5e5),
+        rope=RopeKeys(5e5),
         parts=(parts.LeadingDense(1, "moe_layer_start_index"), parts.SharedExperts(2, "moe_num_shared_experts")),
         tensors=Tensors(sparse=rows.ERNIE),
     ),
@@ -391,7 +391,7 @@ FAMILIES = {
         | {"group_limited_greedy": (None, False), "routed_scaling_factor": (None, 1, False)},
         doubles={"moe_intermediate_size": "intermediate_size"},
         # Its "dynamic" has an alpha, and does not depend on the length.
-        rope=Rope(types=("yarn", "llama3", "linear", "dynamic")),
+        rope=RopeKeys(types=("yarn", "llama3", "linear", "dynamic")),
         parts=(parts.ListsOfOneValue(("moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size")),),
         tensors=Tensors(layer=rows.HUNYUAN_LAYER, sparse=rows.HUNYUAN),
     ),
@@ -479,7 +479,7 @@ FAMILIES = {
         permitted={"swiglu_limit": (None, 7), "swiglu_alpha": (None, 1.702)},
         harmless=("experts_per_token", "initial_context_length"),
         head_dim=64,
-        rope=Rope(
+        rope=RopeKeys(
             1.5e5,
             default={
                 **{"rope_type": "yarn", "factor": 32, "truncate": False, "original_max_position_embeddings": 4096},

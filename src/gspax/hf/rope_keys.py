@@ -36,7 +36,7 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Rope(Part):
+class RopeKeys(Part):
     """One RoPE of all layers. As in transformers, the older object wins, also over the top level."""
 
     theta: float = 1e4  # default base
@@ -132,7 +132,7 @@ class Rope(Part):
 
 
 @dataclass(frozen=True)
-class TwoRopes(Rope):
+class TwoRopes(RopeKeys):
     """A RoPE without scaling of the layers with a window, and one of the others: two objects in `rope_parameters`."""
 
     sliding_theta: float = 1e4  # default base of the layers with a window
