@@ -13,6 +13,7 @@ from gspax.rewards.environments import (
     parse_minimax,
     parse_mistral,
 )
+from gspax.rewards.environments.family_calls import before_calls
 from gspax.rewards.environments.tool_calls import Call
 
 DEEPSEEK = (
@@ -120,3 +121,31 @@ def test_values_in_tags_get_the_types_of_the_schema():
     assert call.typed(schemas) == {"a": 1, "b": "1"}
     (call,) = parse_hermes('<tool_call>{"name": "f", "arguments": {"b": "1"}}</tool_call>')
     assert call.typed(schemas) == {"b": "1"}
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "02134", "02134"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "7", "7"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+    ({"type": ["string", "null"]}, "None", None),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+    ({"oneOf": [{"type": "integer"}, {"enum": ["all"]}]}, "7", "7"),
+    ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"const": "1"}, "1", "1"),
+    ({"enum": [1, 2]}, "1", 1),
+    ({}, "7", 7),
+])  # fmt: skip
+def test_texts_get_the_types_of_schemas_without_a_type_of_their_own(schema, text, value):
+    """Pydantic writes an optional argument as `anyOf`."""
+    assert Call("f", {"a": text}, as_texts=True).typed({"a": schema}) == {"a": value}
+
+
+@pytest.mark.parametrize(("parse", "text"), [
+    (parse, text) for parse, text, calls in READ if any(calls) and not text.startswith("<|channel|>analysis")
+])  # fmt: skip
+def test_calls_are_no_part_of_what_a_message_says(parse, text):
+    assert before_calls(text) == ""
+    said = f"Let me see.\n{text}"
+    if any(isinstance(call, Call) for call in parse(said)):  # where the message may be more than the call
+        assert before_calls(said) == "Let me see."

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gspax.rewards.environments.tool_calls import DECODER, SPACE, Call, Malformed, parse_hermes, read_call
+from gspax.rewards.environments.tool_calls import DECODER, SPACE, START, Call, Malformed, parse_hermes, read_call
 
 _PYTHON = "<|python_tag|>"
 _LISTS = re.compile(r"<tool_calls>|<\|tool_call\|>|<TOOLCALL>")
@@ -44,6 +44,11 @@ _GEMMA_PART = re.compile(  # a text, one in JSON, a mark, another value or name;
     r'<\|"\|>(.*?)(?:<\|"\|>|\Z)|("(?:[^"\\]|\\.)*(?:"|\\?\Z))|([{}\[\],:])|([^{}\[\],:<"]+|.)', re.DOTALL
 )
 _GEMMA_END = re.compile(r"\s*<tool_call\|>")
+_BEGIN = re.compile(  # of the calls of any family, with the tag around them
+    rf"<{_BAR}tool{_LOW}calls{_LOW}(?:section{_LOW})?begin{_BAR}>|<minimax:tool_call>"
+    r"|(?:<\|start\|>assistant)?(?:<\|channel\|>\w+ ?)?\bto=functions\.|\[TOOL_CALLS\]|<\|python_tag\|>|"
+    + "|".join(mark.pattern for mark in (START, _LISTS, _DEEPSEEK, _INVOKE, _GEMMA))
+)
 _LITERAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null")
 
 
@@ -230,6 +235,19 @@ PARSERS = (
     *(parse_hermes, parse_llama, parse_mistral, parse_glm, parse_minimax, parse_deepseek, parse_harmony),
     *(parse_gemma, parse_list),
 )
+
+
+def before_calls(message: str) -> str:
+    """Return what a message that has calls says before the first of them.
+
+    >>> before_calls('Let me see. [TOOL_CALLS]add[ARGS]{"a": 1}')
+    'Let me see.'
+    >>> before_calls('{"name": "add", "parameters": {"a": 1}}')  # the message is a call
+    ''
+    """
+    value, _ = _read_json(message, SPACE.match(message).end(), "")  # type: ignore[union-attr]
+    first = value[0] if isinstance(value, list) and value else value
+    return "" if isinstance(first, dict) else _BEGIN.split(message, maxsplit=1)[0].strip()
 
 
 def _read_calls(

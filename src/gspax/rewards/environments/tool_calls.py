@@ -167,7 +167,7 @@ def _read_text(text: str, schema: Mapping[str, object]) -> object:
     """Convert a text to the value that a schema calls for; return the text if that fails."""
     kinds = types_of(schema)
     if "string" in kinds:
-        return text
+        return None if "null" in kinds and text.strip() in ("null", "None") else text
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
     except (ValueError, RecursionError):
@@ -175,9 +175,20 @@ def _read_text(text: str, schema: Mapping[str, object]) -> object:
 
 
 def types_of(schema: Mapping[str, object]) -> list[object]:
-    """Return the types that a schema permits; empty if it does not say."""
-    kind = schema.get("type")
-    return [*kind] if isinstance(kind, list | tuple) else [] if kind is None else [kind]
+    """Return the types that a schema permits; empty if it does not say. A reference (`$ref`) does not.
+
+    >>> types_of({"anyOf": [{"type": "string"}, {"type": "null"}]})  # as pydantic writes an optional text
+    ['string', 'null']
+    """
+    if (kind := schema.get("type")) is not None:
+        return [*kind] if isinstance(kind, list | tuple) else [kind]
+    for either in ("anyOf", "oneOf"):
+        if isinstance(schemas := schema.get(either), list | tuple):
+            each = [types_of(one) if isinstance(one, Mapping) else [] for one in schemas]
+            return [kind for kinds in each for kind in kinds] if all(each) else []
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    texts = isinstance(choices, list | tuple) and choices and all(isinstance(choice, str) for choice in choices)
+    return ["string"] if texts else []
 
 
 def parse_brackets(text: str, *, tool: str = "calculator", argument: str = "expression") -> list[Call | Malformed]:

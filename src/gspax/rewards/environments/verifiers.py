@@ -33,7 +33,8 @@ from gspax.config.protocols import Message, Problem, Step
 from gspax.data.chat import split_thinking
 from gspax.errors import UserError
 from gspax.rewards.calls import concurrent
-from gspax.rewards.environments.tool_calls import START, Call, Malformed, parse_hermes
+from gspax.rewards.environments.family_calls import before_calls
+from gspax.rewards.environments.tool_calls import Call, Malformed, parse_hermes
 
 T = TypeVar("T")
 Parse = Callable[[str], list[Call | Malformed]]
@@ -216,7 +217,7 @@ class _Agent(vf.Agent):
             for i, call in enumerate(calls)
             for arguments in [call.typed(schemas.get(call.name, {}))]
         ]
-        content = START.split(content, 1)[0].strip() if calls else content
+        content = before_calls(content) if calls else content
         return vf.AssistantMessage(content=content, reasoning_content=thinking or None, tool_calls=calls or None)
 
     async def _call(self, call: Any) -> str:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from gspax.config.protocols import CompletionTokenizer, ConversationTokenizer, Message
 from gspax.data.chat import ChatTokenizer, end_before, split_thinking, with_tools
 from gspax.rewards.environments.agents import typed_calls
-from gspax.rewards.environments.tool_calls import START, Call, Malformed
+from gspax.rewards.environments.family_calls import before_calls
+from gspax.rewards.environments.tool_calls import Call, Malformed
 from gspax.rollout.agents.openai import Answered, Asked, Refusal
 
 Parse = Callable[[str], list[Call | Malformed]]
@@ -115,8 +116,7 @@ def read_answer(asked: Asked, text: str, parse: Parse, stops: Sequence[str], nam
         {"id": f"call_{name}_{number}", "type": "function", "function": {"name": called, "arguments": arguments}}
         for number, (called, arguments) in enumerate(calls)
     )
-    content = START.split(content, maxsplit=1)[0].strip()
-    return Answered(content=content, thinking=thinking, calls=made, finish="tool_calls")
+    return Answered(content=before_calls(content), thinking=thinking, calls=made, finish="tool_calls")
 
 
 def _one_prompt(asked: Asked) -> str:
