@@ -315,6 +315,17 @@ def test_the_files_of_a_runs_tokenizer_and_starting_checkpoint_are_exported(toke
     assert names_in(tmp_path / "out") == sorted(["README.md", "config.json", "model.safetensors", *COMPANIONS])
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "of the tokenizer"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 9
+    assert (tmp_path / "out" / "generation_config.json").read_text() == COMPANIONS["generation_config.json"]
+
+
+def test_stop_ids_of_a_run_are_added_to_a_generation_config_that_is_copied(tmp_path):
+    """That of a base model does not know the token with which a chat template ends turns."""
+    sampling = replace(small_experiment.experiment.sampling, stop_token_ids=(8, 9))
+    run = a_run(tmp_path / "run", replace(experiment_with(tmp_path), sampling=sampling), steps=(1,))
+    (tmp_path / "hf" / "generation_config.json").write_text('{"top_k": 20, "eos_token_id": 8}')
+    export.run(run, tmp_path / "out")
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"top_k": 20, "eos_token_id": [8, 9]}
 
 
 def test_exporting_adapters_of_a_run_without_any_is_rejected(tmp_path):

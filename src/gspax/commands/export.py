@@ -189,28 +189,45 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
 def _describe_run(
     folder: Path, run: RunDir, recorded: Recorded, step: int, *, of_warm_start: bool, adapter: bool
 ) -> None:
-    """Write a run's model card, and generation_config.json unless the tokenizer came with one."""
+    """Write a run's model card, and generation_config.json, or the run's stop ids in one that was copied."""
     from gspax.report import card
+    from gspax.run.directory import read_json
 
     text = card.render(run, recorded.experiment, step, of_warm_start=of_warm_start, adapter=adapter)
     (folder / "README.md").write_text(text, encoding="utf-8")
-    generation = folder / "generation_config.json"
-    if not adapter and not generation.exists():
-        generation.write_text(json.dumps(describe_generation(recorded), indent=2) + "\n", encoding="utf-8")
+    generation, content = folder / "generation_config.json", {} if adapter else describe_generation(recorded)
+    if content and generation.exists():
+        content = _with_stop_ids(read_json(generation), [*_stop_ids(recorded), *recorded.sampling.stop_token_ids])
+    if content:
+        generation.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def describe_generation(recorded: Recorded) -> JsonObject:
     """Return a run's generation_config.json: temperature, filters, and stop ids if its tokenizer is gspax's."""
-    from gspax.run.recorded import read_tokenizer
-
     sampling = recorded.sampling
     content: JsonObject = {"do_sample": sampling.temperature > 0}
     if content["do_sample"]:
         content |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    with contextlib.suppress(UserError):
-        ids = [*read_tokenizer(recorded.experiment["tokenizer"]).stop_ids, *sampling.stop_token_ids]
-        content["eos_token_id"] = list(dict.fromkeys(ids))
+    if ids := _stop_ids(recorded):
+        content["eos_token_id"] = list(dict.fromkeys([*ids, *sampling.stop_token_ids]))
     return content
+
+
+def _stop_ids(recorded: Recorded) -> list[int]:
+    """Return the stop ids of a run's tokenizer; none if it is not one of gspax's."""
+    from gspax.run.recorded import read_tokenizer
+
+    with contextlib.suppress(UserError):
+        return [*read_tokenizer(recorded.experiment["tokenizer"]).stop_ids]
+    return []
+
+
+def _with_stop_ids(generation: JsonObject, ids: list[int]) -> JsonObject:
+    """Add the stop ids with which a run has ended its samples to generation_config.json; {} if it has them all."""
+    found = generation.get("eos_token_id", [])
+    known = found if isinstance(found, list) else [found]
+    lacking = [i for i in dict.fromkeys(ids) if i not in known]
+    return generation | {"eos_token_id": [*known, *lacking]} if lacking else {}
 
 
 def check_push(name: str, target: Path) -> None:
