@@ -186,7 +186,10 @@ def test_calls_are_those_of_the_template_and_their_results_are_its_replies(tmp_p
     assert call["function"] == {"name": "calculator", "arguments": '{"expression": "6*7"}'}
     assert (message["content"], message["reasoning_content"]) == ("Let me see.", "hm")
     result = {"role": "tool", "tool_call_id": call["id"], "content": "42<|im_end|>"}
-    talk.ask(chat("6*7", message | {"audio": None}, result, tools=tools))
+    again = call | {
+        "function": {"name": "calculator", "arguments": '{"expression":"6*7"}'}
+    }  # as other clients write it
+    talk.ask(chat("6*7", message | {"audio": None, "tool_calls": [again]}, result, tools=tools))
     expected = tokenizer.encode_reply([{"role": "tool", "content": "42<|im_end|>", "name": "calculator"}])
     assert answer("42").tokens == expected
     talk.ask(chat("6*7", message, result, "42", "and?", tools=[]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,11 +130,20 @@ def _essence(message: Message) -> tuple[object, ...]:
     """Return what makes a message the same: clients strip what the policy wrote, and add fields without a value."""
     content = str(message["content"])
     calls = tuple(
-        (call["id"], call["function"]["name"], str(call["function"]["arguments"]))
+        (call["id"], call["function"]["name"], _canonical(call["function"]["arguments"]))
         for call in message.get("tool_calls", ())
     )
     given = content.strip() if message["role"] == "assistant" else content
     return message["role"], given, calls, message.get("tool_call_id"), message.get("name")
+
+
+def _canonical(arguments: object) -> object:
+    """Return JSON with sorted keys and the usual spaces: many clients parse the arguments of a call and write them."""
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.dumps(read, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
 
 
 def _named(messages: Sequence[Message], first: int) -> list[Message]:

@@ -53,6 +53,7 @@ class SGLang(Endpoint):
             "top_k": sampling.top_k or -1,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,  # not the one of a model's generation_config.json
             "sampling_seed": ask.seed % 2**31,
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
             "stop_token_ids": ask.server_stops(),

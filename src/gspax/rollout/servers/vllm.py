@@ -59,6 +59,7 @@ class VLLM(Endpoint):
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,  # not the one of a model's generation_config.json
             "seed": ask.seed,
             "logprobs": ask.mask_size,  # of the sampled token, and of this number of the most probable ones
             "return_token_ids": True,
