@@ -62,20 +62,30 @@ def test_a_prompt_is_rendered_as_by_transformers(chat):
             assert chat.render(messages, tools or ()) == wanted
 
 
-@pytest.mark.parametrize("arguments", [{"expression": "1"}, '{"expression": "1"}'])
-def test_calls_of_a_chat_are_rendered_in_either_form(chat, arguments):
-    """Transformers fails with one of the forms where a template wants the other; what it renders is equal."""
-    call = {"id": "call00000", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+def test_calls_of_a_chat_are_rendered_in_either_form(chat):
+    """As transformers renders objects, or JSON where a template wants it: several templates write JSON into JSON."""
     reply = {"role": "tool", "content": "1", "name": "calculator", "tool_call_id": "call00000"}
-    try:
-        wanted = by_transformers(chat, [*USER, said, reply], add_generation_prompt=True)
-    except Exception as error:
-        if "must alternate" in str(error):
-            pytest.skip("has no tools")
-        wanted = None
-    text = chat.render([*USER, said, reply])
-    assert text == wanted if wanted is not None else "calculator" in text
+    chats = []
+    for arguments in ({"expression": "1"}, '{"expression": "1"}'):
+        call = {"id": "call00000", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+        chats.append([*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, reply])
+    wanted = None
+    for messages in chats:
+        try:
+            wanted = wanted or by_transformers(chat, messages, add_generation_prompt=True)
+        except Exception as error:
+            if "must alternate" in str(error):
+                pytest.skip("has no tools")
+    texts = {chat.render(messages) for messages in chats}
+    assert texts == {wanted} and r"{\"expression" not in str(wanted)
+
+
+def test_arguments_that_a_template_would_write_as_python_does_are_passed_as_json(tmp_path):
+    template = "{% for call in messages[-1].tool_calls or [] %}{{ call.function.arguments }}{% endfor %}"
+    chat = hf_chat(write_folder(tmp_path, PUBLISHED["SmolLM2"]._replace(template=template)))
+    for arguments in ({"a": "x"}, '{"a": "x"}'):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        assert chat.render([*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]) == '{"a": "x"}'
 
 
 ENDS = {  # of the last message; before a user's reply; before a tool's

@@ -78,8 +78,8 @@ class ChatTemplate:
     ) -> str:
         """Render the chat as text, up to the start of the assistant's turn if `prompt`.
 
-        The arguments of calls are passed unchanged, then as JSON, then as objects, until the template accepts them; no
-        tools are None, then an empty list.
+        The arguments of calls are passed as objects, because many templates write JSON into JSON otherwise, and as JSON
+        to a template that rejects objects or writes them as Python does; no tools are None, then an empty list.
         UserError if the template rejects the messages, does not end, or needs too much memory.
         """
         name = "tool_use" if tools and "tool_use" in self.texts else "default"
@@ -90,7 +90,10 @@ class ChatTemplate:
         for form in _forms([_as_transformers(message) for message in messages]):
             for given in [[dict(tool) for tool in tools]] if tools else (None, []):
                 try:
-                    return templates.render(self.texts[name], variables | {"messages": form, "tools": given})
+                    text = templates.render(self.texts[name], variables | {"messages": form, "tools": given})
+                    if not any(python in text for python in _objects(form)):
+                        return text
+                    break
                 except templates.TemplateError as error:
                     problem = problem or error
                     if "NoneType" not in str(error):
@@ -310,11 +313,21 @@ def _as_transformers(message: Message) -> dict[str, object]:
 
 
 def _forms(messages: Sequence[Mapping[str, object]]) -> Iterator[list[dict[str, object]]]:
-    """Yield the messages unchanged, then with the arguments of calls as JSON, then as objects."""
-    yield [dict(message) for message in messages]
-    if any("tool_calls" in message for message in messages):
-        yield [_with_arguments(message, _to_text) for message in messages]
-        yield [_with_arguments(message, _to_object) for message in messages]
+    """Yield the messages, with calls first with their arguments as objects, then as JSON."""
+    if not any("tool_calls" in message for message in messages):
+        yield [dict(message) for message in messages]
+        return
+    yield [_with_arguments(message, _to_object) for message in messages]
+    yield [_with_arguments(message, _to_text) for message in messages]
+
+
+def _objects(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the arguments of calls that are objects, as Python writes them and JSON does not."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call.get("function", call).get("arguments")
+            if arguments and isinstance(arguments, Mapping):
+                yield str(arguments)
 
 
 def _with_arguments(message: Mapping[str, object], change: Callable[[object], object]) -> dict[str, object]:
@@ -326,7 +339,7 @@ def _with_arguments(message: Mapping[str, object], change: Callable[[object], ob
 
 def _with_argument(call: Mapping[str, Any], change: Callable[[object], object]) -> dict[str, object]:
     function = call.get("function", call)
-    changed = {**function, "arguments": change(function.get("arguments"))}
+    changed = {**function, "arguments": change(function["arguments"])} if "arguments" in function else function
     return {"type": "function", **call, "function": changed} if "function" in call else changed
 
 
@@ -336,7 +349,7 @@ def _to_text(arguments: object) -> object:
 
 def _to_object(arguments: object) -> object:
     with contextlib.suppress(ValueError):
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     return arguments
 
 
