@@ -42,7 +42,7 @@ from gspax.rewards.environments.agents import Endpoint
 from gspax.rollout.contract import Weights
 from gspax.rollout.in_process import OnDevices
 from gspax.rollout.runtime import make_runtime
-from gspax.sampler.continuous_batching import State
+from gspax.sampler.state import State
 from gspax.training.in_flight import InFlight, grade, next_rollout
 from gspax.types import Rollout
 

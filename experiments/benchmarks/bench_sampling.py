@@ -27,9 +27,9 @@ from gspax.model.sizes import count_with_experts, forward_flops, lookup_count, s
 from gspax.parallel import multihost
 from gspax.parallel.sharding import AXES
 from gspax.rollout.runtime import make_runtime
-from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import sample
+from gspax.sampler.state import SampleOptions
 from gspax.tools.benchmarks import measure_limits, time_calls
 
 REPEATS = 3

@@ -18,8 +18,8 @@ from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.aside import Aside
 from gspax.rollout.episodes import Interaction, Ready
 from gspax.rollout.grading import Started
-from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import OnEnded, Progress
+from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Array, Params, Rollout
 
 

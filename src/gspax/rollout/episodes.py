@@ -32,7 +32,7 @@ from gspax.rollout.completion import GradedTurns
 from gspax.rollout.grading import Started, StartedReward
 from gspax.run import interrupt
 from gspax.sampler import sampler
-from gspax.sampler.continuous_batching import Replies, SampleOptions
+from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Array, Params, Rollout
 
 VERSION = np.int32(0)  # of the parameters, which stay the same

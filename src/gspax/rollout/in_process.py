@@ -24,7 +24,6 @@ from gspax.rollout.contract import HeldSamples, Request, Weights
 from gspax.rollout.episodes import Ready, sample_conversations
 from gspax.rollout.grading import Started
 from gspax.sampler import continuous_batching
-from gspax.sampler.continuous_batching import Prompts, Replies, SampleOptions
 from gspax.sampler.placement import Sampler
 from gspax.sampler.sampler import (
     Progress,
@@ -36,6 +35,7 @@ from gspax.sampler.sampler import (
     sample,
     split_groups,
 )
+from gspax.sampler.state import Prompts, Replies, SampleOptions, State
 from gspax.types import Array, Params, Rollout
 
 
@@ -92,7 +92,7 @@ class OnDevices:
     key: Array  # on the host
     options: SampleOptions
     tokens_RS: Array | None = None  # int32    prompts; None, as the two below: nothing has been sampled
-    state: continuous_batching.State | None = None
+    state: State | None = None
     current: Progress | None = None
 
     def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
@@ -128,9 +128,7 @@ class OnDevices:
         """Add the replies to the cache."""
         self._run(resume, weights, replies)
 
-    def _run(
-        self, program: Callable[..., tuple[continuous_batching.State, Progress]], weights: Weights, *given: Replies
-    ) -> None:
+    def _run(self, program: Callable[..., tuple[State, Progress]], weights: Weights, *given: Replies) -> None:
         key, version, began = self.key, np.int32(weights.version), time.monotonic()
         self.state, self.current = program(weights.params, self.state, *given, key, version, options=self.options)
         timeline.watch(timeline.SAMPLER, "chunk", began, self.current)
@@ -145,14 +143,14 @@ class OnDevices:
 @partial(jax.jit, static_argnames="options", donate_argnames="held")
 def _admit(
     params: Params,
-    held: tuple[Array | None, continuous_batching.State | None],
+    held: tuple[Array | None, State | None],
     prompts: Prompts,
     key: Array,
     *,
     fresh_P: Array,
     version: Array,
     options: SampleOptions,
-) -> tuple[Array, continuous_batching.State, Progress]:
+) -> tuple[Array, State, Progress]:
     tokens_RS, state = held
     state = continuous_batching.admit(params, state, prompts, key, options, fresh_P=fresh_P, version=version)
     tokens_RS = prompts.tokens_PS if tokens_RS is None else jnp.where(fresh_P[:, None], prompts.tokens_PS, tokens_RS)
@@ -160,6 +158,6 @@ def _admit(
 
 
 @partial(jax.jit, static_argnames="options")
-def _take(tokens_RS: Array, state: continuous_batching.State, row_B: Array, *, options: SampleOptions) -> Rollout:
+def _take(tokens_RS: Array, state: State, row_B: Array, *, options: SampleOptions) -> Rollout:
     rollout = jax.tree.map(lambda leaf: leaf[row_B], assemble(tokens_RS, state, options=options))
     return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))

@@ -6,12 +6,6 @@ whose turn has ended with an environment's replies. Samples without a slot are i
 the loop runs without the host. On a mesh a device's slots take samples of the device's own rows, so that no cache is
 moved.
 
-A slot is active (its sample gets a token in each pass), waiting (its sample's turn has ended, and an environment is to
-reply) or free. A waiting slot keeps its sample and its cache.
-
-With a slot for every sample there is no queue: slot b has sample b, and all slots are at one position. With fewer,
-where groups are admitted, with turns, and with drafts, each slot has a position of its own.
-
 Axes: P prompts, G samples per prompt, B = P·G samples, W slots, Q devices that have rows of their own, S prompt
 positions, C positions after the prompt (with turns: those of turns and replies), X tokens of the longest reply, Y =
 X + 1 with the stop token before it, V vocabulary, K tokens of a sampling mask, T = S + C, H as in `drafts`, M = 1 + the
@@ -20,117 +14,56 @@ drafts of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 
-from gspax.config import ModelConfig, Sampling, expert_id_dtype, layer_windows, token_id_dtype
+from gspax.config import expert_id_dtype, layer_windows, token_id_dtype
 from gspax.model import decoding
-from gspax.model.decoding import Cache, Slots
+from gspax.model.decoding import Slots
 from gspax.model.sizes import sampler_sizes
-from gspax.parallel.sharding import batch_shards, constrain, sample_axis, spec
+from gspax.parallel.sharding import batch_shards, constrain
 from gspax.sampler import drafts, stops
-from gspax.sampler.stops import Matcher
-from gspax.sampler.token_sampling import Draw, sample_at
+from gspax.sampler.state import (
+    Prompts,
+    Replies,
+    Rows,
+    SampleOptions,
+    State,
+    has_queue,
+    of_samples,
+    on_devices,
+    row_axis,
+    row_shards,
+)
+from gspax.sampler.token_sampling import SampledTokens, sample_at
 from gspax.types import Array, Params, PyTree
 
 T = TypeVar("T")
 CHECK_EVERY = 16  # passes without drafts: one of them looks up what it would have drafted
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """How prompts are sampled; the sampler's programs are compiled for it."""
+class SampleIds(NamedTuple):
+    """The samples that tokens are sampled for."""
 
-    model: ModelConfig
-    sampling: Sampling  # `prompts` and `group` are those of a batch (`sampler.split_groups`)
-    stop_ids: tuple[int, ...]  # a stop token ends its sample, or its turn, and belongs to it
-    mesh: jax.sharding.Mesh
-    matcher: Matcher | None = None  # a token that completes a stop string is as a stop token; None: there are none
-    greedy: int = 0  # how many of each prompt's samples, the last ones, are greedy, with log-probs at temperature 1
-    keep_experts: bool = False  # record the chosen experts
-    keep_versions: bool = False  # record the version of the weights that each token was sampled with
-    mask_size: int = 0  # K: the most tokens that are recorded of those that each token was chosen from; 0: none
-    admits: bool = False  # groups are put in the places of others (`admit`)
-    turns: bool = False  # a sample is a conversation, which waits for a reply after a stop token
-
-
-class Prompts(NamedTuple):
-    """Right-padded prompts."""
-
-    tokens_PS: Array  # int32
-    length_P: Array  # int32
-    id_P: Array  # uint32, of each prompt's first sample; its others have the ids after it
-    earlier_PGC: Array | None = None  # int32, with drafts: what followed the prompt in an earlier epoch, then -1
-    most_P: Array | None = None  # int32, the most tokens of a first turn; None: turns have no limits of their own
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Samples, slots, and the queue (`has_queue`). Indices of samples and prompts count on their own device."""
-
-    prompt_B: Array  # int32
-    prompt_length_B: Array  # int32
-    id_B: Array  # uint32
+    id_B: Array  # uint32, which the randomness of their tokens depends on
     greedy_B: Array | None  # bool     decoded greedily; None: no sample is
-    tokens_BC: Array  # int32
-    logp_BC: Array  # float32
-    sampled_BC: Array | None  # bool     sampled by the policy, not a reply's; None: all tokens are
-    length_B: Array  # int32    tokens after the prompt
-    finished_B: Array  # bool     complete: ended with a stop token
-    matched_B: Array | None  # int32    with stop strings, the matcher's state after the sample's last token
-    limit_B: Array | None  # int32    the length at which the sample's turn ends without a stop; None: turns have none
-    expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
-    version_BC: Array | None  # int32
-    kept_BCK: Array | None  # uint8 or wider    as in `Rollout`
-    cut_BC: Array | None  # bool
-    text_BH: Array | None  # int32    with drafts, the texts that they come from (`drafts.join_texts`)
-    passes_B: Array | None  # int32    with drafts, as in `Rollout`
-    right_W: Array | None  # float32    with `Sampling.draft_cost`, the share of the sample's drafts that are right
-    order_B: Array  # int32    queued samples, which have no slot; only the first `queued_Q` count
-    queued_Q: Array  # int32
-    taken_Q: Array  # int32    of those, the samples that have got a slot since
-    sample_W: Array  # int32    the slot's sample; not read where all slots are at one position
-    token_W: Array  # int32    the sample's last token, which is not in the cache yet
-    length_W: Array  # int32    the sample's tokens after the prompt
-    active_W: Array  # bool     the sample gets tokens
-    waiting_W: Array  # bool     the sample's turn has ended: it waits for a reply
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """The state of decoding between two tokens."""
+class NewTokens(NamedTuple):
+    """The tokens that a pass sampled at M positions of each slot."""
 
-    rows: Rows
-    step: Array  # int32    decoding passes so far
-    cache: Cache
-    prompt_expert_PSLA: Array | None  # as `Rows.expert_BCLA`
-
-
-class Sampled(NamedTuple):
-    """Tokens at M positions of some slots."""
-
-    gets_W: Array  # bool     the slot gets some
-    draw: Draw  # [W, M, ...]
-    expert_WMLA: Array | None  # of the tokens before them
+    gets_W: Array  # bool     the slot gets new tokens; the others' are padding
+    token_WM: Array  # int32
+    logp_WM: Array  # float32
+    kept_WMK: Array | None  # as in `Rollout`
+    cut_WM: Array | None
+    expert_WMLA: Array | None  # of the tokens before them, which the pass ran
     step: Array  # int32 []  decoding passes before
     version: Array  # int32 []  of the parameters
-
-
-class Replies(NamedTuple):
-    """The replies to the turns that have ended, for each sample."""
-
-    tokens_BX: Array | np.ndarray  # int32
-    count_B: Array | np.ndarray  # int32; 0 finishes a waiting sample, -1 lets it wait; the others are left as they are
-    most_B: Array | np.ndarray | None = None  # int32, the most tokens of the next turn, where turns have limits
 
 
 def start(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> State:
@@ -190,71 +123,89 @@ def _sample_first(
     """Prefill the prompts, and sample the first token of every sample; only without a queue do slots have samples."""
     model, mesh, P = options.model, options.mesh, len(prompts.length_P)
     sampling = replace(options.sampling, prompts=P)
-    G, C, sizes = sampling.group, sampling.max_tokens, sampler_sizes(model, sampling, dict(mesh.shape))
-    B, W = P * G, sizes.slots
+    G, sizes, dtype = sampling.group, sampler_sizes(model, sampling, dict(mesh.shape)), sampling.kv_cache_dtype
     with jax.named_scope("prefill"):
         last_PD, cached, expert_PSLA = decoding.prefill(
-            params, model, *prompts[:2], chunk=sizes.prefill_chunk, kv_cache_dtype=sampling.kv_cache_dtype, mesh=mesh
+            params,
+            model,
+            prompts.tokens_PS,
+            prompts.length_P,
+            chunk=sizes.prefill_chunk,
+            kv_cache_dtype=dtype,
+            mesh=mesh,
         )
     number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
-    id_B = jnp.repeat(prompts.id_P, G) + number_B
     greedy_B = number_B >= G - options.greedy if options.greedy else None
+    ids = SampleIds(jnp.repeat(prompts.id_P, G) + number_B, greedy_B)
     prompt_length_B, logits_PV = jnp.repeat(prompts.length_P, G), decoding.logits(params, last_PD, model.logit_cap)
-    draw = _sample_next(jnp.repeat(logits_PV, G, axis=0), key, id_B, prompt_length_B, greedy_B, options)
-    matched_B, stops_B = stops.follow_first(draw.token_B, options.stop_ids, options.matcher)
-    kept_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
-    zeros_Q, zeros_W = jnp.zeros(_row_shards(mesh, B, W), jnp.int32), jnp.zeros(W, jnp.int32)
+    sampled = _sample_next(jnp.repeat(logits_PV, G, axis=0), key, ids, prompt_length_B, options)
+    recorded_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
+    rows = _first_rows(prompts, sampled, ids, options, slots=sizes.slots, version=version)
+    if recorded_PSLA is not None:
+        shape = *rows.tokens_BC.shape, *recorded_PSLA.shape[2:]
+        rows = replace(rows, expert_BCLA=jnp.full(shape, model.num_experts, recorded_PSLA.dtype))
+    rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, row_axis(mesh, P * G, sizes.slots)), rows)
+    cache = decoding.new_cache(cached, model, sizes.slots, sampling.max_tokens, kv_cache_dtype=dtype, mesh=mesh)
+    return State(rows=rows, step=jnp.int32(0), cache=cache, prompt_expert_PSLA=recorded_PSLA)
+
+
+def _first_rows(
+    prompts: Prompts,
+    sampled: SampledTokens,
+    ids: SampleIds,
+    options: SampleOptions,
+    *,
+    slots: int,
+    version: Array | int,
+) -> Rows:
+    """Make the rows of samples that have one token each, without experts."""
+    tokens_PS, length_P, _, earlier_PGC, limit_P = prompts
+    mesh, sampling, B, P, W = options.mesh, options.sampling, len(ids.id_B), len(length_P), slots
+    G, C = B // P, sampling.max_tokens
+    stop_state_B, stops_B = stops.follow_first(sampled.token_B, options.stop_ids, options.matcher)
+    zeros_Q, zeros_W = jnp.zeros(row_shards(mesh, B, W), jnp.int32), jnp.zeros(W, jnp.int32)
 
     def first(x_B: Array) -> Array:
         return jnp.zeros((B, C, *x_B.shape[1:]), x_B.dtype).at[:, 0].set(x_B)
 
     rows = Rows(
         prompt_B=jnp.arange(B, dtype=jnp.int32) // G % (P // batch_shards(mesh)),
-        prompt_length_B=prompt_length_B,
-        id_B=id_B,
-        greedy_B=greedy_B,
-        tokens_BC=first(draw.token_B),
-        logp_BC=first(draw.logp_B),
+        prompt_length_B=jnp.repeat(length_P, G),
+        id_B=ids.id_B,
+        greedy_B=ids.greedy_B,
+        tokens_BC=first(sampled.token_B),
+        logp_BC=first(sampled.logp_B),
         sampled_BC=first(jnp.ones(B, bool)) if options.turns else None,
         length_B=jnp.ones(B, jnp.int32),
         finished_B=jnp.zeros(B, bool) if options.turns else stops_B,
-        matched_B=matched_B,
-        limit_B=None if prompts.most_P is None else jnp.repeat(prompts.most_P, G),
-        expert_BCLA=jax.tree.map(lambda x: jnp.full((B, C, *x.shape[2:]), model.num_experts, x.dtype), kept_PSLA),
+        stop_state_B=stop_state_B,
+        limit_B=None if limit_P is None else jnp.repeat(limit_P, G),
+        expert_BCLA=None,
         version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
-        kept_BCK=jax.tree.map(first, draw.kept_BK),
-        cut_BC=jax.tree.map(first, draw.cut_B),
-        text_BH=None if prompts.earlier_PGC is None else drafts.join_texts(*prompts[:2], prompts.earlier_PGC),
+        kept_BCK=jax.tree.map(first, sampled.kept_BK),
+        cut_BC=jax.tree.map(first, sampled.cut_B),
+        text_BH=None if earlier_PGC is None else drafts.join_texts(tokens_PS, length_P, earlier_PGC),
         passes_B=jnp.ones(B, jnp.int32) if sampling.drafts else None,
-        right_W=jnp.zeros(W) if sampling.drafts and sampling.draft_cost else None,
         order_B=jnp.zeros(B, jnp.int32),
         queued_Q=zeros_Q,
         taken_Q=zeros_Q,
         sample_W=jnp.arange(W, dtype=jnp.int32) % (W // len(zeros_Q)) if sampling.drafts else zeros_W,
-        token_W=draw.token_B[:W],
+        token_W=sampled.token_B[:W],
         length_W=zeros_W + 1,
         active_W=jnp.zeros(W, bool),
         waiting_W=jnp.zeros(W, bool),
+        accept_rate_W=jnp.zeros(W) if sampling.drafts and sampling.draft_cost else None,
     )
-    if not has_queue(rows, options):
-        rows = replace(rows, active_W=~stops_B & (C > 1))
-    rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, row_axis(mesh, B, W)), rows)
-    cache = decoding.new_cache(cached, model, W, C, kv_cache_dtype=sampling.kv_cache_dtype, mesh=mesh)
-    return State(rows=rows, step=jnp.int32(0), cache=cache, prompt_expert_PSLA=kept_PSLA)
+    return rows if has_queue(rows, options) else replace(rows, active_W=~stops_B & (C > 1))
 
 
 def _sample_next(
-    logits_BV: Array, key: Array, id_B: Array, position_B: Array, greedy_B: Array | None, options: SampleOptions
-) -> Draw:
+    logits_BV: Array, key: Array, ids: SampleIds, position_B: Array, options: SampleOptions
+) -> SampledTokens:
     """Sample by `sample_at` with the options; ids of sampling masks get the dtype that they are kept in."""
-    draw = sample_at(logits_BV, key, id_B, position_B, options.sampling, greedy_B, kept=options.mask_size)
+    sampled = sample_at(logits_BV, key, ids.id_B, position_B, options.sampling, ids.greedy_B, kept=options.mask_size)
     dtype = token_id_dtype(options.model)
-    return draw._replace(kept_BK=jax.tree.map(lambda kept_BK: kept_BK.astype(dtype), draw.kept_BK))
-
-
-def has_queue(rows: Rows, options: SampleOptions) -> bool:
-    """Return whether slots take samples from a queue. Otherwise slot b has sample b."""
-    return len(rows.active_W) < len(rows.length_B) or options.admits or options.turns
+    return sampled._replace(kept_BK=jax.tree.map(lambda kept_BK: kept_BK.astype(dtype), sampled.kept_BK))
 
 
 def at_one_position(rows: Rows, options: SampleOptions) -> bool:
@@ -267,19 +218,20 @@ def advance(
     state: State,
     key: Array,
     options: SampleOptions,
-    tokens: int = 0,
+    passes: int = 0,
     version: Array | int = 0,
 ) -> State:
-    """Decode until no slot is active, or `tokens` times unless that is 0; with drafts a pass may give several tokens.
+    """Decode until no slot is active, in at most this number of passes unless it is 0.
 
     With `Sampling.draft_cost` passes have drafts only while these pay (`_drafts_pay`).
 
     The parameters may be newer than at earlier tokens, whose cached keys and values are not recomputed.
     """
-    last = state.step + (tokens or 2**30)
-    decode, decode_tentatively = (
-        partial(_decode_pass, params, key=key, options=options, version=version, drafted=drafted)
-        for drafted in (False, True)
+    last = state.step + (passes or 2**30)
+    at_version = jnp.asarray(version, jnp.int32)
+    decode, verify = (
+        partial(decode_pass, params, key=key, options=options, version=at_version)
+        for decode_pass in (_decode_pass, _verify_pass)
     )
 
     def goes_on(state: State) -> Array:
@@ -289,45 +241,61 @@ def advance(
         def pays(state: State) -> Array:
             return _drafts_pay(state.rows, options)
 
-        state = jax.lax.while_loop(lambda state: goes_on(state) & pays(state), decode_tentatively, state)
+        state = jax.lax.while_loop(lambda state: goes_on(state) & pays(state), verify, state)
         return jax.lax.while_loop(lambda state: goes_on(state) & ~pays(state), decode, state)
 
-    run = decode_tentatively if options.sampling.drafts else decode
-    return jax.lax.while_loop(goes_on, run if state.rows.right_W is None else alternate, state)
+    run = verify if options.sampling.drafts else decode
+    return jax.lax.while_loop(goes_on, run if state.rows.accept_rate_W is None else alternate, state)
 
 
-def _decode_pass(
-    params: Params, state: State, key: Array, options: SampleOptions, version: Array | int, *, drafted: bool
-) -> State:
-    """Run the model over the active slots' last tokens, and over drafts of the next ones."""
-    rows, model, mesh = state.rows, options.model, options.mesh
-    slots, id_W, greedy_W = describe_slots(rows, options)
-    if drafted:
-        draft_WK, count_W = on_devices(partial(_draft, options=options), options, rows)
-        tokens_WM = jnp.concatenate([rows.token_W[:, None], draft_WK], axis=1)
-        slots = slots._replace(count_W=slots.count_W * (1 + count_W))
-        with jax.named_scope("decode"):
-            hidden_WMD, keep, expert_WMLA = decoding.decode_block(params, model, tokens_WM, state.cache, slots, mesh)
-    else:
-        if at_one_position(rows, options):
-            slots = slots._replace(first=state.step)
-        with jax.named_scope("decode"):
-            hidden_WD, cache, expert_WLA = decoding.decode(params, model, rows.token_W, state.cache, slots, mesh=mesh)
-        hidden_WMD, expert_WMLA = hidden_WD[:, None], expert_WLA[:, None]
+def _decode_pass(params: Params, state: State, key: Array, options: SampleOptions, version: Array) -> State:
+    """Run the model over the active slots' last tokens, and sample a token for each."""
+    rows = state.rows
+    slots, ids_W = _describe_slots(rows, options)
+    if at_one_position(rows, options):
+        slots = slots._replace(first=state.step)
+    with jax.named_scope("decode"):
+        hidden_WD, cache, expert_WLA = decoding.decode(
+            params, options.model, rows.token_W, state.cache, slots, mesh=options.mesh
+        )
+    position_W = slots.prompt_length_W + rows.length_W
+    sampled_W1 = _sample_block(params, hidden_WD[:, None], key, ids_W, position_W, options)
+    new = NewTokens(rows.active_W, *sampled_W1, expert_WLA[:, None], state.step, version)
+    rows = on_devices(partial(_write_decoded, options=options), options, rows, new)
+    return replace(state, rows=rows, step=state.step + 1, cache=cache)
+
+
+def _verify_pass(params: Params, state: State, key: Array, options: SampleOptions, version: Array) -> State:
+    """Run the model over the active slots' last tokens and drafts of the next ones, and sample a token after each.
+
+    A slot accepts its drafts up to the first that is not the token sampled in its place, which it gets as well.
+    """
+    rows = state.rows
+    slots, ids_W = _describe_slots(rows, options)
+    draft_WK, count_W = on_devices(partial(_look_up_drafts, options=options), options, rows)
+    tokens_WM = jnp.concatenate([rows.token_W[:, None], draft_WK], axis=1)
+    slots = slots._replace(count_W=slots.count_W * (1 + count_W))
+    with jax.named_scope("decode"):
+        hidden_WMD, keep, expert_WMLA = decoding.decode_block(
+            params, options.model, tokens_WM, state.cache, slots, options.mesh
+        )
+    position_W = slots.prompt_length_W + rows.length_W
+    sampled_WM = _sample_block(params, hidden_WMD, key, ids_W, position_W, options)
+    new = NewTokens(rows.active_W, *sampled_WM, expert_WMLA, state.step, version)
+    rows, kept_W = on_devices(partial(_write_verified, options=options), options, rows, draft_WK, count_W, new)
+    return replace(state, rows=rows, step=state.step + 1, cache=keep(kept_W))
+
+
+def _sample_block(
+    params: Params, hidden_WMD: Array, key: Array, ids_W: SampleIds, position_W: Array, options: SampleOptions
+) -> SampledTokens:
+    """Sample the tokens after the M positions of each slot's block, [W, M, ...]; the first is for `position_W`."""
     W, M, D = hidden_WMD.shape
     each = partial(jnp.repeat, repeats=M, axis=0)
-    position_WM = (slots.prompt_length_W + rows.length_W)[:, None] + jnp.arange(M)[None]
-    logits_BV = decoding.logits(params, hidden_WMD.reshape(W * M, D), model.logit_cap)
-    draw_B = _sample_next(logits_BV, key, each(id_W), position_WM.reshape(-1), jax.tree.map(each, greedy_W), options)
-    draw_WM = jax.tree.map(lambda x_B: x_B.reshape(W, M, *x_B.shape[1:]), draw_B)
-    kept_WMLA, at_version = expert_WMLA if options.keep_experts else None, jnp.asarray(version, jnp.int32)
-    sampled = Sampled(rows.active_W, draw_WM, kept_WMLA, state.step, at_version)
-    if drafted:
-        rows, kept_W = on_devices(partial(_write_drafted, options=options), options, rows, draft_WK, count_W, sampled)
-        cache = keep(kept_W)
-    else:
-        rows = on_devices(partial(_write_sampled, options=options), options, rows, sampled)
-    return replace(state, rows=rows, step=state.step + 1, cache=cache)
+    position_WM = position_W[:, None] + jnp.arange(M)[None]
+    logits_BV = decoding.logits(params, hidden_WMD.reshape(W * M, D), options.model.logit_cap)
+    sampled_B = _sample_next(logits_BV, key, jax.tree.map(each, ids_W), position_WM.reshape(-1), options)
+    return jax.tree.map(lambda x_B: x_B.reshape(W, M, *x_B.shape[1:]), sampled_B)
 
 
 def _drafts_pay(rows: Rows, options: SampleOptions) -> Array:
@@ -336,14 +304,14 @@ def _drafts_pay(rows: Rows, options: SampleOptions) -> Array:
     While samples wait for slots, the mean of the active slots counts. After that the slowest one does, because the loop
     runs until the last sample finishes.
     """
-    assert rows.right_W is not None
-    tokens_W = drafts.expected_tokens(rows.right_W, options.sampling.drafts)
+    assert rows.accept_rate_W is not None
+    tokens_W = drafts.expected_tokens(rows.accept_rate_W, options.sampling.drafts)
     mean = jnp.mean(tokens_W, where=rows.active_W)
     least = jnp.min(tokens_W, where=rows.active_W, initial=jnp.inf)
     return jnp.where((rows.taken_Q < rows.queued_Q).any(), mean, least) > options.sampling.draft_cost
 
 
-def _draft(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
+def _look_up_drafts(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
     """Look up drafts for the samples of the slots."""
     assert rows.text_BH is not None, "see `Prompts.earlier_PGC`"
     text_WH, tokens_WC = rows.text_BH, rows.tokens_BC
@@ -353,58 +321,62 @@ def _draft(rows: Rows, *, options: SampleOptions) -> tuple[Array, Array]:
     return drafts.look_up(text_WH, texts, tokens_WC, rows.length_W, options.sampling.drafts)
 
 
-def _write_sampled(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows:
-    """Write back a pass without drafts; now and then look some up, to know whether they would be right."""
-    if (share_W := rows.right_W) is None:
-        return _write_back(rows, sampled, options=options)
-    gets_W, token_W = sampled.gets_W, sampled.draw.token_B[:, 0]
-    renewed_W = jax.lax.cond(
-        sampled.step % CHECK_EVERY == 0,
-        lambda: drafts.renew_share(share_W, gets_W, *_draft(rows, options=options), token_W),
-        lambda: share_W,
+def _write_decoded(rows: Rows, new: NewTokens, *, options: SampleOptions) -> Rows:
+    """Write back a pass without drafts; now and then look some up, to know whether they would be accepted."""
+    if (rate_W := rows.accept_rate_W) is None:
+        return _write_back(rows, new, options=options)
+    updated_W = jax.lax.cond(
+        new.step % CHECK_EVERY == 0,
+        lambda: drafts.update_accept_rate(
+            rate_W, new.gets_W, *_look_up_drafts(rows, options=options), new.token_WM[:, 0]
+        ),
+        lambda: rate_W,
     )
-    return _write_back(replace(rows, right_W=renewed_W), sampled, options=options)
+    return _write_back(replace(rows, accept_rate_W=updated_W), new, options=options)
 
 
-def _write_drafted(
-    rows: Rows, draft_WK: Array, count_W: Array, sampled: Sampled, *, options: SampleOptions
+def _write_verified(
+    rows: Rows, draft_WK: Array, count_W: Array, new: NewTokens, *, options: SampleOptions
 ) -> tuple[Rows, Array]:
-    """Write back a pass, up to the first wrong draft or a turn's end; return how many run tokens a slot keeps, too."""
-    token_WM, index_1K = sampled.draw.token_B, jnp.arange(draft_WK.shape[1])[None]
+    """Write back the accepted drafts and the token after them; also count the run tokens that each slot's cache keeps.
+
+    A draft that ends a turn is not accepted: sampled in its place, it is the token after the accepted ones.
+    """
+    token_WM, index_1K = new.token_WM, jnp.arange(draft_WK.shape[1])[None]
     _, stops_WM = _follow(rows, token_WM, options)
-    right_WK = (draft_WK == token_WM[:, :-1]) & (index_1K < count_W[:, None]) & ~stops_WM[:, :-1]
-    right_W = jnp.cumprod(right_WK, axis=1, dtype=jnp.int32).sum(axis=1) * sampled.gets_W
-    if rows.right_W is not None:
-        rows = replace(
-            rows, right_W=drafts.renew_share(rows.right_W, sampled.gets_W, draft_WK, count_W, token_WM[:, 0])
-        )
-    return _write_back(rows, sampled, right_W, options=options), (1 + right_W) * sampled.gets_W
+    agrees_WK = (draft_WK == token_WM[:, :-1]) & (index_1K < count_W[:, None]) & ~stops_WM[:, :-1]
+    accepted_W = jnp.cumprod(agrees_WK, axis=1, dtype=jnp.int32).sum(axis=1) * new.gets_W
+    if (rate_W := rows.accept_rate_W) is not None:
+        rate_W = drafts.update_accept_rate(rate_W, new.gets_W, draft_WK, count_W, token_WM[:, 0])
+        rows = replace(rows, accept_rate_W=rate_W)
+    return _write_back(rows, new, accepted_W, options=options), (1 + accepted_W) * new.gets_W
 
 
 def _follow(rows: Rows, token_WM: Array, options: SampleOptions) -> tuple[Array | None, Array]:
     """Follow the stops through the next tokens of the slots' samples."""
-    matched_W = rows.matched_B
-    if matched_W is not None and not at_one_position(rows, options):
-        matched_W = matched_W[rows.sample_W]
-    return stops.follow(matched_W, token_WM, options.stop_ids, options.matcher)
+    stop_state_W = rows.stop_state_B
+    if stop_state_W is not None and not at_one_position(rows, options):
+        stop_state_W = stop_state_W[rows.sample_W]
+    return stops.follow(stop_state_W, token_WM, options.stop_ids, options.matcher)
 
 
-def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Array | None]:
-    """Describe where active slots' next tokens go, the ids of the slots' samples, and which samples are greedy."""
+def _describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, SampleIds]:
+    """Describe where active slots' next tokens go, and which samples they are for."""
 
-    def describe(rows: Rows) -> tuple[Slots, Array, Array | None]:
+    def describe(rows: Rows) -> tuple[Slots, SampleIds]:
         of_sample = rows.prompt_length_B, rows.prompt_B, rows.id_B, rows.greedy_B
         if has_queue(rows, options):
             of_sample = jax.tree.map(lambda x_B: x_B[rows.sample_W], of_sample)
         prompt_length_W, prompt_W, id_W, greedy_W = of_sample
-        return Slots(prompt_length_W, prompt_W, rows.length_W - 1, rows.active_W.astype(jnp.int32)), id_W, greedy_W
+        slots = Slots(prompt_length_W, prompt_W, rows.length_W - 1, rows.active_W.astype(jnp.int32))
+        return slots, SampleIds(id_W, greedy_W)
 
-    slots, id_W, greedy_W = on_devices(describe, options, rows)
+    slots, ids_W = on_devices(describe, options, rows)
     in_order = len(rows.active_W) == len(rows.length_B) and not options.admits  # slot b has sample b
     one_view = at_one_position(rows, options) or not layer_windows(options.model)  # a prompt's slots see the same of it
     if in_order and one_view and options.mesh.shape["context"] == 1:
         slots = slots._replace(prompt_W=None)  # each prompt is read once for all its slots
-    return slots, id_W, greedy_W
+    return slots, ids_W
 
 
 def _enqueue_all(state: State, fresh_P: Array, options: SampleOptions) -> State:
@@ -424,21 +396,15 @@ def _enqueue_all(state: State, fresh_P: Array, options: SampleOptions) -> State:
     return replace(state, rows=on_devices(enqueue, options, state.rows, fresh_B))
 
 
-def of_samples(rows: Rows, slots_W: Array) -> Array:
-    """Mark the samples of these slots, bool [B]."""
-    B = len(rows.length_B)
-    return jnp.zeros(B, bool).at[jnp.where(slots_W, rows.sample_W, B)].set(True, mode="drop")
-
-
 def _refill(rows: Rows, options: SampleOptions) -> Rows:
     """Give each free slot the next sample, whose first token is sampled already; with turns, that may end the first."""
     free_W = ~(rows.active_W | rows.waiting_W)
-    turn_W = rows.taken_Q + jnp.cumsum(free_W, dtype=jnp.int32) - 1
-    takes_W = free_W & (turn_W < rows.queued_Q)
-    sample_W = jnp.where(takes_W, rows.order_B.at[turn_W].get(mode="clip"), rows.sample_W)
+    place_W = rows.taken_Q + jnp.cumsum(free_W, dtype=jnp.int32) - 1
+    takes_W = free_W & (place_W < rows.queued_Q)
+    sample_W = jnp.where(takes_W, rows.order_B.at[place_W].get(mode="clip"), rows.sample_W)
     token_W = jnp.where(takes_W, rows.tokens_BC[sample_W, 0], rows.token_W)
-    matched_W = None if rows.matched_B is None else rows.matched_B[sample_W]
-    stops_W = stops.has_ended(matched_W, token_W, options.stop_ids, options.matcher)
+    stop_state_W = None if rows.stop_state_B is None else rows.stop_state_B[sample_W]
+    stops_W = stops.has_ended(stop_state_W, token_W, options.stop_ids, options.matcher)
     if rows.limit_B is not None:
         stops_W |= rows.limit_B[sample_W] <= 1
     return replace(
@@ -447,42 +413,43 @@ def _refill(rows: Rows, options: SampleOptions) -> Rows:
         sample_W=sample_W,
         token_W=token_W,
         length_W=jnp.where(takes_W, 1, rows.length_W),
-        right_W=None if rows.right_W is None else jnp.where(takes_W, 0, rows.right_W),
+        accept_rate_W=None if rows.accept_rate_W is None else jnp.where(takes_W, 0, rows.accept_rate_W),
         active_W=rows.active_W | (takes_W & ~stops_W),
         waiting_W=rows.waiting_W | (takes_W & stops_W),
     )
 
 
-def _write_back(rows: Rows, sampled: Sampled, right_W: Array | int = 0, *, options: SampleOptions) -> Rows:
+def _write_back(rows: Rows, new: NewTokens, accepted_W: Array | int = 0, *, options: SampleOptions) -> Rows:
     """Record the slots' new tokens. Samples that finish leave their slots to others; with turns, a stop token waits.
 
     Args:
-      sampled: with values for M positions of each slot, of which those up to number `right_W` count.
+      new: the tokens of M positions; a slot gets the first `1 + accepted_W` of them.
+      accepted_W: int32, the drafts that each slot accepted; 0 in a pass without drafts.
     """
-    C, gets_W, draw = rows.tokens_BC.shape[1], sampled.gets_W, sampled.draw
-    at_W1 = jnp.broadcast_to(right_W, gets_W.shape)[:, None]
-    matched_WM, stops_WM = _follow(rows, draw.token_B, options)
+    C, gets_W = rows.tokens_BC.shape[1], new.gets_W
+    last_W1 = jnp.broadcast_to(accepted_W, gets_W.shape)[:, None]
+    stop_state_WM, stops_WM = _follow(rows, new.token_WM, options)
 
     def last(x_WM: Array) -> Array:
-        return jnp.take_along_axis(x_WM, at_W1, axis=1)[:, 0]
+        return jnp.take_along_axis(x_WM, last_W1, axis=1)[:, 0]
 
-    token_W, stops_W, length_W = last(draw.token_B), last(stops_WM), rows.length_W + right_W
+    token_W, stops_W, length_W = last(new.token_WM), last(stops_WM), rows.length_W + accepted_W
     if rows.limit_B is not None:
         stops_W |= length_W + 1 >= rows.limit_B[rows.sample_W]
     stops_W &= gets_W
     sample_W = None
     if not at_one_position(rows, options):
-        sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # of the other slots: dropped
-    index_1M = jnp.arange(draw.token_B.shape[1])[None]
-    beyond = C + 1  # so is the position before it: both are dropped
-    place_WM = jnp.where(index_1M <= at_W1, rows.length_W[:, None] + index_1M, beyond)
+        sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # B, which a scatter drops, for the other slots
+    index_1M = jnp.arange(new.token_WM.shape[1])[None]
+    dropped = C + 1  # a scatter drops it, and the position before it, where the token's experts are
+    place_WM = jnp.where(index_1M <= last_W1, rows.length_W[:, None] + index_1M, dropped)
 
     def record(x_BC: PyTree, x_WM: Array | None, back: int = 0) -> PyTree:
         """Record the values of the new tokens' positions; elsewhere keep those before."""
         if x_BC is None or x_WM is None:
             return x_BC
         if sample_W is None:
-            return jax.lax.dynamic_update_slice_in_dim(x_BC, x_WM.astype(x_BC.dtype), sampled.step + 1 - back, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x_BC, x_WM.astype(x_BC.dtype), new.step + 1 - back, axis=1)
         return x_BC.at[sample_W[:, None], place_WM - back].set(x_WM.astype(x_BC.dtype), mode="drop")
 
     def of_sample(x_B: Array, x_W: Array) -> Array:
@@ -490,17 +457,17 @@ def _write_back(rows: Rows, sampled: Sampled, right_W: Array | int = 0, *, optio
 
     rows = replace(
         rows,
-        tokens_BC=record(rows.tokens_BC, draw.token_B),
-        logp_BC=record(rows.logp_BC, draw.logp_B),
+        tokens_BC=record(rows.tokens_BC, new.token_WM),
+        logp_BC=record(rows.logp_BC, new.logp_WM),
         sampled_BC=record(rows.sampled_BC, jnp.broadcast_to(gets_W[:, None], place_WM.shape)),
-        expert_BCLA=record(rows.expert_BCLA, sampled.expert_WMLA, back=1),
-        version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, place_WM.shape)),
-        kept_BCK=record(rows.kept_BCK, draw.kept_BK),
-        cut_BC=record(rows.cut_BC, draw.cut_B),
+        expert_BCLA=record(rows.expert_BCLA, new.expert_WMLA, back=1),
+        version_BC=record(rows.version_BC, jnp.broadcast_to(new.version, place_WM.shape)),
+        kept_BCK=record(rows.kept_BCK, new.kept_WMK),
+        cut_BC=record(rows.cut_BC, new.cut_WM),
         passes_B=None if rows.passes_B is None else rows.passes_B.at[sample_W].add(1, mode="drop"),
         length_B=of_sample(rows.length_B, length_W + 1),
         finished_B=rows.finished_B if options.turns else of_sample(rows.finished_B, stops_W),
-        matched_B=jax.tree.map(of_sample, rows.matched_B, None if matched_WM is None else last(matched_WM)),
+        stop_state_B=jax.tree.map(of_sample, rows.stop_state_B, None if stop_state_WM is None else last(stop_state_WM)),
         token_W=jnp.where(gets_W, token_W, rows.token_W),
         length_W=length_W + gets_W,
         active_W=jnp.where(gets_W, ~stops_W & (length_W + 1 < C), rows.active_W),
@@ -527,7 +494,7 @@ def resume(
         limit_B = rows.length_B + replies.count_B + replies.most_B
         rows = replace(rows, limit_B=jnp.where(replies.count_B > 0, limit_B, rows.limit_B))
     reply_WX, count_W = on_devices(_replies_of_slots, options, rows, replies.tokens_BX, replies.count_B)
-    slots, id_W, greedy_W = describe_slots(rows, options)
+    slots, ids_W = _describe_slots(rows, options)
     resumed_W = count_W > 0
     hidden_WD, cache, expert_WYLA = decoding.extend(
         params,
@@ -538,12 +505,10 @@ def resume(
         mesh=options.mesh,
     )
     position_W = slots.prompt_length_W + rows.length_W + count_W
-    logits_WV = decoding.logits(params, hidden_WD, options.model.logit_cap)
-    draw_W = _sample_next(logits_WV, key, id_W, position_W, greedy_W, options)
-    draw_W1 = jax.tree.map(lambda x_W: x_W[:, None], draw_W)
-    sampled = Sampled(resumed_W, draw_W1, None, state.step, jnp.asarray(version, jnp.int32))
+    sampled_W1 = _sample_block(params, hidden_WD[:, None], key, ids_W, position_W, options)
+    new = NewTokens(resumed_W, *sampled_W1, None, state.step, jnp.asarray(version, jnp.int32))
     write = partial(_write_replies, options=options)
-    rows = on_devices(write, options, rows, (reply_WX, count_W, expert_WYLA), sampled)
+    rows = on_devices(write, options, rows, (reply_WX, count_W, expert_WYLA), new)
     return replace(state, rows=rows, cache=cache)
 
 
@@ -552,15 +517,13 @@ def _replies_of_slots(rows: Rows, reply_BX: Array, count_B: Array) -> tuple[Arra
     return reply_BX[rows.sample_W], jnp.where(rows.waiting_W, count_B[rows.sample_W], 0)
 
 
-def _write_replies(
-    rows: Rows, replies: tuple[Array, Array, Array], sampled: Sampled, *, options: SampleOptions
-) -> Rows:
+def _write_replies(rows: Rows, replies: tuple[Array, Array, Array], new: NewTokens, *, options: SampleOptions) -> Rows:
     """Record the replies, outside the mask, and the tokens after them; others are finished, or go on waiting."""
     reply_WX, count_W, expert_WYLA = replies
     C, sample_W1, expert_BCLA = rows.tokens_BC.shape[1], rows.sample_W[:, None], rows.expert_BCLA
     index_1Y = jnp.arange(expert_WYLA.shape[1])[None]
     # of the stop token and of a reply after it; the others are dropped
-    run_WY = (index_1Y <= count_W[:, None]) & sampled.gets_W[:, None]
+    run_WY = (index_1Y <= count_W[:, None]) & new.gets_W[:, None]
     place_WY = jnp.where(run_WY, rows.length_W[:, None] - 1 + index_1Y, C)
     if expert_BCLA is not None:
         expert_BCLA = expert_BCLA.at[sample_W1, place_WY].set(expert_WYLA.astype(expert_BCLA.dtype), mode="drop")
@@ -569,31 +532,8 @@ def _write_replies(
         tokens_BC=rows.tokens_BC.at[sample_W1, place_WY[:, 1:]].set(reply_WX, mode="drop"),
         expert_BCLA=expert_BCLA,
         finished_B=rows.finished_B | of_samples(rows, rows.waiting_W & (count_W == 0)),
-        matched_B=stops.begin(rows.matched_B, of_samples(rows, sampled.gets_W), options.matcher),
+        stop_state_B=stops.begin(rows.stop_state_B, of_samples(rows, new.gets_W), options.matcher),
         length_W=rows.length_W + jnp.maximum(count_W, 0),
         waiting_W=rows.waiting_W & (count_W < 0),
     )
-    return _write_back(rows, sampled, options=options)
-
-
-def row_axis(mesh: jax.sharding.Mesh, B: int, W: int) -> str:
-    """Return the logical axis of samples and slots."""
-    return "sample" if sample_axis(mesh, B) == sample_axis(mesh, W) == "sample" else "batch"
-
-
-def _row_shards(mesh: jax.sharding.Mesh, B: int, W: int) -> int:
-    """Count the Q devices that have rows of their own."""
-    return batch_shards(mesh) * (mesh.shape["context"] if row_axis(mesh, B, W) == "sample" else 1)
-
-
-def on_devices(function: Callable[..., T], options: SampleOptions, *args: PyTree) -> T:
-    """Run `function(*args)` on each device's own rows. The first argument is `Rows`.
-
-    Arguments but scalars, and all results, have a leading axis of rows.
-    """
-    mesh, rows = options.mesh, args[0]
-    if mesh.size == 1:
-        return function(*args)
-    by_row = spec(row_axis(mesh, len(rows.length_B), len(rows.active_W)))
-    specs = jax.tree.map(lambda leaf: by_row if jnp.ndim(leaf) else PartitionSpec(), args)
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=by_row, check_vma=False)(*args)
+    return _write_back(rows, new, options=options)

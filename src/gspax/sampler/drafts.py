@@ -6,7 +6,7 @@ sample id, position) and the logits, so a draft is right if it equals the token 
 log-probs are those without drafts, up to rounding. Speculative decoding with another proposal (arXiv 2211.17192)
 accepts a draft with some probability instead; prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
 
-A pass with drafts may cost more than it saves: `renew_share` and `expected_tokens` estimate its benefit.
+A pass with drafts may cost more than it saves: `update_accept_rate` and `expected_tokens` estimate its benefit.
 
 Axes: P prompts, G samples per prompt, B = P·G, W slots, C positions after the prompt, S prompt positions, N earlier
 texts, H = N·(C + 1) + S + 1, T = H + C, K drafts.
@@ -77,15 +77,15 @@ def look_up(text_WH: Array, texts: int, tokens_WC: Array, length_W: Array, draft
     return jnp.where(drafted_WK, draft_WK, 0), count_W
 
 
-def renew_share(share_W: Array, gets_W: Array, draft_WK: Array, count_W: Array, token_W: Array) -> Array:
+def update_accept_rate(accept_rate_W: Array, gets_W: Array, draft_WK: Array, count_W: Array, token_W: Array) -> Array:
     """Update the moving share of right first drafts, float32 [W], with one more draft in the slots of `gets_W`."""
     right_W = (draft_WK[:, 0] == token_W) & (count_W > 0)
-    return jnp.where(gets_W, share_W + NEWEST * (right_W - share_W), share_W)
+    return jnp.where(gets_W, accept_rate_W + NEWEST * (right_W - accept_rate_W), accept_rate_W)
 
 
-def expected_tokens(share_W: Array, drafts: int) -> Array:
+def expected_tokens(accept_rate_W: Array, drafts: int) -> Array:
     """Compute the mean tokens of a pass, float32 [W], if each draft is right with probability p: 1 + p + … + p^K."""
-    tokens_W = jnp.ones_like(share_W)
+    tokens_W = jnp.ones_like(accept_rate_W)
     for _ in range(drafts):
-        tokens_W = 1 + share_W * tokens_W
+        tokens_W = 1 + accept_rate_W * tokens_W
     return tokens_W

@@ -30,7 +30,7 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.run import interrupt
 from gspax.sampler import continuous_batching, drafts, stops
-from gspax.sampler.continuous_batching import Prompts, Replies, SampleOptions, State
+from gspax.sampler.state import Prompts, Replies, SampleOptions, State, of_samples, on_devices
 from gspax.types import Array, Params, Rollout
 
 SMALLEST_REPLY = 8
@@ -164,7 +164,7 @@ def resume(
 def describe_progress(state: State, options: SampleOptions) -> Progress:
     """Extract the progress of a state."""
     rows = state.rows
-    waiting_B = continuous_batching.on_devices(continuous_batching.of_samples, options, rows, rows.waiting_W)
+    waiting_B = on_devices(of_samples, options, rows, rows.waiting_W)
     ended_B = rows.finished_B | ((rows.length_B >= rows.tokens_BC.shape[1]) & ~waiting_B)
     tokens_BC, length_B, ended_B, waiting_B = jax.lax.with_sharding_constraint(
         (rows.tokens_BC, rows.length_B, ended_B, waiting_B), named_sharding(options.mesh, "batch")

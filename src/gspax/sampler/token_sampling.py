@@ -17,7 +17,7 @@ from gspax.config import Sampling
 from gspax.types import Array
 
 
-class Draw(NamedTuple):
+class SampledTokens(NamedTuple):
     """One sampled token per row."""
 
     token_B: Array  # int32
@@ -35,7 +35,7 @@ def sample_at(
     greedy_B: Array | None,
     *,
     kept: int = 0,
-) -> Draw:
+) -> SampledTokens:
     """Sample the token at a position of each sample, with its log-prob: a function of (key, sample id, position).
 
     With `kept`, the log-prob is over the tokens that it was sampled from, at most `kept` of them (`sample_from_sets`).
@@ -47,7 +47,7 @@ def sample_at(
         if kept:
             assert greedy_B is None, "greedy tokens are chosen from the whole vocabulary"
             return sample_from_sets(logits_BV, key_B, sampling, kept)
-        return Draw(*sample_tokens(logits_BV, key_B, sampling, greedy_B))
+        return SampledTokens(*sample_tokens(logits_BV, key_B, sampling, greedy_B))
 
 
 def is_stop(token_B: Array, stop_ids: tuple[int, ...]) -> Array:
@@ -78,7 +78,7 @@ def sample_tokens(
     return token_B, chosen_B - total_B
 
 
-def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: int) -> Draw:
+def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: int) -> SampledTokens:
     """Sample tokens as `sample_tokens` does, and return the set each is sampled from, with log-probs over this set.
 
     A set has at most `size` tokens: if a filter leaves more, the most probable ones are kept, so that the set is always
@@ -93,7 +93,7 @@ def sample_from_sets(logits_BV: Array, key_B: Array, sampling: Sampling, size: i
     fits_BV = (filtered_BV > last_B1) | ((filtered_BV == last_B1) & (index_BV <= last_id_B1))
     token_B, _ = _sample(jnp.where(fits_BV, filtered_BV, -jnp.inf), key_B)
     chosen_B = jnp.take_along_axis(filtered_BV, token_B[:, None], axis=-1)[:, 0]
-    return Draw(
+    return SampledTokens(
         token_B,
         chosen_B - jax.nn.logsumexp(best_BK, axis=-1),
         jnp.where(best_BK > -jnp.inf, id_BK, V),

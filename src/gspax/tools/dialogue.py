@@ -23,7 +23,7 @@ from gspax.errors import UserError
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import sampler
-from gspax.sampler.continuous_batching import SampleOptions, State
+from gspax.sampler.state import SampleOptions, State
 from gspax.types import Array, Params
 
 VERSION = np.int32(0)  # of the parameters, which stay the same

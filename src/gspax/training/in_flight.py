@@ -35,9 +35,9 @@ from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new
 from gspax.rollout.problems import Skipped, list_problems, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import OnEnded, hand_over, lengths_to_host, make_options
+from gspax.sampler.state import SampleOptions
 from gspax.types import Array, JsonObject, Rollout, Stream, TrainState
 
 

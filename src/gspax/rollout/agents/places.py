@@ -24,8 +24,8 @@ from gspax.rollout.agents.conversation import Turn
 from gspax.rollout.agents.sequences import join_sequences, with_sequences
 from gspax.rollout.contract import RolloutSampler, Weights
 from gspax.rollout.episodes import Ready
-from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import SMALLEST_REPLY, pad_rows, round_to_power
+from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Array, Rollout
 
 

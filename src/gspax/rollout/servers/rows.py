@@ -17,8 +17,8 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.contract import Request
 from gspax.rollout.servers.server import Answer, Ask, pad_sets
-from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import SMALLEST_WIDTH, Progress, check_length, round_to_power
+from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Rollout
 
 

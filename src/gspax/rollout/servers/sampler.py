@@ -41,8 +41,8 @@ from gspax.rollout.servers.sglang import SGLang
 from gspax.rollout.servers.vllm import VLLM
 from gspax.rollout.servers.weights import Writer, Written
 from gspax.run import interrupt
-from gspax.sampler.continuous_batching import Replies, SampleOptions
 from gspax.sampler.sampler import Progress
+from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Array, Params, Rollout
 
 T = TypeVar("T")

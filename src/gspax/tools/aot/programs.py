@@ -55,8 +55,8 @@ from gspax.model.terms.teacher import TeacherTerm, earlier_parameters
 from gspax.model.transformer import head_params
 from gspax.parallel.sharding import batch_shards, named_sharding, token_spec
 from gspax.sampler import continuous_batching, sampler
-from gspax.sampler.continuous_batching import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
+from gspax.sampler.state import Prompts, Replies, SampleOptions, State, row_axis
 from gspax.tools.aot import hlo
 from gspax.tools.aot.chips import Topology
 from gspax.types import Array, Batch, Params, Rollout, TrainState
@@ -254,7 +254,7 @@ def _make_conversations(
     version = jax.ShapeDtypeStruct((), jnp.int32)
     B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
     state = _abstract_state(params, prompts, key, options)
-    reply_rows = continuous_batching.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
+    reply_rows = Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
     turns = math.ceil(B / sampler_sizes(options.model, sampling, dict(options.mesh.shape)).slots)
     sampled = max(0, sampling.max_tokens - 1 - replies * reply)
     start = _lower(sampler.start, params, prompts, key, options=options)
@@ -267,11 +267,11 @@ def _make_conversations(
     ]
 
 
-def _abstract_state(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> continuous_batching.State:
+def _abstract_state(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> State:
     """Return `ShapeDtypeStruct`s, with shardings, of the sampler's state between two tokens."""
     mesh = options.mesh
     state = jax.eval_shape(partial(continuous_batching.start, options=options), params, prompts, key)
-    axis = continuous_batching.row_axis(mesh, len(state.rows.length_B), len(state.rows.active_W))
+    axis = row_axis(mesh, len(state.rows.length_B), len(state.rows.active_W))
 
     def place(tree: Tree, *axes: str) -> Tree:
         sharding = named_sharding(mesh, *axes)

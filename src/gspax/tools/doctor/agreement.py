@@ -28,8 +28,8 @@ from gspax.model import decoding
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import sampler
-from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import Sampler
+from gspax.sampler.state import SampleOptions
 from gspax.tools.doctor import training
 from gspax.tools.doctor.results import Result, Status
 from gspax.types import Array, Params, Rollout

@@ -27,8 +27,8 @@ from gspax.parallel import multihost, sharding
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.folders import remove_folder
 from gspax.sampler import sampler
-from gspax.sampler.continuous_batching import SampleOptions
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
+from gspax.sampler.state import SampleOptions
 from gspax.storage.files import open_storage
 from gspax.storage.paths import to_path
 from gspax.tools.benchmarks import time_calls
