@@ -99,6 +99,11 @@ def test_arrays_and_bytes_become_plain_values():
         ({"prompt": [*CHAT[1:3], CHAT[0]], "answer": "2"}, {}, r"prompt\[2\]: wanted a role of user, assistant and"),
         ({"prompt": ["hi"], "answer": "2"}, {}, r"prompt\[0\]: wanted a role of system, user, assistant and .* 'hi'"),
         ({"prompt": [{"role": "user"}], "answer": "2"}, {}, r"prompt\[0\]: wanted a role .* got {'role': 'user'}"),
+        (
+            {"prompt": [{"role": "assistant", "content": "", "tool_calls": [{}]}, *CHAT[1:]], "answer": "2"},
+            {},
+            r"prompt\[0\]: wanted a message without tool_calls",
+        ),
         ({"prompt": CHAT, "answer": "2"}, {"system": "x"}, "prompt: wanted the user's message alone.* got 3 messages"),
         ({"prompt": b"\xff", "answer": "2"}, {}, "prompt: wanted a text in UTF-8, got the byte 0xff at 0"),
         (

@@ -137,3 +137,34 @@ def test_outputs_are_compared_by_lines_and_numbers(expected, output, equal):
 )
 def test_values_are_compared_as_json(expected, output, equal):
     assert same_value(expected, output) is equal
+
+
+@pytest.mark.parametrize(
+    ("function", "expected", "output", "equal"),
+    [
+        (None, "0.333333333333", "0.333333", True),
+        (None, "12345678.5", "12345680", True),  # as a share of the number
+        (None, "0.5 YES", "0.5000009 YES", True),
+        (None, "0.5", "0.500002", False),
+        (None, "1000000", "1000001", False),  # an integer is exact
+        (None, "1.0", "1e999", False),
+        (None, "1.0", "nan", False),
+        (None, "1e999", "2.0", False),
+        ("f", "1.0", "1" + "0" * 400, False),
+        ("f", "[0.1, [2]]", "[0.1000001, [2]]", True),
+        ("f", "[0.1, [2]]", "[0.1, [2.0000001]]", False),
+        ("f", "1.0", "true", False),
+        ("f", "1.0", "NaN", False),
+        ("f", "1.0", "1", True),
+    ],
+)
+def test_a_tolerance_is_for_numbers_with_a_decimal_point(function, expected, output, equal):
+    tests = Tests((("1", expected),), function, 1e-6)
+    assert from_answer(tests.to_answer()) == tests and tests.accept(expected, output) is equal
+    assert not Tests(tests.cases, function).accept(expected, output) or output == "1"
+
+
+@pytest.mark.parametrize("tolerance", [-1e-6, 1, float("nan"), "much"])
+def test_a_wrong_tolerance_is_no_text_of_tests(tolerance):
+    with pytest.raises(ValueError, match="wanted the text of"):
+        from_answer(Tests((("1", "2"),), None, tolerance).to_answer())

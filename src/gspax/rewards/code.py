@@ -23,7 +23,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, compares_answers, concurrent, needs, require_answer
 from gspax.rewards.fences import Block, blocks, is_program
-from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
+from gspax.rewards.program_tests import Tests, arguments, from_answer
 from gspax.rewards.scores import FAILED, Grade, Score, Tally
 from gspax.rewards.workers.pool import Pool, shared
 from gspax.rewards.workers.worker import Ran
@@ -229,7 +229,7 @@ def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: fl
             return "timeout", f"test {number}"
         if ran.code != 0:
             return "error", f"test {number}: {ran.last_error()}"
-        if not (same_text if tests.function is None else same_value)(expected, ran.output):
+        if not tests.accept(expected, ran.output):
             return "wrong", f"test {number}"
     return "passed", ""
 

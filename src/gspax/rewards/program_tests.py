@@ -6,13 +6,14 @@ import base64
 import functools
 import io
 import json
+import math
 import pickle
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NoReturn
 
 from gspax.data.problem import Problem
@@ -30,16 +31,25 @@ class Tests:
       cases: (input, expected output). For a program both are texts: what it reads and what it prints. For a function
         the input is a line of JSON for each argument, and the output is the JSON of its return value.
       function: the name of a function, or of a method of a class `Solution`; None for a program.
+      tolerance: how far a number may be from an expected one that has a decimal point or an exponent, absolutely or as
+        a share of it. 0, LiveCodeBench's rule: not at all. Judges of contests often accept 1e-6.
     """
 
     __test__ = False  # not for pytest
 
     cases: tuple[tuple[str, str], ...]
     function: str | None = None
+    tolerance: float = 0.0
 
     def to_answer(self) -> str:
         """Serialize the tests as the text of a `Problem.answer`."""
-        return json.dumps({"function": self.function, "cases": self.cases})
+        more = {"tolerance": self.tolerance} if self.tolerance else {}
+        return json.dumps({"function": self.function, "cases": self.cases, **more})
+
+    def accept(self, expected: str, output: str) -> bool:
+        """Return whether an output equals the expected one."""
+        same = same_text if self.function is None else same_value
+        return same(expected, output, tolerance=self.tolerance)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -48,7 +58,9 @@ def from_answer(answer: str) -> Tests:
     try:
         data = json.loads(answer)
         cases = tuple((str(text), str(expected)) for text, expected in data["cases"])
-        function = data["function"]
+        function, tolerance = data["function"], float(data.get("tolerance", 0))
+        if not 0 <= tolerance < 1:
+            raise ValueError
         if function is not None:
             for text, expected in cases:
                 json.loads(expected), arguments(text)
@@ -57,7 +69,7 @@ def from_answer(answer: str) -> Tests:
         raise ValueError(f"answer: wanted {wanted}, got {answer[:80]!r}") from error
     if not cases:
         raise ValueError("answer: wanted at least one test, got none")
-    return Tests(cases, function)
+    return Tests(cases, function, tolerance)
 
 
 def check(problem: Problem) -> str | None:
@@ -91,38 +103,49 @@ def arguments(text: str) -> list[object]:
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
-def same_value(expected: str, output: str) -> bool:
+def same_value(expected: str, output: str, *, tolerance: float = 0.0) -> bool:
     """Return whether two JSON texts have equal values: 1 equals 1.0, but not true. False if the output is not JSON."""
     try:
-        return _same_json(json.loads(expected), json.loads(output))
-    except (ValueError, RecursionError):
+        return _same_json(json.loads(expected), json.loads(output), tolerance)
+    except (ValueError, RecursionError, OverflowError):
         return False
 
 
-def _same_json(wanted: object, got: object) -> bool:
+def _same_json(wanted: object, got: object, tolerance: float) -> bool:
     if isinstance(wanted, dict) and isinstance(got, dict):
-        return wanted.keys() == got.keys() and all(_same_json(value, got[name]) for name, value in wanted.items())
+        return wanted.keys() == got.keys() and all(
+            _same_json(value, got[name], tolerance) for name, value in wanted.items()
+        )
     if isinstance(wanted, list) and isinstance(got, list):
-        return len(wanted) == len(got) and all(map(_same_json, wanted, got))
-    return bool(wanted == got) and isinstance(wanted, bool) == isinstance(got, bool)
+        return len(wanted) == len(got) and all(map(_same_json, wanted, got, repeat(tolerance)))
+    if isinstance(wanted, bool) or isinstance(got, bool):
+        return wanted is got
+    is_near = isinstance(wanted, float) and isinstance(got, int | float) and _is_near(wanted, got, tolerance)
+    return bool(wanted == got) or is_near
 
 
-def same_text(expected: str, output: str) -> bool:
+def same_text(expected: str, output: str, *, tolerance: float = 0.0) -> bool:
     """Return whether two outputs have the same words in each line; numbers compare by value, whitespace is ignored."""
     wanted, got = ([line.split() for line in text.strip().split("\n")] for text in (expected, output))
     same_lengths = list(map(len, wanted)) == list(map(len, got))
-    return same_lengths and all(map(_same_word, chain(*wanted), chain(*got)))
+    return same_lengths and all(map(_same_word, chain(*wanted), chain(*got), repeat(tolerance)))
 
 
-def _same_word(wanted: str, got: str) -> bool:
+def _same_word(wanted: str, got: str, tolerance: float) -> bool:
     if wanted == got:
         return True
     if not _DECIMAL.fullmatch(wanted) or not _DECIMAL.fullmatch(got):
         return False
     try:
-        return Decimal(wanted) == Decimal(got)
+        if Decimal(wanted) == Decimal(got):
+            return True
     except InvalidOperation:
         return False
+    return not wanted.lstrip("+-").isdecimal() and _is_near(float(wanted), float(got), tolerance)
+
+
+def _is_near(wanted: float, got: float, tolerance: float) -> bool:
+    return math.isfinite(wanted) and math.isfinite(got) and abs(wanted - got) <= tolerance * max(1.0, abs(wanted))
 
 
 def _private(text: str) -> list[dict[str, str]]:

@@ -149,10 +149,13 @@ def _conversation(name: str, value: object) -> tuple[list[Message], str]:
 
 
 def _message(name: str, value: object, *, first: bool) -> Message:
-    role, content = (value.get(key) for key in ("role", "content")) if isinstance(value, dict) else (None, None)
+    given = value if isinstance(value, dict) else {}
+    role, content = given.get("role"), given.get("content")
     roles = _ROLES if first else _ROLES[1:]
     if role not in roles or not isinstance(content, str):
         raise ValueError(
             f"{name}: wanted a role of {', '.join(roles)} and a content of text, got {shorten(repr(value))}"
         )
+    if given.get("tool_calls"):
+        raise ValueError(f"{name}: wanted a message without tool_calls, which a problem cannot have, got some")
     return {"role": role, "content": _text(name, content, may_be_empty=True)}
