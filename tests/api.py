@@ -67,7 +67,7 @@ PLACES = {  # a module or a package -> its names, which may be modules
     "gspax.rollout.problems": "FIRST Skipped read_usable",
     "gspax.rollout.runtime": "Runtime make_runtime",
     "gspax.rollout.servers": "server weights",
-    "gspax.rollout.servers.server": "Answer Ask check_answer longest_answer read_experts",
+    "gspax.rollout.servers.server": "Answer CompletionRequest check_answer longest_answer read_experts",
     "gspax.rollout.servers.weights": "Writer Written",
     "gspax.run": "checkpoints directory folders interrupt manifest progress record",
     "gspax.run.checkpoints": "Checkpoints StoredArray newest_step open_array save take_traffic",

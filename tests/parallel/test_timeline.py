@@ -6,7 +6,7 @@ import time
 
 import jax.numpy as jnp
 import pytest
-from api import Answer, Ask
+from api import Answer, CompletionRequest
 
 from gspax.config import Sampling
 from gspax.parallel import timeline
@@ -77,5 +77,5 @@ def test_a_request_is_in_the_lane_of_its_server():
 
     servers = Servers([Stub()], 5.0, lambda server: None)
     with timeline.collecting() as collected:
-        servers.ask(0, Ask([1, 2], 1, 0, Sampling(), False, (), False), threading.Event())
+        servers.ask(0, CompletionRequest([1, 2], 1, 0, Sampling(), False, (), False), threading.Event())
     assert [(lane, name) for lane, *_, name in events_in(collected.take())] == [(Stub.address, "request")]

@@ -4,14 +4,14 @@ import threading
 import time
 
 import pytest
-from api import Answer, Ask, UnreachableError
+from api import Answer, CompletionRequest, UnreachableError
 
 from gspax.config import Sampling
 from gspax.errors import FailureError
 from gspax.rollout.servers import failover
 from gspax.rollout.servers.failover import Servers
 
-ASK = Ask([1, 2], 1, 0, Sampling(), False, (), False)
+ASK = CompletionRequest([1, 2], 1, 0, Sampling(), False, (), False)
 ADDRESS = "http://127.0.0.1:1"
 
 
@@ -75,7 +75,7 @@ def test_a_server_is_not_back_with_weights_that_a_push_has_replaced_meanwhile():
     stub, installed, begun = Stub(), [], threading.Event()
 
     def install(server):
-        installed.append(known.present())  # of which a push knows
+        installed.append(known.usable())  # of which a push knows
         if len(installed) == 1:
             known.pushes += 1  # the push does not see the server, whose weights are old now
         else:
@@ -84,7 +84,7 @@ def test_a_server_is_not_back_with_weights_that_a_push_has_replaced_meanwhile():
     known = Servers([stub], 5.0, install)
     known.lose(stub, "gone")
     wait_until(lambda: len(installed) == 2)
-    assert not known.present(), "it has the older weights"
+    assert not known.usable(), "it has the older weights"
     begun.set()
-    wait_until(known.present)
+    wait_until(known.usable)
     assert installed == [[], []]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from api import Ask, RefusedError, UnreachableError, Written, http_client, longest_answer
+from api import CompletionRequest, RefusedError, UnreachableError, Written, http_client, longest_answer
 from small_experiment import experiment
 
 from gspax.config import Sampling
@@ -16,7 +16,7 @@ from gspax.rollout.servers import sglang, vllm
 
 ADDRESS = "http://127.0.0.1:1"
 MODEL = replace(experiment.model, hidden_size=64, head_dim=32)  # of the recorded conversation
-ASK = Ask([1, 2, 3], 4, 5, Sampling(), False, (11,), True)
+ASK = CompletionRequest([1, 2, 3], 4, 5, Sampling(), False, (11,), True)
 FILTERED = ASK._replace(keep_experts=False, mask_size=2)
 WRITTEN = Written(Path("WEIGHTS"), 2, "digest", 0, 0.0)
 EXPERTS = np.array([[[0, 3], [2, 1]]] * 5)
@@ -246,13 +246,16 @@ def test_a_version_of_a_million_digits_is_none_of_ours(answers):
 
 def test_an_answer_may_be_as_long_as_what_was_asked_for():
     """A generous answer: experts of 64 bits, and 20 most probable tokens of each."""
-    ask = ASK._replace(tokens=[1] * 2000, most=2000, stop_ids=(), mask_size=20)
+    ask = ASK._replace(tokens=[1] * 2000, max_tokens=2000, stop_ids=(), mask_size=20)
     entry = {f"token_id:{10**5 + number}": -12.345678901234567 for number in range(21)}
     answer = {
-        "token_ids": [100000] * ask.most,
+        "token_ids": [100000] * ask.max_tokens,
         "prompt_token_ids": [100000] * 2000,
-        "logprobs": {"token_logprobs": [-12.345678901234567] * ask.most, "tokens": ["token_id:100000"] * ask.most},
-        "top_logprobs": [entry] * ask.most,
+        "logprobs": {
+            "token_logprobs": [-12.345678901234567] * ask.max_tokens,
+            "tokens": ["token_id:100000"] * ask.max_tokens,
+        },
+        "top_logprobs": [entry] * ask.max_tokens,
         "routed_experts": npy(np.zeros((4000, 2, 2)), "i4"),
     }
     size = len(json.dumps(answer))

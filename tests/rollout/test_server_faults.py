@@ -294,7 +294,7 @@ def test_a_server_that_loads_while_a_newer_version_is_pushed_is_tried_again(here
     """It was gone and is back: the version that it was told to load is deleted by the push, or is there but older."""
     with fake_vllm.serve(experiment.model) as fake:
         runtime, state, _ = push_first(served(fake), 0)
-        (server,) = runtime.sampler.servers.present()
+        (server,) = runtime.sampler.servers.usable()
         load = server.load
 
         def slow(written):

@@ -46,7 +46,7 @@ def test_a_server_scores_what_the_model_scores(fake):
     runtime = make_runtime(served(fake))
     state = fresh(runtime)
     runtime.sampler.push(state.params, 0)
-    (one,) = runtime.sampler.servers.present()
+    (one,) = runtime.sampler.servers.usable()
     for row in ([1, 2, 3, 4, 5], [7, 7]):
         logps, _ = fake_vllm.forward(jax.device_get(state.params), experiment.model, row)
         np.testing.assert_allclose(one.score(row), logps[np.arange(len(row) - 1), row[1:]], atol=2e-6)

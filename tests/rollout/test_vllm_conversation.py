@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fake_vllm
 import numpy as np
-from api import Answer, Ask, Written, http_client
+from api import Answer, CompletionRequest, Written, http_client
 from small_experiment import experiment
 
 from gspax.config import Sampling
@@ -15,9 +15,9 @@ from gspax.rollout.servers import vllm
 EXCHANGES = json.loads(Path(__file__).with_name("vllm_conversation.json").read_text())["exchanges"]
 MODEL = replace(experiment.model, hidden_size=64, head_dim=32)
 DIGEST = EXCHANGES[0]["answer"]["results"][0]["loaded"]["digest"]
-ASK = Ask([1, 2, 3], 4, 5, Sampling(), False, (11,), True)
+ASK = CompletionRequest([1, 2, 3], 4, 5, Sampling(), False, (11,), True)
 FILTERS = Sampling(temperature=0.8, top_k=5, top_p=0.6, min_p=0.05, mask_replay=5)
-FILTERED = Ask([1, 2, 3], 4, 6, FILTERS, False, (), False, mask_size=5)
+FILTERED = CompletionRequest([1, 2, 3], 4, 6, FILTERS, False, (), False, mask_size=5)
 
 
 def talk(server):

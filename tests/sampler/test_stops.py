@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from api import Answer, Ask, check_answer, make_inference_weights, make_mesh, sampler
+from api import Answer, CompletionRequest, check_answer, make_inference_weights, make_mesh, sampler
 from small_experiment import experiment
 
 from gspax.config import Mesh, Sampling
@@ -140,7 +140,7 @@ def test_samples_end_at_the_token_that_completes_a_stop_string(settings):
 
 def test_an_answer_of_a_server_is_cut_at_the_token_that_completes_a_stop_string():
     matcher = matcher_of(LETTERS, ("bc", "d"))
-    ask = Ask([1, 1], 4, 0, Sampling(), False, (22,), False, matcher=matcher, turn=[1])
+    ask = CompletionRequest([1, 1], 4, 0, Sampling(), False, (22,), False, matcher=matcher, turn=[1])
     assert ask.server_stops() == [22, 3]
     logps = [-1.0, -2.0, -3.0, -4.0]
     assert check_answer(ask, Answer([2, 0, 0, 0], logps, False, None), "it")[:3] == ([2], [-1.0], True)

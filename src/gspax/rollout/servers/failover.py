@@ -16,24 +16,27 @@ from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
 from gspax.parallel import timeline
 from gspax.rollout.aside import Aside
-from gspax.rollout.servers.server import Answer, Ask, Server, WrongLogpError
+from gspax.rollout.servers.server import Answer, CompletionRequest, Server, WrongLogpError
 from gspax.rollout.servers.weights import Written
 
-LOOK = 10.0  # seconds that a server may take to say which weights it has
+STATE_TIMEOUT = 10.0  # seconds that a server may take to say which weights it has
 PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two looks at a server that is gone
 ATTEMPTS = 10  # times that a request is sent; more servers than that do not die by chance
 
 
-class Given(NamedTuple):
-    """An answer, with the server's address, number, and its load of the weights at the time of the request."""
+class ServedAnswer(NamedTuple):
+    """An answer, and the server that gave it.
+
+    `instance` is the server's load of the weights when it was asked.
+    """
 
     answer: Answer
     address: str
     instance: str
     number: int  # of the server, from 1
 
-    def is_of(self, instances: Mapping[str, str]) -> bool:
-        """Return whether the server has this load of its weights still, by the instances of all servers."""
+    def is_current(self, instances: Mapping[str, str]) -> bool:
+        """Return whether the server still has that load of its weights, given the instances of all servers."""
         return instances.get(self.address) == self.instance
 
 
@@ -59,12 +62,12 @@ class Servers:
         self.pushes = 0  # that have begun: servers that are gone then need the weights of the newest
         self._changed = threading.Condition()
 
-    def present(self) -> list[Server]:
-        """Return the servers that are not gone."""
+    def usable(self) -> list[Server]:
+        """Return the servers that answer and were not set aside."""
         with self._changed:
-            return [self._by_address[address] for address in self._there()]
+            return [self._by_address[address] for address in self._usable_addresses()]
 
-    def _there(self) -> list[str]:
+    def _usable_addresses(self) -> list[str]:
         numbered = enumerate(self._by_address, start=1)
         return [one for number, one in numbered if one not in self._gone and number not in self.aside.reasons]
 
@@ -78,7 +81,7 @@ class Servers:
         with self._changed:
             return self._instance.get(address, "")
 
-    def ask(self, group: int, ask: Ask, stop: threading.Event) -> Given:
+    def ask(self, group: int, ask: CompletionRequest, stop: threading.Event) -> ServedAnswer:
         """Send a request to one server after the other until one answers.
 
         A server may have restarted meanwhile, unnoticed: the answer counts if its state still has the `instance`.
@@ -88,13 +91,13 @@ class Servers:
         """
         reason = ""
         for _ in range(ATTEMPTS):
-            server, instance = self._take(group, ask.most, stop)
+            server, instance = self._choose_server(group, ask.max_tokens, stop)
             try:
                 with timeline.span(server.address, "request"):
                     answer = server.sample(ask)
                 with self._changed:
                     self.answered += 1
-                return Given(answer, server.address, instance, self.aside.addresses.index(server.address) + 1)
+                return ServedAnswer(answer, server.address, instance, self.aside.addresses.index(server.address) + 1)
             except UnreachableError as problem:
                 reason = str(problem)
                 if not stop.is_set():
@@ -107,7 +110,7 @@ class Servers:
                 raise FailureError(f"engine: {problem}") from None
             finally:
                 with self._changed:
-                    self._unfinished[server.address] -= ask.most
+                    self._unfinished[server.address] -= ask.max_tokens
         raise FailureError(f"engine: a request was sent {ATTEMPTS} times and never answered: {reason}")
 
     def wait(self, stop: threading.Event) -> list[str]:
@@ -125,13 +128,13 @@ class Servers:
                     raise FailureError(self._problem)
                 if len(self.aside.reasons) == len(self._by_address):
                     raise FailureError(f"engine: all servers were set aside: {'; '.join(self.aside.reasons.values())}")
-                if there := self._there():
+                if there := self._usable_addresses():
                     return there
                 if time.monotonic() > end:
                     raise FailureError(_describe_gone(self._timeout, self._gone))
                 self._changed.wait(PAUSE)
 
-    def _take(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str]:
+    def _choose_server(self, group: int, tokens: int, stop: threading.Event) -> tuple[Server, str]:
         """Return a group's server and its instance; a new group gets the server with the fewest unfinished tokens."""
         with self._changed:
             there = self.wait(stop)
@@ -197,9 +200,9 @@ def find_restarted(servers: Servers, written: Written) -> dict[str, str]:
       FailureError: another run has pushed to a server.
     """
     instances = dict[str, str]()
-    for server in servers.present():
+    for server in servers.usable():
         try:
-            loaded = server.state(LOOK)
+            loaded = server.state(STATE_TIMEOUT)
         except UnreachableError as problem:
             servers.lose(server, str(problem))
             continue

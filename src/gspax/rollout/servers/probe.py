@@ -20,7 +20,7 @@ from gspax.errors import FailureError
 from gspax.learner.objective import Scores
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
-from gspax.rollout.servers.server import Ask, pad_sets
+from gspax.rollout.servers.server import CompletionRequest, pad_sets
 from gspax.types import Params
 
 LONGEST = 64  # tokens of a sequence
@@ -31,7 +31,7 @@ FLOORS = {"float32": 5e-5, "bfloat16": 0.05}  # below it no later probe is too l
 GROWTH = 8.0  # times the first probe, that a later one may reach: logits grow in training, and rounding with them
 
 # The tokens, log-probs, and sets of an `Answer`, as they travel between processes
-Sampled = tuple[list[int], list[float], list[list[int]]]
+ProbeAnswer = tuple[list[int], list[float], list[list[int]]]
 ScoreRows = Callable[..., Scores]  # a compiled `learner.train_step.make_score`
 
 
@@ -110,7 +110,7 @@ def sampled_difference(
     params: Params,
     mesh: jax.sharding.Mesh,
     probes: Sequence[Sequence[int]],
-    answers: Sequence[Sampled],
+    answers: Sequence[ProbeAnswer],
     *,
     size: int,
     vocab_size: int,
@@ -152,7 +152,7 @@ def require_equal(difference: float, limit: float, what: str, address: str = "a 
         )
 
 
-def to_ask(row: Sequence[int], number: int, sampling: Sampling, mask_size: int) -> Ask:
+def to_request(row: Sequence[int], number: int, sampling: Sampling, mask_size: int) -> CompletionRequest:
     """Build the request for a few tokens after the beginning of a probe, which no stop token ends."""
     most = min(CONTINUED, sampling.max_tokens)
-    return Ask(row[: max(1, len(row) - most)], most, number, sampling, False, (), False, mask_size)
+    return CompletionRequest(row[: max(1, len(row) - most)], most, number, sampling, False, (), False, mask_size)

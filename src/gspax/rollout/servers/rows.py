@@ -16,7 +16,7 @@ from gspax.config import ModelConfig, Sampling, expert_id_dtype, sparse_layers, 
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.contract import Request
-from gspax.rollout.servers.server import Answer, Ask, pad_sets
+from gspax.rollout.servers.server import Answer, CompletionRequest, pad_sets
 from gspax.sampler.sampler import SMALLEST_WIDTH, Progress, check_length, round_to_power
 from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Rollout
@@ -70,7 +70,7 @@ def begin(request: Request) -> dict[int, Row]:
     return rows
 
 
-def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
+def to_request(row: Row, key: bytes, options: SampleOptions) -> CompletionRequest:
     """Build the request for the next tokens of a row, at most a chunk of partial rollouts.
 
     Its seed is a function of (key, sample id, position) alone.
@@ -78,9 +78,9 @@ def to_ask(row: Row, key: bytes, options: SampleOptions) -> Ask:
     position, end = len(row.prompt) + len(row.tokens), options.sampling.max_tokens
     left = min(end, row.limit or end) - len(row.tokens)
     digest = hashlib.blake2b(key + row.id.to_bytes(4, "big") + position.to_bytes(4, "big"), digest_size=8).digest()
-    return Ask(
+    return CompletionRequest(
         tokens=row.prompt + row.tokens,
-        most=min(left, options.sampling.chunk) if options.admits else left,
+        max_tokens=min(left, options.sampling.chunk) if options.admits else left,
         seed=int.from_bytes(digest, "big") >> 11,
         sampling=options.sampling,
         greedy=row.greedy,

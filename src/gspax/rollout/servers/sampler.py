@@ -34,9 +34,9 @@ from gspax.rollout.contract import HeldSamples, Request, Weights
 from gspax.rollout.episodes import Ready, RowsOnHost, answer, set_finished
 from gspax.rollout.grading import Started
 from gspax.rollout.servers import probe, rows, weights
-from gspax.rollout.servers.failover import ATTEMPTS, LOOK, Given, Servers, find_restarted
+from gspax.rollout.servers.failover import ATTEMPTS, STATE_TIMEOUT, ServedAnswer, Servers, find_restarted
 from gspax.rollout.servers.rows import Row
-from gspax.rollout.servers.server import Answer, Ask, Server, require_fit
+from gspax.rollout.servers.server import Answer, CompletionRequest, Server, require_fit
 from gspax.rollout.servers.sglang import SGLang
 from gspax.rollout.servers.vllm import VLLM
 from gspax.rollout.servers.weights import Writer, Written
@@ -51,15 +51,17 @@ T = TypeVar("T")
 class Pushed(NamedTuple):
     """The newest push: what every server must have."""
 
-    leaf: Array  # of the learner's parameters: they are pushed once
+    leaf: Array  # of the learner's parameters, by which a second push of the same ones is recognized
     written: Written
     probes: list[list[int]]
-    learner: list[np.ndarray]  # the learner's log-probs of the probes
-    limit: float  # of the difference
+    learner: list[np.ndarray]  # its log-probs of the probes
+    limit: float  # the largest difference of log-probs that counts as rounding
     weights: Weights
 
 
-Probed = tuple[list[np.ndarray], list[probe.Sampled]]  # log-probs of the probes, and what was sampled after them
+Probed = tuple[list[np.ndarray], list[probe.ProbeAnswer]]  # log-probs of the probes, and what was sampled after them
+Asks = Mapping[int, tuple[int, CompletionRequest]]  # by row: its group, and the request for its next tokens
+Answers = dict[int, tuple[Any, ...]]  # by row: the number of the server, and the fields of its `Answer`
 
 
 class ServerSampler:
@@ -90,17 +92,18 @@ class ServerSampler:
         self.aside = self.servers.aside
         self._requests = ThreadPoolExecutor(settings.requests * len(servers), thread_name_prefix="gspax_engine")
         self._primary = ThreadPoolExecutor(1, thread_name_prefix="gspax_servers")  # work of process 0
-        self._line = ThreadPoolExecutor(1, thread_name_prefix="gspax_rollout")  # one rollout after the other
-        self._asked: list[Future[Any]] = []
+        self._rollouts = ThreadPoolExecutor(1, thread_name_prefix="gspax_rollout")  # one rollout after the other
+        self._pending: list[Future[Any]] = []
         self._pushed: Pushed | None = None
         self._writer = Writer(Path(settings.folder), model)
         self._settings, self._model, self._sampling = settings, model, sampling
         self._length, self._keep_experts = length, keep_experts
         self._mask_size = sampling_mask_size(sampling, model.vocab_size)
-        self._score = self._scaled = make_score(StepSettings(config=model, mesh=mesh), keep_experts=has_experts(model))
+        step = StepSettings(config=model, mesh=mesh)
+        self._score = self._score_scaled = make_score(step, keep_experts=has_experts(model))
         if sampling.temperature != 1:
-            self._scaled = make_score(StepSettings(config=model, mesh=mesh, temperature=sampling.temperature))
-        self._first: float | None = None  # the first probe's difference
+            self._score_scaled = make_score(replace(step, temperature=sampling.temperature))
+        self._first_difference: float | None = None  # the first probe's difference
 
     def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
         """Sample each completion by a request of its own, with an environment each turn, in another thread."""
@@ -125,8 +128,8 @@ class ServerSampler:
             begun = Future[T]()
             begun.set_result(work())
         else:
-            begun = self._line.submit(work)
-        self._asked = [asked for asked in [*self._asked, begun] if not asked.done()]
+            begun = self._rollouts.submit(work)
+        self._pending = [future for future in [*self._pending, begun] if not future.done()]
         return begun
 
     def _sample(self, weights: Weights, request: Request) -> tuple[Rollout, Started]:
@@ -156,7 +159,7 @@ class ServerSampler:
         assert pushed is not None and weights.version == pushed.weights.version, "wanted the newest weights"
         key = np.asarray(multihost.to_host(jax.random.key_data(request.key))).tobytes()
         asks = {
-            number: (row.group, rows.to_ask(row, key, options))
+            number: (row.group, rows.to_request(row, key, options))
             for number, row in sampled.items()
             if rows.is_active(row, options.sampling)
         }
@@ -167,24 +170,22 @@ class ServerSampler:
             ended = {number: Answer(*values) for number, (_, *values) in answers.items() if jax.process_index() != 0}
             multihost.all_or_raise(lambda: end_rows(request, ended))
 
-    def _ask_all(
-        self, asks: Mapping[int, tuple[int, Ask]], pushed: Pushed, request: Request, stop: threading.Event
-    ) -> dict[int, tuple[Any, ...]]:
+    def _ask_all(self, asks: Asks, pushed: Pushed, request: Request, stop: threading.Event) -> Answers:
         """Ask until every row has an answer of a server that has had the newest weights ever since it was asked."""
-        given, without = dict[int, tuple[Any, ...]](), 0
+        given, failed_rounds = Answers(), 0
         find_restarted(self.servers, pushed.written)
         while len(given) < len(asks):
             missing = {number: ask for number, ask in asks.items() if number not in given}
             answered = self._send(missing, request, stop)
             instances = find_restarted(self.servers, pushed.written)
-            new = {n: (one.number, *one.answer) for n, one in answered.items() if one.is_of(instances)}
+            new = {n: (one.number, *one.answer) for n, one in answered.items() if one.is_current(instances)}
             given |= new
-            without = 0 if new else without + 1
-            if without == ATTEMPTS:
+            failed_rounds = 0 if new else failed_rounds + 1
+            if failed_rounds == ATTEMPTS:
                 raise FailureError(f"engine: servers were asked {ATTEMPTS} times, and restarted before each answer")
         return given
 
-    def _send(self, asks: Mapping[int, tuple[int, Ask]], request: Request, stop: threading.Event) -> dict[int, Given]:
+    def _send(self, asks: Asks, request: Request, stop: threading.Event) -> dict[int, ServedAnswer]:
         """Send all requests at once; the first problem ends the others."""
         sent = {self._requests.submit(self.servers.ask, *ask, stop): number for number, ask in asks.items()}
         try:
@@ -229,7 +230,7 @@ class ServerSampler:
 
     def push(self, params: Params, version: int) -> Weights:
         """Write the weights, have every server load them, probe each, and delete older versions."""
-        interrupt.wait(self._asked)  # they are sampled with the weights before
+        interrupt.wait(self._pending)  # they are sampled with the weights before
         leaf, before = jax.tree.leaves(params)[0], self._pushed
         if before is not None and before.leaf is leaf and before.weights.version == version:
             return before.weights
@@ -241,17 +242,17 @@ class ServerSampler:
         else:
             probes = before.probes
         learner, _ = probe.learner_scores(self._score, params, probes, self.mesh)
-        limit = probe.tolerance(self._model, self._settings.tolerance, self._first)
+        limit = probe.tolerance(self._model, self._settings.tolerance, self._first_difference)
         self._pushed = pushed = Pushed(leaf, written, probes, learner, limit, Weights(None, version, {}))
         self.servers.pushes += 1
         begun, probed = time.monotonic(), self._on_primary(self._install_everywhere)
         seconds = time.monotonic() - begun
         timeline.add("pushes", f"version {version}", begun - written.seconds, begun + seconds)
         scored = float(np.max([probe.largest_difference(learner, scores) for scores, _ in probed]))
-        compare = partial(probe.sampled_difference, self._scaled, params, self.mesh, probes, size=self._mask_size)
+        compare = partial(probe.sampled_difference, self._score_scaled, params, self.mesh, probes, size=self._mask_size)
         sampled = float(np.max([compare(answers, vocab_size=self._model.vocab_size) for _, answers in probed]))
         probe.require_equal(sampled, limit, "tokens that it sampled")
-        self._first = max(scored, sampled) if self._first is None else self._first
+        self._first_difference = max(scored, sampled) if self._first_difference is None else self._first_difference
         weights.remove_others(written.path)
         metrics = {
             "engine/push_bytes": float(written.bytes),
@@ -267,7 +268,7 @@ class ServerSampler:
         """Install the newest push on the servers that are there; one must be within the timeout."""
         for _ in range(ATTEMPTS):
             self.servers.wait(stop)
-            tried = [self._requests.submit(self._try_install, server) for server in self.servers.present()]
+            tried = [self._requests.submit(self._try_install, server) for server in self.servers.usable()]
             if installed := [one for future in tried if (one := future.result()) is not None]:
                 return installed
         raise FailureError(f"engine: servers were given their weights {ATTEMPTS} times, and went away each time")
@@ -298,9 +299,9 @@ class ServerSampler:
         raise UnreachableError(f"{server.address}: newer weights were pushed while it loaded older ones")
 
     def _install(self, server: Server, pushed: Pushed) -> Probed:
-        require_fit(server.state(LOOK), self._model, self._length, keep_experts=self._keep_experts)
+        require_fit(server.state(STATE_TIMEOUT), self._model, self._length, keep_experts=self._keep_experts)
         server.load(pushed.written)
-        if (loaded := server.state(LOOK)).digest != pushed.written.digest:
+        if (loaded := server.state(STATE_TIMEOUT)).digest != pushed.written.digest:
             raise RefusedError(
                 f"{server.address}: wanted version {pushed.written.version}, which it was told to load; it still has "
                 f"{loaded.version}"
@@ -309,7 +310,7 @@ class ServerSampler:
         scores = [server.score(row) for row in pushed.probes]
         difference = probe.largest_difference(pushed.learner, scores)
         probe.require_equal(difference, pushed.limit, "tokens that it was given", server.address)
-        asks = [probe.to_ask(row, n, self._sampling, self._mask_size) for n, row in enumerate(pushed.probes)]
+        asks = [probe.to_request(row, n, self._sampling, self._mask_size) for n, row in enumerate(pushed.probes)]
         answers = [server.sample(ask) for ask in asks]
         return scores, [(one.tokens, one.logps, list(one.kept)) for one in answers]
 

@@ -32,11 +32,11 @@ class WrongLogpError(RefusedError):
     """An answer has a log-prob that is null, not finite, or above 0."""
 
 
-class Ask(NamedTuple):
-    """A completion to sample, or to continue."""
+class CompletionRequest(NamedTuple):
+    """A request to sample a completion, or to continue one."""
 
     tokens: Sequence[int]  # the prompt, and what follows it so far
-    most: int  # new tokens
+    max_tokens: int  # new ones, at most
     seed: int  # 0 to 2^53 - 1
     sampling: Sampling
     greedy: bool
@@ -56,8 +56,8 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     logps: list[float]  # of the distribution that they were sampled from
-    stopped: bool  # the last token is a stop token or completes a stop string; else there are `Ask.most` tokens
-    expert_TLA: np.ndarray | None  # of all tokens but the last, including the tokens of the `Ask`
+    stopped: bool  # the last token is a stop token or completes a stop string; else there are `max_tokens`
+    expert_TLA: np.ndarray | None  # of all tokens but the last, including those of the request
     # With `mask_size`, of each token: the ids that it was chosen from, over which its log-prob is, and whether there
     # were more than K
     kept: Sequence[list[int]] = ()
@@ -65,8 +65,8 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The state that a server reports."""
+class ServerState:
+    """What a server reports about itself."""
 
     address: str
     version: int | None  # of the weights that it samples with; None before the first push and after a restart
@@ -83,7 +83,7 @@ class Server(Protocol):
     def address(self) -> str:
         """The server's address, http://HOST:PORT."""
 
-    def sample(self, ask: Ask) -> Answer:
+    def sample(self, ask: CompletionRequest) -> Answer:
         """Sample one completion."""
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
@@ -98,7 +98,7 @@ class Server(Protocol):
     def resume(self) -> None:
         """Continue the requests that `pause` held."""
 
-    def state(self, timeout: float) -> Loaded:
+    def state(self, timeout: float) -> ServerState:
         """Fetch the loaded version and the limits."""
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Endpoint:
         self._client.close()
 
 
-def require_fit(loaded: Loaded, model: ModelConfig, length: int, *, keep_experts: bool) -> None:
+def require_fit(loaded: ServerState, model: ModelConfig, length: int, *, keep_experts: bool) -> None:
     """Raise FailureError unless a server has the run's model and room for its prompts and completions."""
     limits = loaded.limits
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
@@ -168,7 +168,7 @@ def reading(where: str, wanted: str) -> Iterator[None]:
         raise RefusedError(f"{where}: wanted {wanted}, got {shorten(reason)}") from None
 
 
-def take(answer: object, name: str, kind: type[T]) -> T:
+def read_field(answer: object, name: str, kind: type[T]) -> T:
     """Return the value of an object's key. ValueError if it is missing or of another type (true is no integer)."""
     value = answer.get(name) if isinstance(answer, dict) else None
     if type(value) is not kind:
@@ -206,25 +206,25 @@ def has_stopped(reason: str, where: str) -> bool:
     return reason == "stop"
 
 
-def truncated(sent: int, got: object, where: str) -> RefusedError:
-    """Return the error for a server that read another prompt than it was sent; `sent` counts the tokens sent."""
+def changed_prompt(sent: int, got: object, where: str) -> RefusedError:
+    """Return the error for a server that read another prompt than the one it was sent, of `sent` tokens."""
     return RefusedError(
         f"{where}: wanted the prompt that was sent, {sent} tokens, got {got!r:.100}: it was truncated or "
         "tokenized again"
     )
 
 
-def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
+def check_answer(ask: CompletionRequest, answer: Answer, where: str) -> Answer:
     """Check an answer against its request, and cut it after the first stop string. RefusedError if it does not fit."""
     count, stop = len(answer.tokens), bool(answer.tokens) and answer.tokens[-1] in ask.server_stops()
-    if not 0 < count <= ask.most or len(answer.logps) != count:
+    if not 0 < count <= ask.max_tokens or len(answer.logps) != count:
         raise RefusedError(
-            f"{where}: wanted 1 to {ask.most} tokens with a log-prob each, got {count} and {len(answer.logps)}"
+            f"{where}: wanted 1 to {ask.max_tokens} tokens with a log-prob each, got {count} and {len(answer.logps)}"
         )
-    if not (stop if answer.stopped else count == ask.most):
+    if not (stop if answer.stopped else count == ask.max_tokens):
         raise RefusedError(
-            f"{where}: wanted {ask.most} tokens or a stop token at the end, got {count} tokens: its context is shorter "
-            "than prompt and completion, or it stops at other tokens"
+            f"{where}: wanted {ask.max_tokens} tokens or a stop token at the end, got {count} tokens: its context is "
+            "shorter than prompt and completion, or it stops at other tokens"
         )
     if inner := set(answer.tokens[:-1]).intersection(ask.stop_ids):
         raise RefusedError(f"{where}: wanted no token after a stop token, got one after {min(inner)}")
@@ -233,10 +233,10 @@ def check_answer(ask: Ask, answer: Answer, where: str) -> Answer:
     if ask.keep_experts and (answer.expert_TLA is None or len(answer.expert_TLA) != len(ask.tokens) + count - 1):
         got = "none" if answer.expert_TLA is None else f"those of {len(answer.expert_TLA)}"
         raise RefusedError(f"{where}: wanted the experts of {len(ask.tokens) + count - 1} tokens, got {got}")
-    return answer if ask.matcher is None else _cut(ask, answer, ask.matcher)
+    return answer if ask.matcher is None else _cut_at_stop(ask, answer, ask.matcher)
 
 
-def _cut(ask: Ask, answer: Answer, matcher: Matcher) -> Answer:
+def _cut_at_stop(ask: CompletionRequest, answer: Answer, matcher: Matcher) -> Answer:
     """Cut the answer after the token that completes a stop string. A token does not depend on those after it."""
     if not (count := find_stop(answer.tokens, matcher, ask.turn)):
         return answer

@@ -23,18 +23,18 @@ from gspax.errors import shorten
 from gspax.http_client import RefusedError
 from gspax.rollout.servers.server import (
     Answer,
-    Ask,
+    CompletionRequest,
     Endpoint,
-    Loaded,
+    ServerState,
+    changed_prompt,
     check_answer,
     has_stopped,
     longest_answer,
+    read_field,
     read_ids,
     read_logps,
     reading,
     select_layers,
-    take,
-    truncated,
 )
 from gspax.rollout.servers.weights import Written
 
@@ -44,11 +44,11 @@ LABEL = "gspax"  # the first word of a `weight_version`
 class SGLang(Endpoint):
     """A server that was started with `command`."""
 
-    def sample(self, ask: Ask) -> Answer:
+    def sample(self, ask: CompletionRequest) -> Answer:
         """POST /generate."""
         sampling = ask.sampling
         params = {
-            "max_new_tokens": ask.most,
+            "max_new_tokens": ask.max_tokens,
             "temperature": 0.0 if ask.greedy else sampling.temperature,
             "top_k": sampling.top_k or -1,
             "top_p": sampling.top_p,
@@ -58,11 +58,11 @@ class SGLang(Endpoint):
             "ignore_eos": True,  # the run's stop tokens count, not those in the server's files
             "stop_token_ids": ask.server_stops(),
         }
-        meta = self._generate(ask.tokens, ask.most, params, {"return_routed_experts": ask.keep_experts})
+        meta = self._generate(ask.tokens, ask.max_tokens, params, {"return_routed_experts": ask.keep_experts})
         where = f"{self.address}/generate"
         with reading(where, "output_token_logprobs and finish_reason"):
-            stopped = has_stopped(take(take(meta, "finish_reason", dict), "type", str), where)
-            logps, tokens = zip(*(entry[:2] for entry in take(meta, "output_token_logprobs", list)), strict=True)
+            stopped = has_stopped(read_field(read_field(meta, "finish_reason", dict), "type", str), where)
+            logps, tokens = zip(*(entry[:2] for entry in read_field(meta, "output_token_logprobs", list)), strict=True)
             answer = Answer(
                 tokens=read_ids(tokens, self._model.vocab_size),
                 logps=read_logps(logps),
@@ -75,7 +75,7 @@ class SGLang(Endpoint):
         """POST /generate with the log-probs of the prompt."""
         meta = self._generate(tokens, 1, {"max_new_tokens": 1, "temperature": 1.0}, {"logprob_start_len": 0})
         with reading(self.address, "input_token_logprobs of every token"):
-            listed = take(meta, "input_token_logprobs", list)[1:]
+            listed = read_field(meta, "input_token_logprobs", list)[1:]
             logps, ids = zip(*(entry[:2] for entry in listed), strict=True)
             if list(ids) != list(tokens[1:]):
                 raise ValueError("log-probs of other tokens")
@@ -86,10 +86,10 @@ class SGLang(Endpoint):
         body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, **more}
         answer = self._client.post("/generate", body, most=longest_answer(self._model, len(tokens), new))
         with reading(f"{self.address}/generate", "meta_info with prompt_tokens"):
-            meta: dict[str, Any] = take(answer, "meta_info", dict)
-            count = take(meta, "prompt_tokens", int)
+            meta: dict[str, Any] = read_field(answer, "meta_info", dict)
+            count = read_field(meta, "prompt_tokens", int)
         if count != len(tokens):
-            raise truncated(len(tokens), count, f"{self.address}/generate")
+            raise changed_prompt(len(tokens), count, f"{self.address}/generate")
         return meta
 
     def _read_experts(self, meta: Mapping[str, Any], count: int) -> np.ndarray | None:
@@ -98,7 +98,7 @@ class SGLang(Endpoint):
             return None
         where = f"{self.address}/generate"
         with reading(where, f"the experts of {count} tokens as base64 of int32 numbers"):
-            flat = np.frombuffer(base64.b64decode(take(meta, "routed_experts", str), validate=True), "<i4")
+            flat = np.frombuffer(base64.b64decode(read_field(meta, "routed_experts", str), validate=True), "<i4")
             expert_TLA = flat.reshape(count, -1, self._model.num_experts_per_tok)
         return select_layers(expert_TLA, count, self._model, where)
 
@@ -127,7 +127,7 @@ class SGLang(Endpoint):
         """POST /continue_generation."""
         self._client.post("/continue_generation", {})
 
-    def state(self, timeout: float) -> Loaded:
+    def state(self, timeout: float) -> ServerState:
         """GET /get_model_info and /get_server_info. Neither has the sizes of the model: the probe compares these."""
         info = self._client.get("/get_model_info", timeout=timeout)
         settings = self._client.get("/get_server_info", timeout=timeout)
@@ -141,7 +141,7 @@ class SGLang(Endpoint):
             limits["max_tokens"] = length
         dtype = str(settings.get("dtype", ""))
         own = int(version) if is_ours else None
-        return Loaded(self.address, own, digest, limits, "" if dtype == "auto" else dtype, instance)
+        return ServerState(self.address, own, digest, limits, "" if dtype == "auto" else dtype, instance)
 
 
 def command(model_folder: Path, model: ModelConfig, length: int, address: str, *, experts: bool, cpu: bool) -> str:

@@ -21,19 +21,19 @@ from gspax.errors import shorten
 from gspax.http_client import BrokenError, RefusedError
 from gspax.rollout.servers.server import (
     Answer,
-    Ask,
+    CompletionRequest,
     Endpoint,
-    Loaded,
+    ServerState,
+    changed_prompt,
     check_answer,
     has_stopped,
     keep_set,
     longest_answer,
     read_experts,
+    read_field,
     read_ids,
     read_logps,
     reading,
-    take,
-    truncated,
 )
 from gspax.rollout.servers.weights import Written
 
@@ -48,13 +48,13 @@ class VLLM(Endpoint):
         super().__init__(address, model, timeout)
         self._name = name
 
-    def sample(self, ask: Ask) -> Answer:
+    def sample(self, ask: CompletionRequest) -> Answer:
         """POST /v1/completions."""
         sampling = ask.sampling
         body = {
             "model": NAME,
             "prompt": list(ask.tokens),
-            "max_tokens": ask.most,
+            "max_tokens": ask.max_tokens,
             "temperature": 0.0 if ask.greedy else sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
@@ -68,32 +68,32 @@ class VLLM(Endpoint):
             "stop_token_ids": ask.server_stops(),
         }
         where = f"{self.address}/v1/completions"
-        most = longest_answer(self._model, len(ask.tokens), ask.most, ask.mask_size)
+        most = longest_answer(self._model, len(ask.tokens), ask.max_tokens, ask.mask_size)
         choice = self._first_choice(self._client.post("/v1/completions", body, most=most), ask.tokens)
         with reading(where, "token_ids, logprobs and finish_reason"):
-            logprobs, reason = take(choice, "logprobs", dict), take(choice, "finish_reason", str)
-            tokens = read_ids(take(choice, "token_ids", list), self._model.vocab_size)
+            logprobs, reason = read_field(choice, "logprobs", dict), read_field(choice, "finish_reason", str)
+            tokens = read_ids(read_field(choice, "token_ids", list), self._model.vocab_size)
             count = len(ask.tokens) + len(tokens) - 1
             answer = Answer(
                 tokens=tokens,
-                logps=read_logps(take(logprobs, "token_logprobs", list)),
+                logps=read_logps(read_field(logprobs, "token_logprobs", list)),
                 stopped=has_stopped(reason, where),
                 expert_TLA=read_experts(choice.get("routed_experts"), count, self._model, where)
                 if ask.keep_experts
                 else None,
             )
             if ask.mask_size:
-                entries = take(logprobs, "top_logprobs", list)
+                entries = read_field(logprobs, "top_logprobs", list)
                 answer = with_sets(answer, entries, ask.mask_size, self._model.vocab_size)
         return check_answer(ask, answer, where)
 
     def _first_choice(self, answer: Any, tokens: Sequence[int]) -> dict[str, Any]:
         where = f"{self.address}/v1/completions"
         with reading(where, "a choice with prompt_token_ids"):
-            choice: dict[str, Any] = take(answer, "choices", list)[0]
-            prompt = take(choice, "prompt_token_ids", list)
+            choice: dict[str, Any] = read_field(answer, "choices", list)[0]
+            prompt = read_field(choice, "prompt_token_ids", list)
             if prompt != list(tokens):
-                raise truncated(len(tokens), len(prompt), where)
+                raise changed_prompt(len(tokens), len(prompt), where)
             return choice
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
@@ -103,7 +103,7 @@ class VLLM(Endpoint):
         most = longest_answer(self._model, len(tokens), 1)
         choice = self._first_choice(self._client.post("/v1/completions", body, most=most), tokens)
         with reading(self.address, "prompt_logprobs of every token"):
-            entries = zip(tokens[1:], take(choice, "prompt_logprobs", list)[1:], strict=True)
+            entries = zip(tokens[1:], read_field(choice, "prompt_logprobs", list)[1:], strict=True)
             return np.array(read_logps([entry[str(token)]["logprob"] for token, entry in entries]), np.float32)
 
     def load(self, written: Written) -> None:
@@ -113,14 +113,14 @@ class VLLM(Endpoint):
             if "error" in loaded:
                 raise RefusedError(f"{self.address}: {shorten(str(loaded['error']))}")
             with reading(self.address, "the version that was loaded"):
-                version, digest = take(loaded, "version", int), take(loaded, "digest", str)
+                version, digest = read_field(loaded, "version", int), read_field(loaded, "digest", str)
             if digest != written.digest:
                 raise RefusedError(
                     f"{self.address}: wanted version {written.version} (digest {written.digest[:16]}), it loaded "
                     f"{version} ({digest[:16]})"
                 )
         with reading(self.address, "an empty prefix cache"):
-            is_empty = take(self._client.post("/reset_prefix_cache"), "success", bool)
+            is_empty = read_field(self._client.post("/reset_prefix_cache"), "success", bool)
         if not is_empty:
             raise RefusedError(f"{self.address}: wanted an empty prefix cache, but requests of others are using it")
         self._client.post("/update_weight_version", {"new_version": str(written.version)})
@@ -134,27 +134,27 @@ class VLLM(Endpoint):
         """POST /resume."""
         self._client.post("/resume")
 
-    def state(self, timeout: float) -> Loaded:
+    def state(self, timeout: float) -> ServerState:
         """Ask the worker extension. RefusedError if workers differ, or the server was started with other options."""
         states = self._workers("gspax_state", timeout=timeout)
         first = states[0]
         if any(other != first for other in states[1:]):
             raise RefusedError(f"{self.address}: wanted workers that agree, got {shorten(str(states))}")
         with reading(self.address, "the state of gspax's extension of its workers"):
-            if (mode := take(first, "logprobs_mode", str)) != "processed_logprobs":
+            if (mode := read_field(first, "logprobs_mode", str)) != "processed_logprobs":
                 raise RefusedError(f"{self.address}: wanted --logprobs-mode processed_logprobs, got {shorten(mode)}")
             names = "max_tokens", "vocab_size", "num_hidden_layers", "hidden_size"
-            limits = {name: take(first, name, int) for name in names}
-            limits["routed_experts"] = int(take(first, "routed_experts", bool))
+            limits = {name: read_field(first, name, int) for name in names}
+            limits["routed_experts"] = int(read_field(first, "routed_experts", bool))
             version, digest, instance = None, "", ""
             if first["loaded"] is not None:
-                loaded = take(first, "loaded", dict)
+                loaded = read_field(first, "loaded", dict)
                 version, digest, instance = (
-                    take(loaded, "version", int),
-                    take(loaded, "digest", str),
-                    take(loaded, "instance", str),
+                    read_field(loaded, "version", int),
+                    read_field(loaded, "digest", str),
+                    read_field(loaded, "instance", str),
                 )
-            return Loaded(self.address, version, digest, limits, take(first, "dtype", str), instance)
+            return ServerState(self.address, version, digest, limits, read_field(first, "dtype", str), instance)
 
     def _workers(self, method: str, *args: str, timeout: float = 0) -> list[dict[str, Any]]:
         """Call a method of the worker extension, and return one result per worker."""
