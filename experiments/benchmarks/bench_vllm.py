@@ -87,11 +87,11 @@ def time_rollouts(settings: Experiment, params: Any, group: int | None) -> dict[
     """Medians of seconds and CPU-seconds of a rollout, after one that compiles."""
     runtime, taken = make_runtime(settings), []
     weights, places = runtime.sampler.push(params, 0), settings.sampling.prompts
-    ids, ready = read_prompts(runtime, {place: place for place in range(places)}, places, InFlight())
+    ids, encoded = read_prompts(runtime, {place: place for place in range(places)}, places, InFlight())
     options = sample_options(runtime)
     for number in range(1 + ROUNDS):
         key, begun, cpu = jax.random.key(number), time.monotonic(), cpu_seconds(group)
-        request = Request(ready=ready, prompt_ids=[ids[place] for place in range(places)], key=key, options=options)
+        request = Request(encoded=encoded, prompt_ids=[ids[place] for place in range(places)], key=key, options=options)
         rollout, _ = runtime.sampler.sample(weights, request).result()
         jax.block_until_ready(rollout)
         taken.append((time.monotonic() - begun, cpu_seconds(group) - cpu))

@@ -31,7 +31,7 @@ from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.completion import Completion, gather_texts
 from gspax.rollout.completion import to_json as completion_to_json
 from gspax.rollout.contract import Request, RolloutSampler, Weights
-from gspax.rollout.episodes import Interaction, Ready
+from gspax.rollout.episodes import EncodedProblem, Interaction
 from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
 from gspax.rollout.problems import attempt, list_problems, name_problems, prepare
 from gspax.run import interrupt
@@ -140,16 +140,16 @@ def complete(
     Returns:
       Completions as from `grading.reward_completions`, with texts on the process that owns the row.
     """
-    placed, ready, usable = _load(policy, read, ids, sampling, left_out)
+    placed, encoded, usable = _load(policy, read, ids, sampling, left_out)
     if not usable:
         return {}
     model, tokenizer = policy.settings.model, policy.settings.tokenizer
-    problems = list_problems(ready, range(len(placed)))
+    problems = list_problems(encoded, range(len(placed)))
     reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
     mesh, interaction = policy.sampler.mesh, policy.interaction and replace(policy.interaction, rewards=rewards)
     sampling = sampling.for_new_prompts()
     options = replace(make_options(model, tokenizer, sampling, mesh), greedy=greedy)
-    request = Request(ready=ready, prompt_ids=placed, key=key, options=options, interaction=interaction)
+    request = Request(encoded=encoded, prompt_ids=placed, key=key, options=options, interaction=interaction)
     sampled = policy.sampler.sample(policy.weights, request)
     if not sampled.done():
         interrupt.wait([sampled])
@@ -161,7 +161,7 @@ def complete(
 
 def _load(
     policy: EvaluatedPolicy, read: Callable[[int], Problem], ids: Sequence[int], sampling: Sampling, left_out: LeftOut
-) -> tuple[list[int], dict[int, Ready], list[int]]:
+) -> tuple[list[int], dict[int, EncodedProblem], list[int]]:
     """Load a chunk: return the problem id of each of the `sampling.prompts` prompts, the problems of this process's
     rows, and the positions of the `ids` that can be used, in their order.
 
@@ -176,7 +176,7 @@ def _load(
         interaction=policy.interaction,
     )
     places, by_row = sampling.prompts, named_sharding(policy.sampler.mesh, "batch")
-    ready, failed = attempt(make, dict(enumerate(ids)), places, by_row)
+    encoded, failed = attempt(make, dict(enumerate(ids)), places, by_row)
     left_out.reasons |= {ids[place]: reason for place, reason in failed.items()}
     usable = [place for place in range(len(ids)) if place not in failed]
     if not usable:
@@ -186,7 +186,7 @@ def _load(
     if again:
         raise UserError(f"{left_out.name}: problem {filler} could be read only once: {next(iter(again.values()))}")
     placed = [ids[place] if place in usable else filler for place in range(places)]
-    return placed, ready | filled, usable
+    return placed, encoded | filled, usable
 
 
 def count_heldout(evaluation: Evaluation, data: HeldoutProblems) -> int:

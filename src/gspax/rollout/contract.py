@@ -16,7 +16,7 @@ import numpy as np
 
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.aside import Aside
-from gspax.rollout.episodes import Interaction, Ready
+from gspax.rollout.episodes import EncodedProblem, Interaction
 from gspax.rollout.grading import Started
 from gspax.sampler.sampler import OnEnded, Progress
 from gspax.sampler.state import Replies, SampleOptions
@@ -36,7 +36,7 @@ class Request:
     """A request for `sampling.group` completions of each problem, or for conversations about it.
 
     Attributes:
-      ready: the problems by place, of which there are P; a process needs those of its own rows.
+      encoded: the problems by place, of which there are P; a process needs those of its own rows.
       prompt_ids: the P problems' indices; sample g of a problem has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
       options: of which `mesh` is the sampler's and `sampling.prompts` is not read.
@@ -44,7 +44,7 @@ class Request:
       on_ended: without one, called with completions that have ended while others are sampled; each row once.
     """
 
-    ready: Mapping[int, Ready]
+    encoded: Mapping[int, EncodedProblem]
     prompt_ids: Sequence[int]
     key: Array
     options: SampleOptions
@@ -55,8 +55,10 @@ class Request:
 class HeldSamples(Protocol):
     """Holds the samples of `rollout.group_pool`: newer weights continue what older ones began. Collective."""
 
-    def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
-        """Put new groups into the places `fresh_R`, bool; elsewhere any ids count, and no problem is `ready`."""
+    def admit(
+        self, encoded: Mapping[int, EncodedProblem], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights
+    ) -> None:
+        """Put new groups into the places `fresh_R`, bool; elsewhere any ids count, and no problem is `encoded`."""
 
     def advance(self, weights: Weights) -> None:
         """Sample `sampling.chunk` more tokens of each unfinished sample. Does not wait."""

@@ -38,15 +38,15 @@ from gspax.types import Array, Params, Rollout
 VERSION = np.int32(0)  # of the parameters, which stay the same
 
 
-class Ready(NamedTuple):
-    """A problem whose completions can be sampled."""
+class EncodedProblem(NamedTuple):
+    """A problem whose prompt is encoded, so that its completions can be sampled."""
 
     problem: Problem
     prompt: Sequence[int]  # tokens; with an environment those of its first messages
     state: object = None  # of the environment
     earlier: Sequence[np.ndarray] = ()  # with drafts, what followed the prompt in an earlier epoch, for each sample
     opening: str = ""  # what the prompt has of the completion's thinking already: `<think>`, or nothing
-    most: int = 0  # tokens of the first turn; 0: turns have no limits of their own
+    turn_limit: int = 0  # the most tokens of the first turn; 0: turns have no limits of their own
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Episode:
 class RowsOnHost:
     """The host's side of the rows that are being sampled: of its own rows each process has problems and rewards."""
 
-    ready: Mapping[int, Ready]  # problems by place
+    encoded: Mapping[int, EncodedProblem]  # problems by place
     group: int  # rows of each
     ended_B: np.ndarray  # bool, in every process: the sample has ended, and its reward was started
     started: Started = field(default_factory=Started)  # these rewards, by row
@@ -78,8 +78,8 @@ class RowsOnHost:
     def find(self, row: int) -> Episode:
         """Find the unfinished conversation of a row."""
         if row not in self.open:
-            ready = self.ready[row // self.group]
-            self.open[row] = Episode(ready.problem, copy.deepcopy(ready.state), opening=ready.opening)
+            encoded = self.encoded[row // self.group]
+            self.open[row] = Episode(encoded.problem, copy.deepcopy(encoded.state), opening=encoded.opening)
         return self.open[row]
 
 
@@ -104,13 +104,21 @@ def interact(
     return Interaction(environment, steps, rewards, chat, turns)
 
 
-def begin(problem: Problem, tokenizer: Tokenizer) -> Ready:
+def list_prompts(
+    encoded: Mapping[int, EncodedProblem], places: int
+) -> tuple[list[Sequence[int] | None], list[Sequence[np.ndarray]]]:
+    """List the prompts and the earlier completions of all places; None and () where another process has the problem."""
+    prompts = [encoded[place].prompt if place in encoded else None for place in range(places)]
+    return prompts, [encoded[place].earlier if place in encoded else () for place in range(places)]
+
+
+def begin(problem: Problem, tokenizer: Tokenizer) -> EncodedProblem:
     """Begin a problem: encode its prompt."""
     prompt = encode_prompt(tokenizer, problem)
-    return Ready(problem, prompt, opening=opening_of(tokenizer, prompt))
+    return EncodedProblem(problem, prompt, opening=opening_of(tokenizer, prompt))
 
 
-def begin_conversation(problem: Problem, interaction: Interaction) -> Ready:
+def begin_conversation(problem: Problem, interaction: Interaction) -> EncodedProblem:
     """Begin a conversation about a problem: encode its first messages. UserError if the environment's `reset` fails."""
     try:
         state, messages = interaction.environment.reset(problem)
@@ -122,7 +130,7 @@ def begin_conversation(problem: Problem, interaction: Interaction) -> Ready:
             f"environment: reset raised {describe_error(error)} for the prompt {problem.prompt[:200]!r}"
         ) from error
     prompt = encode_first(interaction.environment, interaction.tokenizer, messages)
-    return Ready(problem, prompt, state, opening=opening_of(interaction.tokenizer, prompt))
+    return EncodedProblem(problem, prompt, state, opening=opening_of(interaction.tokenizer, prompt))
 
 
 def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:
@@ -159,27 +167,26 @@ def encode_demonstration(
 def sample_conversations(
     interaction: Interaction,
     params: Params,
-    ready: Mapping[int, Ready],
+    encoded: Mapping[int, EncodedProblem],
     prompt_ids: Sequence[int],
     key: Array,
     options: SampleOptions,
 ) -> tuple[Rollout, Started]:
     """Sample `sampling.group` conversations about each problem; also return this process's rows of them. Collective.
 
-    The arguments are those of `sampler.sample`, with problems by place instead of prompts (`ready`): a process needs
+    The arguments are those of `sampler.sample`, with problems by place instead of prompts (`encoded`): a process needs
     those of its own rows. `sampling.max_tokens` limits all that follows the prompt, replies included. The rollout's
     lengths and `finished_B` are on the host.
 
     Raises:
       UserError: a prompt does not fit.
     """
-    places, group = range(len(prompt_ids)), options.sampling.group
-    options = replace(sampler.split_rows(options, len(places)), turns=True)
-    earlier = [ready[place].earlier if place in ready else () for place in places]
-    given = [ready[place].prompt if place in ready else None for place in places]
-    prompts = sampler.place_prompts(given, prompt_ids, options, earlier)
+    group = options.sampling.group
+    options = replace(sampler.split_rows(options, len(prompt_ids)), turns=True)
+    own, earlier = list_prompts(encoded, len(prompt_ids))
+    prompts = sampler.place_prompts(own, prompt_ids, options, earlier)
     state, progress = sampler.start(params, prompts, key, options=options)
-    rows = RowsOnHost(ready, group, np.zeros(progress.length_B.shape, bool))
+    rows = RowsOnHost(encoded, group, np.zeros(progress.length_B.shape, bool))
     while not rows.ended_B.all():
         interrupt.stop_point()
         state, progress = sampler.advance_chunk(params, state, key, VERSION, options=options)

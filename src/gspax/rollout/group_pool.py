@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gspax.rollout.contract import HeldSamples, Weights
-from gspax.rollout.episodes import Ready, RowsOnHost
+from gspax.rollout.episodes import EncodedProblem, RowsOnHost
 from gspax.rollout.grading import Started
 from gspax.types import Rollout
 
@@ -58,25 +58,25 @@ def next_problems(pool: Pool, groups: int) -> dict[int, int]:
     return {int(place): pool.next_problem + number for number, place in enumerate(places)}
 
 
-def admit(pool: Pool, ids: Mapping[int, int], ready: Mapping[int, Ready], weights: Weights) -> Pool:
+def admit(pool: Pool, ids: Mapping[int, int], encoded: Mapping[int, EncodedProblem], weights: Weights) -> Pool:
     """Add new groups to the pool.
 
     Args:
       ids: from `next_problems`, or later ones where some of these cannot be used.
-      ready: the problems of the slots of `ids` that have rows on this process.
+      encoded: the problems of the slots of `ids` that have rows on this process.
     """
     rows, problem_R, fresh_R = pool.rows, pool.problem_R.copy(), np.zeros(len(pool.problem_R), bool)
     problem_R[list(ids)] = list(ids.values())
     fresh_R[list(ids)] = True
     fresh_B = np.repeat(fresh_R, rows.group)
-    pool.held.admit(ready, np.maximum(problem_R, 0).tolist(), fresh_R, weights)
-    others = {place: old for place, old in rows.ready.items() if not fresh_R[place]}
+    pool.held.admit(encoded, np.maximum(problem_R, 0).tolist(), fresh_R, weights)
+    others = {place: old for place, old in rows.encoded.items() if not fresh_R[place]}
     return replace(
         pool,
         problem_R=problem_R,
         version_R=np.where(fresh_R, weights.version, pool.version_R),
         next_problem=max(ids.values()) + 1,
-        rows=replace(rows, ready={**others, **ready}, ended_B=rows.ended_B & ~fresh_B),
+        rows=replace(rows, encoded={**others, **encoded}, ended_B=rows.ended_B & ~fresh_B),
     )
 
 

@@ -21,7 +21,7 @@ from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents
 from gspax.rollout.aside import Aside
 from gspax.rollout.contract import HeldSamples, Request, Weights
-from gspax.rollout.episodes import Ready, sample_conversations
+from gspax.rollout.episodes import EncodedProblem, list_prompts, sample_conversations
 from gspax.rollout.grading import Started
 from gspax.sampler import continuous_batching
 from gspax.sampler.placement import Sampler
@@ -62,15 +62,14 @@ class InProcess:
 
     def sample(self, weights: Weights, request: Request) -> Future[tuple[Rollout, Started]]:
         """Sample with any weights that were pushed, older ones too. The result is there, its arrays may be to come."""
-        ready, ids, key, options = request.ready, request.prompt_ids, request.key, request.options
+        encoded, ids, key, options = request.encoded, request.prompt_ids, request.key, request.options
         sampled, began = Future[tuple[Rollout, Started]](), time.monotonic()
         if isinstance(request.interaction, AgentInteraction):
             return sample_agents(self, weights, request, request.interaction)
         if request.interaction is not None:
-            sampled.set_result(sample_conversations(request.interaction, weights.params, ready, ids, key, options))
+            sampled.set_result(sample_conversations(request.interaction, weights.params, encoded, ids, key, options))
         else:
-            prompts = [ready[place].prompt if place in ready else None for place in range(len(ids))]
-            earlier = [ready[place].earlier if place in ready else () for place in range(len(ids))]
+            prompts, earlier = list_prompts(encoded, len(ids))
             rollout = sample(weights.params, prompts, ids, key, options, earlier=earlier, on_ended=request.on_ended)
             sampled.set_result((rollout, Started()))
         timeline.watch(timeline.SAMPLER, "rollout", began, sampled.result()[0])
@@ -95,15 +94,18 @@ class OnDevices:
     state: State | None = None
     current: Progress | None = None
 
-    def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+    def admit(
+        self, encoded: Mapping[int, EncodedProblem], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights
+    ) -> None:
         """Prefill new prompts, and sample the first token of each of their samples."""
-        places = range(len(fresh_R))
-        others = [None if fresh else [0] for fresh in fresh_R]  # any prompt in places that are not fresh
-        prompts = [ready[place].prompt if place in ready else others[place] for place in places]
-        earlier = [ready[place].earlier if place in ready else () for place in places]
-        limited = any(new.most for new in ready.values())
-        most = [ready[place].most if place in ready else 1 for place in places] if limited else []
-        placed = place_prompts(prompts, ids, self.options, earlier, widest=True, most=most)
+        prompts, earlier = list_prompts(encoded, len(fresh_R))
+        any_prompt = [0]  # in places that are not fresh, which nothing reads
+        prompts = [prompt if fresh else any_prompt for prompt, fresh in zip(prompts, fresh_R, strict=True)]
+        limits = [encoded[place].turn_limit if place in encoded else 1 for place in range(len(fresh_R))]
+        has_limits = any(new.turn_limit for new in encoded.values())
+        placed = place_prompts(
+            prompts, ids, self.options, earlier, widest=True, turn_limits=limits if has_limits else []
+        )
         fresh_P = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
         self.tokens_RS, self.state, self.current = _admit(
             weights.params,

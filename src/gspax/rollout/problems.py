@@ -23,7 +23,7 @@ from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError, describe_error, warn
 from gspax.parallel import multihost
 from gspax.rollout.agents.interaction import AgentInteraction
-from gspax.rollout.episodes import Interaction, Ready, begin, begin_conversation
+from gspax.rollout.episodes import EncodedProblem, Interaction, begin, begin_conversation
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows, to_line
 from gspax.sampler.sampler import check_length
@@ -35,9 +35,9 @@ _SHOWN = 3  # problems that a sentence names
 _LONGEST = 300  # characters of a reason
 
 
-def list_problems(ready: Mapping[int, Ready], places: Iterable[int]) -> list[Problem | None]:
+def list_problems(encoded: Mapping[int, EncodedProblem], places: Iterable[int]) -> list[Problem | None]:
     """Return the problems of these places; None where this process has none."""
-    return [ready[place].problem if place in ready else None for place in places]
+    return [encoded[place].problem if place in encoded else None for place in places]
 
 
 def prepare(
@@ -49,21 +49,21 @@ def prepare(
     limit: int,
     interaction: Interaction | AgentInteraction | None = None,
     teachers: Sequence[str] = (),
-) -> Ready:
+) -> EncodedProblem:
     """Load a problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded.
 
     Args:
       teachers: the names that a problem's `teacher` may have; none: it is not read.
     """
     if isinstance(interaction, AgentInteraction):
-        return Ready(read_problem(read, index), ())  # its agents write the prompts
+        return EncodedProblem(read_problem(read, index), ())  # its agents write the prompts
     problem = read_problem(read, index)
-    ready = begin(problem, tokenizer) if interaction is None else begin_conversation(problem, interaction)
-    check_ids(ready.prompt, model.vocab_size, ready.problem.prompt)
-    check_length(ready.prompt, limit)
-    if teachers and (name := getattr(ready.problem, "teacher", "")) not in teachers:
+    encoded = begin(problem, tokenizer) if interaction is None else begin_conversation(problem, interaction)
+    check_ids(encoded.prompt, model.vocab_size, encoded.problem.prompt)
+    check_length(encoded.prompt, limit)
+    if teachers and (name := getattr(encoded.problem, "teacher", "")) not in teachers:
         raise UserError(f"Problem.teacher: wanted one of teacher.models ({', '.join(teachers)}), got {name!r}")
-    return ready
+    return encoded
 
 
 @dataclass

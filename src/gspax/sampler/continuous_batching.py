@@ -159,7 +159,7 @@ def _first_rows(
     version: Array | int,
 ) -> Rows:
     """Make the rows of samples that have one token each, without experts."""
-    tokens_PS, length_P, _, earlier_PGC, limit_P = prompts
+    tokens_PS, length_P, _, earlier_PGC, turn_limit_P = prompts
     mesh, sampling, B, P, W = options.mesh, options.sampling, len(ids.id_B), len(length_P), slots
     G, C = B // P, sampling.max_tokens
     stop_state_B, stops_B = stops.follow_first(sampled.token_B, options.stop_ids, options.matcher)
@@ -179,7 +179,7 @@ def _first_rows(
         length_B=jnp.ones(B, jnp.int32),
         finished_B=jnp.zeros(B, bool) if options.turns else stops_B,
         stop_state_B=stop_state_B,
-        limit_B=None if limit_P is None else jnp.repeat(limit_P, G),
+        limit_B=None if turn_limit_P is None else jnp.repeat(turn_limit_P, G),
         expert_BCLA=None,
         version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
         kept_BCK=jax.tree.map(first, sampled.kept_BK),
@@ -223,7 +223,8 @@ def advance(
 ) -> State:
     """Decode until no slot is active, in at most this number of passes unless it is 0.
 
-    With `Sampling.draft_cost` passes have drafts only while these pay (`_drafts_pay`).
+    A pass with drafts may give a slot several tokens. With `Sampling.draft_cost` passes have drafts only while these
+    pay (`_drafts_pay`).
 
     The parameters may be newer than at earlier tokens, whose cached keys and values are not recomputed.
     """
@@ -490,8 +491,8 @@ def resume(
       version: of the parameters, which the next tokens are sampled with.
     """
     rows = state.rows
-    if rows.limit_B is not None and replies.most_B is not None:
-        limit_B = rows.length_B + replies.count_B + replies.most_B
+    if rows.limit_B is not None and replies.turn_limit_B is not None:
+        limit_B = rows.length_B + replies.count_B + replies.turn_limit_B
         rows = replace(rows, limit_B=jnp.where(replies.count_B > 0, limit_B, rows.limit_B))
     reply_WX, count_W = on_devices(_replies_of_slots, options, rows, replies.tokens_BX, replies.count_B)
     slots, ids_W = _describe_slots(rows, options)

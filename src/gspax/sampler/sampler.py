@@ -230,7 +230,7 @@ def place_prompts(
     earlier: Sequence[Sequence[np.ndarray]] = (),
     *,
     widest: bool = False,
-    most: Sequence[int] = (),
+    turn_limits: Sequence[int] = (),
 ) -> Prompts:
     """Pad the prompts and place them on the mesh.
 
@@ -240,7 +240,7 @@ def place_prompts(
       earlier: with drafts, for each prompt the completions of its samples in an earlier epoch; empty without drafts or
         for a new prompt.
       widest: S is `sampling.max_prompt_tokens`, not a power of two.
-      most: the most tokens of each conversation's first turn; empty: turns have no limits of their own.
+      turn_limits: the most tokens of each conversation's first turn; empty: turns have no limits of their own.
     """
     sampling, limit = options.sampling, options.sampling.max_prompt_tokens
     parts = sampling.prompts // len(prompts)
@@ -252,19 +252,18 @@ def place_prompts(
         prompt_ids = [zlib.crc32(np.asarray(prompt or (), np.int32).tobytes()) for prompt in prompts]
     first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - options.greedy)
     id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)
-    placed = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
-    arrays: tuple[np.ndarray, ...] = placed
+    arrays: tuple[np.ndarray, ...] = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
     if sampling.drafts:
         earlier_BC = np.full((len(prompts), parts * sampling.group, sampling.max_tokens), drafts.NONE, np.int32)
         for number, texts in enumerate(earlier):
             for sample_C, text in zip(earlier_BC[number], texts, strict=False):
                 sample_C[: len(text)] = text[: len(sample_C)]
-        arrays = *placed, earlier_BC.reshape(-1, sampling.group, sampling.max_tokens)
-    placed_P = Prompts(*multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
-    if not most:
-        return placed_P
-    most_P = np.repeat(np.asarray(most, np.int32), parts)
-    return placed_P._replace(most_P=multihost.to_devices(most_P, named_sharding(options.mesh, "batch")))
+        arrays = *arrays, earlier_BC.reshape(-1, sampling.group, sampling.max_tokens)
+    placed = Prompts(*multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
+    if not turn_limits:
+        return placed
+    limit_P = np.repeat(np.asarray(turn_limits, np.int32), parts)
+    return placed._replace(turn_limit_P=multihost.to_devices(limit_P, named_sharding(options.mesh, "batch")))
 
 
 def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -> Sampling:

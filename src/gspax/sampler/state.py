@@ -53,7 +53,7 @@ class Prompts(NamedTuple):
     length_P: Array  # int32
     id_P: Array  # uint32, of each prompt's first sample; its others have the ids after it
     earlier_PGC: Array | None = None  # int32, with drafts: what followed the prompt in an earlier epoch, then -1
-    most_P: Array | None = None  # int32, the most tokens of a first turn; None: turns have no limits of their own
+    turn_limit_P: Array | None = None  # int32, the most tokens of a first turn; None: turns have no limits of their own
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +79,6 @@ class Rows:
     cut_BC: Array | None  # bool
     text_BH: Array | None  # int32    with drafts, the texts that they come from (`drafts.join_texts`)
     passes_B: Array | None  # int32    with drafts, as in `Rollout`
-    # Slots
-    accept_rate_W: Array | None  # float32    with `Sampling.draft_cost`, the share of the sample's drafts accepted
     # The queue
     order_B: Array  # int32    queued samples, which have no slot; only the first `queued_Q` count
     queued_Q: Array  # int32
@@ -91,6 +89,7 @@ class Rows:
     length_W: Array  # int32    the sample's tokens after the prompt
     active_W: Array  # bool     the sample gets tokens
     waiting_W: Array  # bool     the sample's turn has ended: it waits for a reply
+    accept_rate_W: Array | None  # float32    with `Sampling.draft_cost`, the share of the sample's drafts accepted
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +108,7 @@ class Replies(NamedTuple):
 
     tokens_BX: Array | np.ndarray  # int32
     count_B: Array | np.ndarray  # int32; 0 finishes a waiting sample, -1 lets it wait; the others are left as they are
-    most_B: Array | np.ndarray | None = None  # int32, the most tokens of the next turn, where turns have limits
+    turn_limit_B: Array | np.ndarray | None = None  # int32, the most tokens of the next turn, where turns have limits
 
 
 def has_queue(rows: Rows, options: SampleOptions) -> bool:

@@ -29,7 +29,7 @@ from gspax.rollout.completion import GradedBatch
 from gspax.rollout.contract import Request, Weights
 from gspax.rollout.dynamic_sampling import refill
 from gspax.rollout.earlier import EarlierTexts
-from gspax.rollout.episodes import Ready, answer, set_finished
+from gspax.rollout.episodes import EncodedProblem, answer, set_finished
 from gspax.rollout.grading import Started, check_batch, reward_completions, start_rewards
 from gspax.rollout.group_pool import Pool, admit, choose_groups, find_ended, new_pool, next_problems, take
 from gspax.rollout.problems import Skipped, list_problems, prepare, read_usable
@@ -194,21 +194,21 @@ def start_rollout(
     needs.
     """
     places = range(runtime.experiment.sampling.prompts)
-    ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), in_flight)
+    ids, encoded = read_prompts(runtime, {place: first + place for place in places}, len(places), in_flight)
     prompt_ids, taken = [ids[place] for place in places], max(ids.values()) + 1 - first
     started = Started()
     request = Request(
-        ready=ready,
+        encoded=encoded,
         prompt_ids=prompt_ids,
         key=sampling_key(state),
         options=sample_options(runtime),
         interaction=runtime.interaction,
-        on_ended=rewarder(runtime, ready, started) if runtime.interaction is None else None,
+        on_ended=rewarder(runtime, encoded, started) if runtime.interaction is None else None,
     )
     batch = SampledBatch(
         version=weights.version,
         taken=taken,
-        problems=list_problems(ready, places),
+        problems=list_problems(encoded, places),
         sampled=None,
         started=started,
         pending=runtime.sampler.sample(weights, request),
@@ -246,7 +246,7 @@ def sample_options(runtime: Runtime) -> SampleOptions:
 
 def read_prompts(
     runtime: Runtime, indices: Mapping[int, int], places: int, in_flight: InFlight
-) -> tuple[dict[int, int], dict[int, Ready]]:
+) -> tuple[dict[int, int], dict[int, EncodedProblem]]:
     """Read the training problems of these places, with the next ones in place of those that cannot be used. Collective.
 
     Returns:
@@ -263,21 +263,21 @@ def read_prompts(
         teachers=() if experiment.teacher is None else tuple(experiment.teacher.models),
     )
     sharding, group = named_sharding(runtime.sampler.mesh, "batch"), experiment.sampling.group
-    ids, ready = read_usable(read, indices, places, sharding, in_flight.skipped, group=group)
-    return ids, {place: one._replace(earlier=in_flight.earlier.find(one.prompt)) for place, one in ready.items()}
+    ids, encoded = read_usable(read, indices, places, sharding, in_flight.skipped, group=group)
+    return ids, {place: one._replace(earlier=in_flight.earlier.find(one.prompt)) for place, one in encoded.items()}
 
 
-def rewarder(runtime: Runtime, ready: Mapping[int, Ready], started: Started) -> OnEnded:
+def rewarder(runtime: Runtime, encoded: Mapping[int, EncodedProblem], started: Started) -> OnEnded:
     """Make a function that starts the rewards of finished samples and adds them to `started`."""
     experiment = runtime.experiment
     return partial(
         start_rewards,
-        {place: one.problem for place, one in ready.items()},
+        {place: one.problem for place, one in encoded.items()},
         started,
         tokenizer=experiment.tokenizer,
         calls=runtime.rewards,
         group=experiment.sampling.group,
-        openings={place: one.opening for place, one in ready.items()},
+        openings={place: one.opening for place, one in encoded.items()},
     )
 
 
@@ -333,8 +333,8 @@ def fill(runtime: Runtime, pool: Pool, done: int, weights: Weights, in_flight: I
     groups = min(len(pool.problem_R), rollouts * runtime.experiment.sampling.prompts) - pool.count()
     if groups <= 0:
         return pool
-    ids, ready = read_prompts(runtime, next_problems(pool, groups), len(pool.problem_R), in_flight)
-    return admit(pool, ids, ready, weights)
+    ids, encoded = read_prompts(runtime, next_problems(pool, groups), len(pool.problem_R), in_flight)
+    return admit(pool, ids, encoded, weights)
 
 
 def end_samples(runtime: Runtime, pool: Pool, weights: Weights) -> None:
@@ -342,7 +342,7 @@ def end_samples(runtime: Runtime, pool: Pool, weights: Weights) -> None:
     reached = pool.held.progress()
     assert not isinstance(runtime.interaction, AgentInteraction), "validation refuses them in partial rollouts"
     if runtime.interaction is None:
-        hand_over(reached, pool.rows.ended_B, rewarder(runtime, pool.rows.ready, pool.rows.started))
+        hand_over(reached, pool.rows.ended_B, rewarder(runtime, pool.rows.encoded, pool.rows.started))
     elif (replies := answer(runtime.interaction, pool.rows, reached, sample_options(runtime))) is not None:
         pool.held.reply(replies, weights)
 
@@ -354,7 +354,7 @@ def take_batch(
 
     Problems count as taken once they are in a rollout, together with those that were skipped until then.
     """
-    problems = list_problems(pool.rows.ready, places.tolist())
+    problems = list_problems(pool.rows.encoded, places.tolist())
     pool, sampled, started = take(pool, places)
     batch = SampledBatch(
         version=int(pool.version_R[places].min()),

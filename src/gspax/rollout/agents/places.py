@@ -23,7 +23,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.conversation import Turn
 from gspax.rollout.agents.sequences import join_sequences, with_sequences
 from gspax.rollout.contract import RolloutSampler, Weights
-from gspax.rollout.episodes import Ready
+from gspax.rollout.episodes import EncodedProblem
 from gspax.sampler.sampler import SMALLEST_REPLY, pad_rows, round_to_power
 from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Array, Rollout
@@ -107,7 +107,7 @@ class Places:
         """Take the rollout of all places; those where nobody has asked have no sampled tokens. Collective."""
         silent_R = ~self.admitted_R
         if silent_R.any():  # their rows are empty, but there
-            self._hold(dict.fromkeys(np.flatnonzero(silent_R).tolist(), Ready(_NOTHING, [0], most=1)))
+            self._hold(dict.fromkeys(np.flatnonzero(silent_R).tolist(), EncodedProblem(_NOTHING, [0], turn_limit=1)))
         taken, sampling = self._held.take(np.arange(len(self.ids))), self._options.sampling
         width = sampling.max_prompt_tokens + sampling.max_tokens
         rollout = with_sequences(taken, width, self._options.model.num_experts)
@@ -137,15 +137,17 @@ class Places:
     def _admit(self, turns: dict[int, Turn]) -> None:
         if not turns:
             return
-        self._hold({place: Ready(_NOTHING, turn.tokens, most=turn.most) for place, turn in turns.items()})
+        self._hold(
+            {place: EncodedProblem(_NOTHING, turn.tokens, turn_limit=turn.most) for place, turn in turns.items()}
+        )
         self.admitted_R[list(turns)] = True
         self._turns |= turns
         self._starts |= dict.fromkeys(turns, 0)
 
-    def _hold(self, ready: dict[int, Ready]) -> None:
+    def _hold(self, encoded: dict[int, EncodedProblem]) -> None:
         fresh_R = np.zeros(len(self.ids), bool)
-        fresh_R[list(ready)] = True
-        self._held.admit(ready, self.ids, fresh_R, self._weights)
+        fresh_R[list(encoded)] = True
+        self._held.admit(encoded, self.ids, fresh_R, self._weights)
 
     def _reply(self, turns: dict[int, Turn], ended: Sequence[int]) -> None:
         """Give the waiting conversations their next turns; end these, and those that were left; the others wait on."""
@@ -155,10 +157,10 @@ class Places:
         rows = [turns[place].tokens if place in turns else [] for place in range(len(self.ids))]
         size = round_to_power(max(map(len, rows)) + 1, SMALLEST_REPLY) - 1
         tokens_RX, count_R = pad_rows(rows, size)
-        most_R = np.array([turns[place].most if place in turns else 0 for place in range(len(rows))], np.int32)
+        limit_R = np.array([turns[place].most if place in turns else 0 for place in range(len(rows))], np.int32)
         count_R[(count_R == 0) & ~ends_R] = -1
         by_row = named_sharding(self._mesh, "batch")
-        self._held.reply(multihost.to_devices(Replies(tokens_RX, count_R, most_R), by_row), self._weights)
+        self._held.reply(multihost.to_devices(Replies(tokens_RX, count_R, limit_R), by_row), self._weights)
         self._turns |= turns
         self._starts |= {place: int(self._length_R[place]) + len(turn.tokens) for place, turn in turns.items()}
         self._waits_R[list(turns)] = False

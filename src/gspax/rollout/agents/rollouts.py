@@ -90,10 +90,10 @@ def _converse(request: Request, interaction: AgentInteraction, inbox: _Inbox) ->
     """Make a conversation for each row of this process; of processes that have the same row, the first. Collective."""
     options, sampling = request.options, request.options.sampling
     limits = Limits(sampling, options.stop_ids, options.model.vocab_size)
-    owners = [set(places) for places in multihost.gather([*request.ready])]
+    owners = [set(places) for places in multihost.gather([*request.encoded])]
     own = owners[jax.process_index()].difference(*owners[: jax.process_index()])
     rows = [place * sampling.group + number for place in sorted(own) for number in range(sampling.group)]
-    problems = {row: request.ready[row // sampling.group].problem for row in rows}
+    problems = {row: request.encoded[row // sampling.group].problem for row in rows}
     return {row: Conversation(row, problem, interaction, limits, inbox.put) for row, problem in problems.items()}
 
 

@@ -52,12 +52,12 @@ def begin(request: Request) -> dict[int, Row]:
     options, group = request.options, request.options.sampling.group
 
     def read() -> dict[int, list[int]]:
-        prompts = {place: ready.prompt for place, ready in request.ready.items()}
+        prompts = {place: encoded.prompt for place, encoded in request.encoded.items()}
         for place, prompt in prompts.items():
             check_length(prompt, options.sampling.max_prompt_tokens, f"problem {request.prompt_ids[place]}: ")
         return {place: [int(token) for token in prompt] for place, prompt in prompts.items()}
 
-    most = {place: ready.most for place, ready in request.ready.items()}
+    limits = {place: encoded.turn_limit for place, encoded in request.encoded.items()}
     prompts, rows = dict[int, list[int]](), dict[int, Row]()
     for part in multihost.gather(multihost.all_or_raise(read)):
         prompts |= part
@@ -66,7 +66,7 @@ def begin(request: Request) -> dict[int, Row]:
         for number in range(group):
             greedy = number >= group - options.greedy or options.sampling.temperature == 0
             id_ = (first + number) % 2**32
-            rows[place * group + number] = Row(prompt, id_, place, greedy, most.get(place, 0))
+            rows[place * group + number] = Row(prompt, id_, place, greedy, limits.get(place, 0))
     return rows
 
 
@@ -139,14 +139,14 @@ def describe_progress(rows: Mapping[int, Row], count: int, options: SampleOption
 
 def add_replies(rows: Mapping[int, Row], replies: Replies) -> None:
     """Append replies to the waiting rows; waiting rows without a reply are finished, or go on waiting (-1)."""
-    tokens_BX, count_B, most_B = multihost.to_host(tuple(replies))
+    tokens_BX, count_B, turn_limit_B = multihost.to_host(tuple(replies))
     for number, row in rows.items():
         if not row.waiting:
             continue
         if (count := int(count_B[number])) < 0:
             continue
         row.waiting, row.finished = False, count == 0
-        row.limit = 0 if most_B is None else len(row.tokens) + count + int(most_B[number])
+        row.limit = 0 if turn_limit_B is None else len(row.tokens) + count + int(turn_limit_B[number])
         row.tokens += tokens_BX[number, :count].tolist()
         row.logps += [0.0] * count
         row.sampled += [False] * count

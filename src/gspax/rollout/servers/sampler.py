@@ -31,7 +31,7 @@ from gspax.parallel import multihost, timeline, watchdog
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents
 from gspax.rollout.contract import HeldSamples, Request, Weights
-from gspax.rollout.episodes import Ready, RowsOnHost, answer, set_finished
+from gspax.rollout.episodes import EncodedProblem, RowsOnHost, answer, set_finished
 from gspax.rollout.grading import Started
 from gspax.rollout.servers import probe, rows, weights
 from gspax.rollout.servers.failover import ATTEMPTS, STATE_TIMEOUT, ServedAnswer, Servers, find_restarted
@@ -140,7 +140,7 @@ class ServerSampler:
         if request.interaction is None:
             self.complete(sampled, weights, request)
             return rows.assemble(sampled, count, options), Started()
-        on_host = RowsOnHost(request.ready, options.sampling.group, np.zeros(count, bool))
+        on_host = RowsOnHost(request.encoded, options.sampling.group, np.zeros(count, bool))
         while not on_host.ended_B.all():
             self.complete(sampled, weights, request)
             progress = rows.describe_progress(sampled, count, options)
@@ -324,14 +324,16 @@ class OnServers:
 
     def __init__(self, sampler: ServerSampler, key: Array, options: SampleOptions) -> None:
         self._sampler, self._options = sampler, options
-        self._request = Request(ready={}, prompt_ids=(), key=key, options=options)
+        self._request = Request(encoded={}, prompt_ids=(), key=key, options=options)
         self._count = options.sampling.prompts * options.sampling.group
         self._rows = dict[int, Row]()
         self._chunks: list[Future[None]] = []  # that have begun
 
-    def admit(self, ready: Mapping[int, Ready], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights) -> None:
+    def admit(
+        self, encoded: Mapping[int, EncodedProblem], ids: Sequence[int], fresh_R: np.ndarray, weights: Weights
+    ) -> None:
         """Begin new rows. Nothing is sampled before the next chunk."""
-        self._rows |= self._sampler.place(replace(self._request, ready=ready, prompt_ids=ids))
+        self._rows |= self._sampler.place(replace(self._request, encoded=encoded, prompt_ids=ids))
 
     def advance(self, weights: Weights) -> None:
         """Ask for a chunk of each unfinished row, after those that were asked for before."""
