@@ -24,14 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from gspax.config import (
-    NO_WINDOW,
-    ModelConfig,
-    SamplerDtype,
-    layer_windows,
-    layers_of,
-    sparse_layers,
-)
+from gspax.config import NO_WINDOW, ModelConfig, SamplerDtype, layer_windows, layers_of, sparse_layers
 from gspax.model import transformer
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
@@ -102,11 +95,21 @@ def prefill(
       The final hidden state of each prompt's last token `[P, D]`, the keys and values, and the chosen experts int32
       `[P, S, L, A]` (`num_experts` on padding).
     """
-    run = partial(_prefill, params, config, kv_cache_dtype=kv_cache_dtype, mesh=mesh)
+    run = partial(_prefill_at_once, params, config, kv_cache_dtype=kv_cache_dtype, mesh=mesh)
+    if 0 < chunk < tokens_PS.shape[0] // batch_shards(mesh):
+        return _run_in_chunks(run, tokens_PS, length_P, chunk, mesh)
+    return run(tokens_PS, length_P)
+
+
+def _run_in_chunks(
+    run: Callable[[Array, Array], PyTree], tokens_PS: Array, length_P: Array, chunk: int, mesh: jax.sharding.Mesh
+) -> PyTree:
+    """Run each device's prompts in equal chunks of at most `chunk`, and put the results together.
+
+    Meanwhile the results are [Q, O, ...]: of the `own` prompts of each of Q devices.
+    """
     Q = batch_shards(mesh)
     own = tokens_PS.shape[0] // Q
-    if not 0 < chunk < own:
-        return run(tokens_PS, length_P)
     count = -(-own // chunk)
     size = -(-own // count)
 
@@ -133,7 +136,7 @@ def prefill(
     return jax.tree.map(lambda x_QO: x_QO.reshape(Q * own, *x_QO.shape[2:]), results)
 
 
-def _prefill(
+def _prefill_at_once(
     params: Params,
     config: ModelConfig,
     tokens_PS: Array,
@@ -142,7 +145,7 @@ def _prefill(
     kv_cache_dtype: SamplerDtype,
     mesh: jax.sharding.Mesh,
 ) -> tuple[Array, PromptCache, Array]:
-    """Run `prefill` in one chunk."""
+    """Run `prefill` of all these prompts at once."""
     P, S = tokens_PS.shape
     index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
@@ -177,10 +180,7 @@ def new_cache(
     rows, kernel = sample_axis(mesh, slots), on_tpu(mesh)
     sizes = segments.segment_sizes(max_tokens, kernel=kernel)
 
-    def empty(width: int, prompt: PyTree) -> PyTree:
-        if not width:
-            zeros = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), prompt)
-            return jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), zeros)
+    def empty_segments(width: int, prompt: Segments) -> Segments:
         (given,), made = prompt, []
         for size in sizes:
             values = jax.ShapeDtypeStruct((slots, given.v_XKSH.shape[1], size, width), config.dtype)
@@ -191,8 +191,15 @@ def new_cache(
             made.append(jax.tree.map(lambda x: place_cache(x, mesh, rows), segment))
         return tuple(made)
 
-    caches = zip(layers_of(config), prompts, strict=True)
-    return tuple(LayerCache(prompt, empty(layer.mixer.cache(1).width, prompt)) for layer, prompt in caches)
+    def empty_state(prompt: PyTree) -> PyTree:
+        zeros = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), prompt)
+        return jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), zeros)
+
+    caches = []
+    for layer, prompt in zip(layers_of(config), prompts, strict=True):
+        width = layer.mixer.cache(1).width  # of values; 0: the layer has a state instead
+        caches.append(LayerCache(prompt, empty_segments(width, prompt) if width else empty_state(prompt)))
+    return tuple(caches)
 
 
 def place_cache(x_XK: Array, mesh: jax.sharding.Mesh, rows: str) -> Array:
@@ -232,7 +239,7 @@ def decode(
     # Computed once, not in every product's fusion.
     angles = {rope: jax.lax.optimization_barrier(each) for rope, each in rotary_angles(position_W1, config).items()}
     live_W1 = slots.count_W[:, None] > 0
-    shared = LayerInputs(angles, live_W1, attend, _advance_cache(slots, 1, mesh), mesh, decoding=True)
+    shared = LayerInputs(angles, live_W1, attend, _advance_states(slots, 1, mesh), mesh, decoding=True)
     hidden_W1D, cache, expert_W1LA = _run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
@@ -264,7 +271,7 @@ def extend(
         count_W = jnp.clip(slots.count_W - block * M, 0, M)
         part = slots._replace(first=slots.first + block * M, count_W=count_W)
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
-        run_block = partial(_run_block, params, config, tokens_WM, cache, part, _advance_cache, mesh=mesh)
+        run_block = partial(_run_block, params, config, tokens_WM, cache, part, _advance_states, mesh=mesh)
         hidden_WMD, cache, expert_WMLA = run_block(decoding=False)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
         here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]
@@ -287,7 +294,9 @@ def decode_block(
     recurrence's state cannot forget a token, so it is advanced again, from where the block began, over those that are
     kept: only one state of a slot is held at a time, and their projections are computed once.
     """
-    hidden_WMD, parts, expert_WMLA = _run_block(params, config, tokens_WM, cache, slots, _advance_later, mesh=mesh)
+    hidden_WMD, parts, expert_WMLA = _run_block(
+        params, config, tokens_WM, cache, slots, _advance_tentatively, mesh=mesh
+    )
 
     def keep(count_W: Array) -> Cache:
         return tuple(part(count_W) if callable(part) else part for part in parts)
@@ -310,7 +319,7 @@ def _run_block(
     M = tokens_WM.shape[1]
     position_WM = (slots.prompt_length_W + slots.first)[:, None] + jnp.arange(M)[None]
     attend = _attend_over_cache(_attend_to_block, slots, config, mesh)
-    angles, live_WM = rotary_angles(position_WM, config), _first(slots.count_W, M)
+    angles, live_WM = rotary_angles(position_WM, config), _new_tokens(slots.count_W, M)
     shared = LayerInputs(angles, live_WM, attend, advance(slots, M, mesh), mesh, decoding)
     return _run_layers(params, config, tokens_WM, shared, cache)
 
@@ -372,26 +381,29 @@ def _attend_over_cache(
     return attend
 
 
-def _first(count_W: Array, M: int) -> Array:
+def _new_tokens(count_W: Array, M: int) -> Array:
     """Mark the first tokens of each slot's block, bool [W, M]."""
     return jnp.arange(M)[None] < count_W[:, None]
 
 
-def _advance_cache(slots: Slots, M: int, mesh: jax.sharding.Mesh) -> Advance:
-    """Make the recurrences over the slots' M new tokens, from the slots' states; at position 0 the prompts'.
+def _advance_states(slots: Slots, M: int, mesh: jax.sharding.Mesh) -> Advance:
+    """Make the recurrences over the slots' M new tokens, from the slots' states; at position 0 from the prompts'.
 
     The state of a slot without a new token is unchanged bit for bit: unlike a key, a wrong state is never replaced.
     """
 
     def advance(run: Callable[..., tuple[Array, PyTree]], cache: LayerCache) -> tuple[Array, LayerCache]:
-        y_WMD, state = run(_first(slots.count_W, M).astype(jnp.int32), _states_before(cache, slots, mesh))
+        y_WMD, state = run(_new_tokens(slots.count_W, M).astype(jnp.int32), _states_before(cache, slots, mesh))
         return y_WMD, _place_state(cache, state, mesh)
 
     return advance
 
 
-def _advance_later(slots: Slots, M: int, mesh: jax.sharding.Mesh) -> Advance:
-    """Make recurrences as `_advance_cache`, whose cache is a function: of how many tokens each slot keeps."""
+def _advance_tentatively(slots: Slots, M: int, mesh: jax.sharding.Mesh) -> Advance:
+    """Make recurrences as `_advance_states`, over tokens of which each slot keeps the first ones.
+
+    The cache that they return is a function of how many tokens each slot keeps, int32 [W].
+    """
 
     def advance(
         run: Callable[..., tuple[Array, PyTree]], cache: LayerCache
@@ -399,9 +411,9 @@ def _advance_later(slots: Slots, M: int, mesh: jax.sharding.Mesh) -> Advance:
         before = _states_before(cache, slots, mesh)
 
         def keep(count_W: Array) -> LayerCache:
-            return _place_state(cache, run(_first(count_W, M).astype(jnp.int32), before)[1], mesh)
+            return _place_state(cache, run(_new_tokens(count_W, M).astype(jnp.int32), before)[1], mesh)
 
-        return run(_first(slots.count_W, M).astype(jnp.int32), before)[0], keep
+        return run(_new_tokens(slots.count_W, M).astype(jnp.int32), before)[0], keep
 
     return advance
 
@@ -457,16 +469,16 @@ def _attend_to_token(
     if window < NO_WINDOW:
         oldest_W = jnp.maximum(first_W + 1 - window, 0)
         oldest_in_prompt_W = jnp.clip(slots.prompt_length_W + first_W + 1 - window, 0, slots.prompt_length_W)
-    own = segments.attend(q_WNH, completion, oldest_W, jnp.where(active_W, first_W + 1, 0), kernel=kernel)
+    of_completion = segments.attend(q_WNH, completion, oldest_W, jnp.where(active_W, first_W + 1, 0), kernel=kernel)
     prompt_W = slots.prompt_W
     if kernel and k_WKH is None:  # the heads of all of a prompt's slots do not fit on chip
         prompt_W = _prompt_numbers(slots, cache.prompt[0].v_XKSH.shape[0])
     of_prompt = _attend_to_prompts(q_WNH, cache.prompt, oldest_in_prompt_W, slots, prompt_W, kernel=kernel)
-    context_WNH = _beside_sinks(merge(of_prompt, own), sinks_N)
+    context_WNH = _with_sinks(merge(of_prompt, of_completion), sinks_N)
     return context_WNH.astype(q_WN1H.dtype)[:, :, None], LayerCache(cache.prompt, completion)
 
 
-def _beside_sinks(attended: tuple[Array, Array], sinks_N: Array | None) -> Array:
+def _with_sinks(attended: tuple[Array, Array], sinks_N: Array | None) -> Array:
     """Return the context of a `decode_attention` result, with the heads' sinks, if any, in its softmax."""
     context_WNH, logsumexp_WN = attended
     if sinks_N is None:
@@ -483,17 +495,16 @@ def _prompt_numbers(slots: Slots, prompts: int) -> Array:
 def _attend_to_prompts(
     q_WNH: Array, prompt: Segments, oldest_W: Array, slots: Slots, prompt_W: Array | None, *, kernel: bool
 ) -> tuple[Array, Array]:
-    """Attend from the active slots to their prompts.
+    """Attend from the active slots to their prompts; return the result of `decode_attention`.
 
-    Without `prompt_W` each prompt is read once for all its slots, which are adjacent and see the same positions of it,
-    or for as many of them as the kernel can hold the queries of.
+    Without `prompt_W` a prompt's slots are adjacent and see the same positions of it. Their queries become the heads of
+    one row, so that the prompt is read once for all of them, or once for as many as the kernel can hold: of X rows.
     """
     end_W = jnp.where(slots.count_W > 0, slots.prompt_length_W, 0)
     if prompt_W is not None:
         return segments.attend(q_WNH, prompt, oldest_W, end_W, prompt_W, kernel=kernel)
     (W, N, H), (P, K) = q_WNH.shape, prompt[0].v_XKSH.shape[:2]
-    parts = [n for n in range(1, W // P + 1) if W // P % n == 0]
-    X = P * next(n for n in parts if not kernel or W // P // n * N * H <= MOST_QUERIES or n == parts[-1])
+    X = P * (_count_parts(W // P, N * H) if kernel else 1)
     G, R = W // X, N // K
     q_XNH = q_WNH.reshape(X, G, K, R, H).swapaxes(1, 2).reshape(X, K * G * R, H)
     bounds = oldest_W.reshape(X, G).max(axis=1), end_W.reshape(X, G).max(axis=1)  # one for all that are active
@@ -501,6 +512,15 @@ def _attend_to_prompts(
     context_XNH, logsumexp_XN = segments.attend(q_XNH, prompt, *bounds, prompt_X, kernel=kernel)
     context_WNH = context_XNH.reshape(X, K, G, R, H).swapaxes(1, 2).reshape(W, N, H)
     return context_WNH, logsumexp_XN.reshape(X, K, G, R).swapaxes(1, 2).reshape(W, N)
+
+
+def _count_parts(slots: int, queries: int) -> int:
+    """Count the fewest equal parts of a prompt's slots such that the kernel can hold a part's queries, else the slots.
+
+    `queries` counts the numbers in one slot's queries.
+    """
+    divisors = [parts for parts in range(1, slots + 1) if slots % parts == 0]
+    return next((parts for parts in divisors if slots // parts * queries <= MOST_QUERIES), slots)
 
 
 def _attend_to_block(
@@ -529,26 +549,27 @@ def _attend_to_block(
     zeros_W = jnp.zeros_like(count_W)
     # The tokens of a query head become heads of their own: they see the same positions of prompt and cache.
     q_WLH = q_WNMH.reshape(W, N * M, H)
-    so_far = segments.attend(q_WLH, completion, zeros_W, jnp.where(count_W > 0, first_W, 0), kernel=kernel)
+    before_W = jnp.where(count_W > 0, first_W, 0)  # the tokens of the completion before the block
+    of_completion = segments.attend(q_WLH, completion, zeros_W, before_W, kernel=kernel)
     of_prompt = _attend_to_prompts(q_WLH, cache.prompt, zeros_W, slots, slots.prompt_W, kernel=kernel)
     keys_WKMH = v_WKMH if k_WKMH is None else k_WKMH
-    merged = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, keys_WKMH, v_WKMH, count_W))
-    context_WLH = _beside_sinks(merged, None if sinks_N is None else jnp.repeat(sinks_N, M))
+    merged = merge(merge(of_prompt, of_completion), _attend_within_block(q_WNMH, keys_WKMH, v_WKMH, count_W))
+    context_WLH = _with_sinks(merged, None if sinks_N is None else jnp.repeat(sinks_N, M))
     return context_WLH.reshape(W, N, M, H), LayerCache(cache.prompt, completion)
 
 
 def _attend_within_block(q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, count_W: Array) -> tuple[Array, Array]:
-    """Attend causally within the block; return the result of `decode_attention` for N·M query heads."""
+    """Attend causally within the block (S = M keys); return the result of `decode_attention` for N·M query heads."""
     (W, N, M, H), K = q_WNMH.shape, k_WKMH.shape[1]
     q_WKRMH = q_WNMH.reshape(W, K, N // K, M, H)
-    score = jnp.einsum("wkrmh,wksh->wkrms", q_WKRMH, k_WKMH, preferred_element_type=jnp.float32) * H**-0.5
+    score_WKRMS = jnp.einsum("wkrmh,wksh->wkrms", q_WKRMH, k_WKMH, preferred_element_type=jnp.float32) * H**-0.5
     order_M = jnp.arange(M)
-    seen_WMM = (order_M[None, None] <= order_M[None, :, None]) & (order_M[None, None] < count_W[:, None, None])
-    score = jnp.where(seen_WMM[:, None, None], score, MASKED)
-    logsumexp = jax.nn.logsumexp(score, axis=-1)
-    weight = jnp.exp(score - logsumexp[..., None])
-    context = jnp.einsum("wkrms,wksh->wkrmh", weight.astype(v_WKMH.dtype), v_WKMH, preferred_element_type=jnp.float32)
-    return context.reshape(W, N * M, H), logsumexp.reshape(W, N * M)
+    seen_WMS = (order_M[None, None] <= order_M[None, :, None]) & (order_M[None, None] < count_W[:, None, None])
+    score_WKRMS = jnp.where(seen_WMS[:, None, None], score_WKRMS, MASKED)
+    logsumexp_WKRM = jax.nn.logsumexp(score_WKRMS, axis=-1)
+    weight_WKRMS = jnp.exp(score_WKRMS - logsumexp_WKRM[..., None]).astype(v_WKMH.dtype)
+    context_WKRMH = jnp.einsum("wkrms,wksh->wkrmh", weight_WKRMS, v_WKMH, preferred_element_type=jnp.float32)
+    return context_WKRMH.reshape(W, N * M, H), logsumexp_WKRM.reshape(W, N * M)
 
 
 def _attend_one_by_one(
