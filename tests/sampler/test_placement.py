@@ -62,8 +62,8 @@ def fresh(runtime):
 
 
 def texts(runtime, started):
-    """The completions of a `SampledBatch`."""
-    rollout = sampler.lengths_to_host(started.sampled)
+    """The completions of a `PendingBatch`."""
+    rollout = sampler.lengths_to_host(started.samples.result()[0])
     completions = reward_completions(started.problems, rollout, tokenizer=experiment.tokenizer, calls=runtime.rewards)
     return [each.texts.completion for each in completions]
 
@@ -81,7 +81,7 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
         np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
     started = start_rollout(runtime, runtime.sampler.push(state.params, 0), state, 0, InFlight())
-    assert devices(started.sampled) == set(jax.devices()[4:])
+    assert devices(started.samples.result()[0]) == set(jax.devices()[4:])
 
 
 def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime):

@@ -124,7 +124,7 @@ def drawn_at_once(runtime, state, count):
     """The completions of the first problems, each group by the parameters of a state alone."""
     weights, rows = runtime.sampler.push(state.params, 0), []
     for first in range(0, count, P):
-        rows += completions(start_rollout(whole(runtime), weights, state, first, InFlight()).sampled)
+        rows += completions(start_rollout(whole(runtime), weights, state, first, InFlight()).samples.result()[0])
     return {index: rows[index * G : (index + 1) * G] for index in range(count)}
 
 
@@ -243,7 +243,9 @@ def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
     for batch in batches[:2]:
         wanted = {}
         for first in sorted({index - index % P for index in problems_of(batch)}):
-            rollout = jax.device_get(start_rollout(whole(runtime), weights, states[0], first, InFlight()).sampled)
+            rollout = jax.device_get(
+                start_rollout(whole(runtime), weights, states[0], first, InFlight()).samples.result()[0]
+            )
             wanted |= {first + row // G: [] for row in range(P * G)}
             for row in range(P * G):
                 wanted[first + row // G].append(

@@ -42,17 +42,28 @@ from gspax.types import Array, JsonObject, Rollout, Stream, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledBatch:
-    """A rollout that the sampler works on or has finished, with its problems and their rewards to come."""
+class PendingBatch:
+    """A rollout that the sampler works on, with its problems and their rewards to come."""
 
     version: int  # of the weights: the number of rollouts that they were trained on
     taken: int  # problems of the data, including skipped ones
     problems: list[Problem | None]  # None where this process has no row of it
-    sampled: Rollout | None  # on the sampler's mesh, where each process has the rows of its own problems
+    samples: Future[tuple[Rollout, Started]]  # on the sampler's mesh, and rewards that come with them
+    started: Started  # rewards that start while other samples are unfinished
+    metrics: dict[str, float]  # of the push
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledBatch:
+    """A rollout that has arrived, with its problems and their rewards to come."""
+
+    version: int  # as in `PendingBatch`, like the next two
+    taken: int
+    problems: list[Problem | None]
+    sampled: Rollout  # on the sampler's mesh, where each process has the rows of its own problems
+    rollout: Rollout  # the same on the learner's mesh
     started: Started  # rewards
-    pending: Future[tuple[Rollout, Started]] | None = None  # instead of `sampled`, while servers work on it
-    rollout: Rollout | None = None  # `sampled` on the learner's mesh; None until it has arrived (`receive`)
-    metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts
+    metrics: dict[str, float]  # of the push, and of partial rollouts
 
 
 @dataclass
@@ -60,7 +71,7 @@ class InFlight:
     """Samples and grades the rollouts of a run (`rollouts.Rollouts`), with those that one step leaves for the next."""
 
     skipped: Skipped = field(default_factory=Skipped)
-    batches: deque[SampledBatch] = field(default_factory=deque)  # that the sampler works on, the next one first
+    batches: deque[PendingBatch] = field(default_factory=deque)  # the next one first
     pool: Pool | None = None  # instead, for partial rollouts; None before the first step and after a restore
     earlier: EarlierTexts = field(default_factory=EarlierTexts)  # of the problems, which drafts come from
 
@@ -112,7 +123,6 @@ def grade_and_refill(
 
 def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
     """Compute the rewards of a rollout that has arrived. FailedRewardsError if too many of them have failed."""
-    assert batch.rollout is not None and batch.sampled is not None, "see `receive`"
     completions = reward_completions(
         batch.problems,
         batch.sampled,
@@ -187,7 +197,7 @@ def is_saved(runtime: Runtime, done: int) -> bool:
 
 def start_rollout(
     runtime: Runtime, weights: Weights, state: TrainState, first: int, in_flight: InFlight
-) -> SampledBatch:
+) -> PendingBatch:
     """Start sampling the usable problems from `first` on.
 
     In this process it waits for the samples with `sampling.chunk`, and with an environment, whose replies the sampler
@@ -205,24 +215,14 @@ def start_rollout(
         interaction=runtime.interaction,
         on_ended=rewarder(runtime, encoded, started) if runtime.interaction is None else None,
     )
-    batch = SampledBatch(
+    return PendingBatch(
         version=weights.version,
         taken=taken,
         problems=list_problems(encoded, places),
-        sampled=None,
+        samples=runtime.sampler.sample(weights, request),
         started=started,
-        pending=runtime.sampler.sample(weights, request),
         metrics=weights.metrics,
     )
-    return take_sampled(batch) if batch.pending is not None and batch.pending.done() else batch
-
-
-def take_sampled(batch: SampledBatch) -> SampledBatch:
-    """Return the batch with the samples that it waited for; the rewards of conversations have begun with them."""
-    if batch.pending is None:
-        return batch
-    rollout, started = batch.pending.result()
-    return replace(batch, sampled=rollout, started=batch.started | started, pending=None)
 
 
 def sample_options(runtime: Runtime) -> SampleOptions:
@@ -286,14 +286,21 @@ def sampling_key(state: TrainState) -> Array:
     return jax.random.fold_in(multihost.key_to_host(state.key), Stream.SAMPLING)
 
 
-def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:
+def receive(runtime: Runtime, batch: PendingBatch) -> SampledBatch:
     """Wait for a rollout, and fetch it to the learner's mesh."""
-    if batch.pending is not None:
-        interrupt.wait([batch.pending])
-        batch = take_sampled(batch)
-    assert batch.sampled is not None
-    sampled = lengths_to_host(batch.sampled)
-    return replace(batch, sampled=sampled, rollout=runtime.sampler.fetch(sampled))
+    if not batch.samples.done():
+        interrupt.wait([batch.samples])
+    rollout, started = batch.samples.result()
+    sampled = lengths_to_host(rollout)
+    return SampledBatch(
+        version=batch.version,
+        taken=batch.taken,
+        problems=batch.problems,
+        sampled=sampled,
+        rollout=runtime.sampler.fetch(sampled),
+        started=batch.started | started,
+        metrics=batch.metrics,
+    )
 
 
 def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight, *, ahead: int) -> SampledBatch:
@@ -317,7 +324,6 @@ def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight, *, ah
         interrupt.stop_point()
         pool.held.advance(weights)
     batch, pool = take_batch(runtime, state, pool, chosen, weights)
-    batch = receive(runtime, batch)
     if not is_saved(runtime, done + 1):
         if ahead:
             pool = fill(runtime, pool, done + 1, weights, in_flight)
@@ -350,17 +356,19 @@ def end_samples(runtime: Runtime, pool: Pool, weights: Weights) -> None:
 def take_batch(
     runtime: Runtime, state: TrainState, pool: Pool, places: np.ndarray, weights: Weights
 ) -> tuple[SampledBatch, Pool]:
-    """Take the groups in these places out of the pool.
+    """Take the groups in these places out of the pool, and fetch them to the learner's mesh.
 
     Problems count as taken once they are in a rollout, together with those that were skipped until then.
     """
     problems = list_problems(pool.rows.encoded, places.tolist())
-    pool, sampled, started = take(pool, places)
+    pool, rollout, started = take(pool, places)
+    sampled = lengths_to_host(rollout if runtime.interaction is None else set_finished(rollout, started))
     batch = SampledBatch(
         version=int(pool.version_R[places].min()),
         taken=pool.next_problem - pool.count() - int(multihost.to_host(state.position)),
         problems=problems,
-        sampled=sampled if runtime.interaction is None else set_finished(sampled, started),
+        sampled=sampled,
+        rollout=runtime.sampler.fetch(sampled),
         started=started,
         metrics=weights.metrics | {"rollout/carried": float(pool.count())},
     )
