@@ -40,7 +40,7 @@ from gspax.learner.state import init_state
 from gspax.rewards.environments import Agent
 from gspax.rewards.environments.agents import Endpoint
 from gspax.rollout.contract import Weights
-from gspax.rollout.in_process import OnDevices
+from gspax.rollout.in_process import SamplesOnDevices
 from gspax.rollout.runtime import make_runtime
 from gspax.sampler.state import State
 from gspax.training.in_flight import InFlight, grade, next_rollout
@@ -101,7 +101,7 @@ class Load:
             await asyncio.sleep(TOOL * (chance // 32 % 100) / 100)
         return float(turn + 1)
 
-    def advance(self, original: Callable[..., None], held: OnDevices, weights: Weights) -> None:
+    def advance(self, original: Callable[..., None], held: SamplesOnDevices, weights: Weights) -> None:
         """Sample the next tokens, and count the slots that got some."""
         crowded, before = _crowded(held), _progress(held)
         original(held, weights)
@@ -112,18 +112,18 @@ class Load:
         self.filled[1] += new * crowded
 
 
-def _state(held: OnDevices) -> State:
+def _state(held: SamplesOnDevices) -> State:
     assert held.state is not None
     return held.state
 
 
-def _crowded(held: OnDevices) -> bool:
+def _crowded(held: SamplesOnDevices) -> bool:
     """Return whether a conversation waits for a slot."""
     rows = _state(held).rows
     return bool((rows.queued_Q > rows.taken_Q).any())
 
 
-def _progress(held: OnDevices) -> np.ndarray:
+def _progress(held: SamplesOnDevices) -> np.ndarray:
     """Count the tokens of all samples, and the passes."""
     state = _state(held)
     return np.array([int(state.rows.length_B.sum()), int(state.step)])
@@ -162,11 +162,11 @@ def experiment(load: Load, slots: int, chunk: int) -> Experiment:
     )
 
 
-def counting(load: Load) -> Callable[[OnDevices, Weights], None]:
+def counting(load: Load) -> Callable[[SamplesOnDevices, Weights], None]:
     """Make an `advance` that counts."""
-    original = OnDevices.advance
+    original = SamplesOnDevices.advance
 
-    def advance(held: OnDevices, weights: Weights) -> None:
+    def advance(held: SamplesOnDevices, weights: Weights) -> None:
         load.advance(original, held, weights)
 
     return advance
@@ -190,7 +190,7 @@ def measure(slots: int, chunk: int, *, faults: bool) -> Measured:
     runtime = make_runtime(experiment(load, slots, chunk))
     state = init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
     assert runtime.interaction is not None
-    with runtime.interaction.steps, runtime.rewards, mock.patch.object(OnDevices, "advance", counting(load)):
+    with runtime.interaction.steps, runtime.rewards, mock.patch.object(SamplesOnDevices, "advance", counting(load)):
         began = time.perf_counter(), time.process_time()
         batch = next_rollout(runtime, state, InFlight())
         rollout = jax.device_get(batch.rollout)

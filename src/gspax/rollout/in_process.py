@@ -77,7 +77,7 @@ class InProcess:
 
     def hold(self, key: Array, options: SampleOptions) -> HeldSamples:
         """Make slots of the sampler."""
-        return OnDevices(key, replace(options, sampling=split_groups(options.sampling, options.mesh)))
+        return SamplesOnDevices(key, replace(options, sampling=split_groups(options.sampling, options.mesh)))
 
     def fetch(self, rollout: Rollout) -> Rollout:
         """Move the arrays that are on the sampler's mesh."""
@@ -85,7 +85,7 @@ class InProcess:
 
 
 @dataclass
-class OnDevices:
+class SamplesOnDevices:
     """The samples of partial rollouts in the sampler's slots; nothing waits for the devices."""
 
     key: Array  # on the host

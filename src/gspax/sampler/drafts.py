@@ -21,7 +21,7 @@ from gspax.types import Array
 MATCH = 4  # the maximum number of last tokens to match
 TEXTS = 8  # the maximum number of earlier texts to search: the sample's own, and those of its group's next samples
 NONE = -1  # no token
-NEWEST = 0.25  # weight of the newest draft in the share of right drafts
+NEWEST = 0.25  # weight of the newest draft in the acceptance rate
 
 
 def join_texts(prompt_PS: Array, prompt_length_P: Array, earlier_PGC: Array) -> Array:
@@ -78,13 +78,13 @@ def look_up(text_WH: Array, texts: int, tokens_WC: Array, length_W: Array, draft
 
 
 def update_accept_rate(accept_rate_W: Array, gets_W: Array, draft_WK: Array, count_W: Array, token_W: Array) -> Array:
-    """Update the moving share of right first drafts, float32 [W], with one more draft in the slots of `gets_W`."""
-    right_W = (draft_WK[:, 0] == token_W) & (count_W > 0)
-    return jnp.where(gets_W, accept_rate_W + NEWEST * (right_W - accept_rate_W), accept_rate_W)
+    """Update the moving share of first drafts that equal the sampled token, float32 [W], in the slots of `gets_W`."""
+    equal_W = (draft_WK[:, 0] == token_W) & (count_W > 0)
+    return jnp.where(gets_W, accept_rate_W + NEWEST * (equal_W - accept_rate_W), accept_rate_W)
 
 
 def expected_tokens(accept_rate_W: Array, drafts: int) -> Array:
-    """Compute the mean tokens of a pass, float32 [W], if each draft is right with probability p: 1 + p + … + p^K."""
+    """Compute the mean tokens of a pass, float32 [W], if each draft is accepted with probability p: 1 + p + … + p^K."""
     tokens_W = jnp.ones_like(accept_rate_W)
     for _ in range(drafts):
         tokens_W = 1 + accept_rate_W * tokens_W

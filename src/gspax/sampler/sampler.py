@@ -247,23 +247,42 @@ def place_prompts(
     longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
     size = limit if widest else min(limit, round_to_power(longest, SMALLEST_WIDTH))
     tokens_PS, length_P = pad_rows([prompt or () for prompt in prompts], size)
-    part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
+    earlier_PGC = None
+    if sampling.drafts:
+        G, C = sampling.group, sampling.max_tokens
+        earlier_PGC = _pad_earlier(earlier, (len(prompts), parts * G, C)).reshape(-1, G, C)
+    arrays = (
+        np.repeat(tokens_PS, parts, axis=0),
+        np.repeat(length_P, parts),
+        _first_ids(prompts, prompt_ids, options, parts),
+        earlier_PGC,
+        np.repeat(np.asarray(turn_limits, np.int32), parts) if turn_limits else None,
+    )
+    return Prompts(*multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
+
+
+def _first_ids(
+    prompts: Sequence[Sequence[int] | None], prompt_ids: Sequence[int], options: SampleOptions, parts: int
+) -> np.ndarray:
+    """Return the id of the first sample of each of P prompts, uint32; each prompt is repeated for `parts` of its group.
+
+    The ids of a problem's samples depend neither on the parts nor on the prompts beside it.
+    """
+    sampling = options.sampling
     if sampling.noise == "problem":
         prompt_ids = [zlib.crc32(np.asarray(prompt or (), np.int32).tobytes()) for prompt in prompts]
-    first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - options.greedy)
-    id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)
-    arrays: tuple[np.ndarray, ...] = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
-    if sampling.drafts:
-        earlier_BC = np.full((len(prompts), parts * sampling.group, sampling.max_tokens), drafts.NONE, np.int32)
-        for number, texts in enumerate(earlier):
-            for sample_C, text in zip(earlier_BC[number], texts, strict=False):
-                sample_C[: len(text)] = text[: len(sample_C)]
-        arrays = *arrays, earlier_BC.reshape(-1, sampling.group, sampling.max_tokens)
-    placed = Prompts(*multihost.to_devices(arrays, named_sharding(options.mesh, "batch")))
-    if not turn_limits:
-        return placed
-    limit_P = np.repeat(np.asarray(turn_limits, np.int32), parts)
-    return placed._replace(turn_limit_P=multihost.to_devices(limit_P, named_sharding(options.mesh, "batch")))
+    first = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - options.greedy)
+    part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
+    return np.repeat(first, parts) + part_P * np.uint32(sampling.group)
+
+
+def _pad_earlier(earlier: Sequence[Sequence[np.ndarray]], shape: tuple[int, int, int]) -> np.ndarray:
+    """Pad the earlier completions of each problem's samples with `drafts.NONE` to this shape, int32."""
+    padded = np.full(shape, drafts.NONE, np.int32)
+    for number, texts in enumerate(earlier):
+        for sample_C, text in zip(padded[number], texts, strict=False):
+            sample_C[: len(text)] = text[: len(sample_C)]
+    return padded
 
 
 def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -> Sampling:

@@ -71,6 +71,10 @@ class Servers:
         numbered = enumerate(self._by_address, start=1)
         return [one for number, one in numbered if one not in self._gone and number not in self.aside.reasons]
 
+    def _number(self, server: Server) -> int:
+        """Return the number of a server, from 1 (`Rollout.source_BT`)."""
+        return self.aside.addresses.index(server.address) + 1
+
     def confirm(self, address: str, instance: str) -> None:
         """Note which load of the weights a server has."""
         with self._changed:
@@ -97,7 +101,7 @@ class Servers:
                     answer = server.sample(ask)
                 with self._changed:
                     self.answered += 1
-                return ServedAnswer(answer, server.address, instance, self.aside.addresses.index(server.address) + 1)
+                return ServedAnswer(answer, server.address, instance, self._number(server))
             except UnreachableError as problem:
                 reason = str(problem)
                 if not stop.is_set():
@@ -105,7 +109,7 @@ class Servers:
             except WrongLogpError as problem:
                 if len(self._by_address) == 1:
                     raise FailureError(f"engine: {problem}") from None
-                self.aside.add({self.aside.addresses.index(server.address) + 1: str(problem)})
+                self.aside.add({self._number(server): str(problem)})
             except RefusedError as problem:
                 raise FailureError(f"engine: {problem}") from None
             finally:

@@ -113,7 +113,7 @@ class ServerSampler:
 
     def hold(self, key: Array, options: SampleOptions) -> HeldSamples:
         """Hold rows on the host."""
-        return OnServers(self, key, options)
+        return SamplesOnServers(self, key, options)
 
     def fetch(self, rollout: Rollout) -> Rollout:
         """Return the rollout unchanged: servers return samples on the host."""
@@ -315,7 +315,7 @@ class ServerSampler:
         return scores, [(one.tokens, one.logps, list(one.kept)) for one in answers]
 
 
-class OnServers:
+class SamplesOnServers:
     """The samples of partial rollouts, as rows on the host. A chunk of a sample is a request of its own.
 
     Its first token needs the keys and values of those before it: the server's prefix cache has them, or, after a push,
