@@ -13,7 +13,7 @@ from api import init_state, make_runtime, prepare_minibatches
 from gspax.learner import sources
 from gspax.learner.minibatches import gather_logp, score_minibatches
 from gspax.learner.sources import differences_by_source, find_outliers, turn_metrics
-from gspax.rollout.aside import Aside
+from gspax.rollout.set_aside import ServersSetAside
 from gspax.training.judging import judge, measure
 from gspax.types import Rollout
 
@@ -147,12 +147,12 @@ def test_a_server_that_is_wrong_in_the_first_minibatch_alone_is_set_aside_after_
     logp_NT = gather_logp(everything, prepared.layouts, rollout.tokens_BT.shape)
     logp_NT[:16][MIXED[:16] == 2] += 0.1
     rollout = replace(rollout, logp_BT=jnp.asarray(logp_NT))
-    runtime = replace(runtime, sampler=SimpleNamespace(aside=Aside(["a", "b", "c", "d"])))
+    runtime = replace(runtime, sampler=SimpleNamespace(set_aside=ServersSetAside(["a", "b", "c", "d"])))
     assert judge(runtime, state.params, rollout, *prepared)[1] == {}
     scored = [(batch, everything[index]) for index, batch in enumerate(prepared.batches)]
     measure(runtime, rollout, everything, scored, prepared.layouts)
-    assert not runtime.sampler.aside.reasons, "what was judged before is not judged again"
+    assert not runtime.sampler.set_aside.reasons, "what was judged before is not judged again"
     measure(runtime, rollout, prepared.scores, scored, prepared.layouts)
-    assert [*runtime.sampler.aside.reasons] == [2]
+    assert [*runtime.sampler.set_aside.reasons] == [2]
     (line,) = capsys.readouterr().err.splitlines()
     assert "engine: b is set aside" in line and line.endswith("an update was trained on what it sampled")

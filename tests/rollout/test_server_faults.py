@@ -87,7 +87,7 @@ def test_a_wrong_server_of_16_is_set_aside_and_nothing_that_it_sampled_is_traine
         for name, break_one in {"none": lambda fake: None, **AFTER_THE_PUSH}.items():
             state, faults = fresh(runtime), fakes[7].faults
             faults.replaces_tokens, faults.nulls = 0, False
-            runtime.sampler.aside.reasons.clear()
+            runtime.sampler.set_aside.reasons.clear()
             runtime.sampler.push(state.params, 0)
             for fake in fakes:
                 fake.faults.delay = 0.3  # so that each has a group before the first is done
@@ -137,7 +137,7 @@ def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers
         for name in faults:
             state = fresh(runtime)
             fakes[2].faults.late_tokens = 0.0
-            runtime.sampler.aside.reasons.clear()
+            runtime.sampler.set_aside.reasons.clear()
             runtime.sampler.push(state.params, 0)
             if name == "stale weights":
                 state = run_step(runtime, state, InFlight()).state

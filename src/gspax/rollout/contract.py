@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from gspax.rollout.agents.interaction import AgentInteraction
-from gspax.rollout.aside import Aside
 from gspax.rollout.episodes import EncodedProblem, Interaction
 from gspax.rollout.grading import Started
+from gspax.rollout.set_aside import ServersSetAside
 from gspax.sampler.sampler import OnEnded, Progress
 from gspax.sampler.state import Replies, SampleOptions
 from gspax.types import Array, Params, Rollout
@@ -81,7 +81,7 @@ class RolloutSampler(Protocol):
         """Return the mesh that rows are divided over: a process has the problems of its own rows."""
 
     @property
-    def aside(self) -> Aside:
+    def set_aside(self) -> ServersSetAside:
         """Return the servers that are asked for nothing more."""
 
     def push(self, params: Params, version: int) -> Weights:

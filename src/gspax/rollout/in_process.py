@@ -19,10 +19,10 @@ from gspax.parallel import multihost, timeline
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.agents.interaction import AgentInteraction
 from gspax.rollout.agents.rollouts import sample_agents
-from gspax.rollout.aside import Aside
 from gspax.rollout.contract import HeldSamples, Request, Weights
 from gspax.rollout.episodes import EncodedProblem, list_prompts, sample_conversations
 from gspax.rollout.grading import Started
+from gspax.rollout.set_aside import ServersSetAside
 from gspax.sampler import continuous_batching
 from gspax.sampler.placement import Sampler
 from gspax.sampler.sampler import (
@@ -51,9 +51,9 @@ class InProcess:
         return self.sampler.mesh
 
     @property
-    def aside(self) -> Aside:
+    def set_aside(self) -> ServersSetAside:
         """Return none: there are no servers."""
-        return Aside()
+        return ServersSetAside()
 
     def push(self, params: Params, version: int) -> Weights:
         """Make inference weights on the sampler's mesh."""

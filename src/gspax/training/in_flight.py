@@ -94,7 +94,7 @@ class InFlight:
 
     def take_again(self, runtime: Runtime, state: TrainState, wrong: Mapping[int, str], clock: Clock) -> GradedBatch:
         """Set the sources aside that sampled wrongly, and sample again without them."""
-        runtime.sampler.aside.add(wrong)
+        runtime.sampler.set_aside.add(wrong)
         return grade_and_refill(runtime, state, self, sample_again(runtime, state, self), clock)
 
     def after_updates(self, runtime: Runtime, graded: GradedBatch) -> None:

@@ -46,7 +46,7 @@ def judge(
     held, old_logp_NT = hold(rollout), gather_logp(scores, layouts, rollout.tokens_BT.shape)
     rest = {index: batch for index, batch in enumerate(batches) if index not in scores}
     old_logp_NT = add_rows(runtime, params, held, rest, layouts, old_logp_NT)
-    distrusted = runtime.sampler.aside.numbers()
+    distrusted = runtime.sampler.set_aside.numbers()
     differences = differences_by_source(old_logp_NT, held)
     sampled = set(np.unique(np.asarray(held.source_BT)).tolist())
     outliers = {index + 1: reason for index, reason in find_outliers(differences).items()}
@@ -78,10 +78,10 @@ def measure(
     if held.source_BT is None:
         return metrics
     late = {index: own for index, own in scores.items() if index not in judged}
-    if late and runtime.sampler.aside.addresses:  # a replay may have no servers
+    if late and runtime.sampler.set_aside.addresses:  # a replay may have no servers
         late_NT = gather_logp(late, layouts, rollout.tokens_BT.shape)
         outliers = find_outliers(differences_by_source(late_NT, held))
-        runtime.sampler.aside.add({index + 1: reason for index, reason in outliers.items()}, was_trained_on=True)
+        runtime.sampler.set_aside.add({index + 1: reason for index, reason in outliers.items()}, was_trained_on=True)
     return metrics | source_metrics(differences_by_source(old_logp_NT, held).mean_S)
 
 

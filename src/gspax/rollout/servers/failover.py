@@ -15,9 +15,9 @@ from typing import NamedTuple
 from gspax.errors import FailureError, warn
 from gspax.http_client import RefusedError, UnreachableError
 from gspax.parallel import timeline
-from gspax.rollout.aside import Aside
 from gspax.rollout.servers.server import Answer, CompletionRequest, Server, WrongLogpError
 from gspax.rollout.servers.weights import Written
+from gspax.rollout.set_aside import ServersSetAside
 
 STATE_TIMEOUT = 10.0  # seconds that a server may take to say which weights it has
 PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two looks at a server that is gone
@@ -56,7 +56,7 @@ class Servers:
         self._group = dict[int, str]()  # the address of each group
         self._instance = dict[str, str]()  # of the weights, by address
         self._gone = dict[str, str]()  # why, of those that do not answer, by address
-        self.aside = Aside([*self._by_address])
+        self.set_aside = ServersSetAside([*self._by_address])
         self._problem = ""  # of a server that is back, but is not to be used
         self.answered = 0  # requests
         self.pushes = 0  # that have begun: servers that are gone then need the weights of the newest
@@ -69,11 +69,11 @@ class Servers:
 
     def _usable_addresses(self) -> list[str]:
         numbered = enumerate(self._by_address, start=1)
-        return [one for number, one in numbered if one not in self._gone and number not in self.aside.reasons]
+        return [one for number, one in numbered if one not in self._gone and number not in self.set_aside.reasons]
 
     def _number(self, server: Server) -> int:
         """Return the number of a server, from 1 (`Rollout.source_BT`)."""
-        return self.aside.addresses.index(server.address) + 1
+        return self.set_aside.addresses.index(server.address) + 1
 
     def confirm(self, address: str, instance: str) -> None:
         """Note which load of the weights a server has."""
@@ -109,7 +109,7 @@ class Servers:
             except WrongLogpError as problem:
                 if len(self._by_address) == 1:
                     raise FailureError(f"engine: {problem}") from None
-                self.aside.add({self._number(server): str(problem)})
+                self.set_aside.add({self._number(server): str(problem)})
             except RefusedError as problem:
                 raise FailureError(f"engine: {problem}") from None
             finally:
@@ -130,8 +130,10 @@ class Servers:
                     raise FailureError("engine: the request was ended")
                 if self._problem:
                     raise FailureError(self._problem)
-                if len(self.aside.reasons) == len(self._by_address):
-                    raise FailureError(f"engine: all servers were set aside: {'; '.join(self.aside.reasons.values())}")
+                if len(self.set_aside.reasons) == len(self._by_address):
+                    raise FailureError(
+                        f"engine: all servers were set aside: {'; '.join(self.set_aside.reasons.values())}"
+                    )
                 if there := self._usable_addresses():
                     return there
                 if time.monotonic() > end:

@@ -89,7 +89,7 @@ class ServerSampler:
         servers: Sequence[Server],
     ) -> None:
         self.mesh, self.servers = mesh, Servers(servers, settings.timeout, self.install)
-        self.aside = self.servers.aside
+        self.set_aside = self.servers.set_aside
         self._requests = ThreadPoolExecutor(settings.requests * len(servers), thread_name_prefix="gspax_engine")
         self._primary = ThreadPoolExecutor(1, thread_name_prefix="gspax_servers")  # work of process 0
         self._rollouts = ThreadPoolExecutor(1, thread_name_prefix="gspax_rollout")  # one rollout after the other

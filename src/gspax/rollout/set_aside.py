@@ -1,4 +1,4 @@
-"""What was set aside: servers whose samples a run does not train on."""
+"""Keeps the servers that were set aside: a run trains on nothing that they sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gspax.parallel import multihost
 
 
 @dataclass
-class Aside:
+class ServersSetAside:
     """The servers of a run that are asked for nothing more, by their number from 1 (`Rollout.source_BT`)."""
 
     addresses: Sequence[str] = ()  # of all servers
