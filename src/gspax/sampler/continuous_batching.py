@@ -4,7 +4,7 @@
 active; `admit` puts new groups in the places of finished ones while the others continue; `resume` continues samples
 whose turn has ended with an environment's replies. Samples without a slot are in a queue of indices on the devices, so
 the loop runs without the host. On a mesh a device's slots take samples of the device's own rows, so that no cache is
-moved.
+moved. `state` defines samples, slots, and the queue.
 
 Axes: P prompts, G samples per prompt, B = P·G samples, W slots, Q devices that have rows of their own, S prompt
 positions, C positions after the prompt (with turns: those of turns and replies), X tokens of the longest reply, Y =

@@ -1,9 +1,9 @@
 """Drafts of a sample's next tokens without a draft model, looked up in an earlier epoch's samples of its group, in its
 prompt, and in its own tokens.
 
-A decoding pass of k + 1 positions checks k drafts (`continuous_batching.advance`). A token is a function of (key,
-sample id, position) and the logits, so a draft is right if it equals the token sampled at its position: samples and
-log-probs are those without drafts, up to rounding. Speculative decoding with another proposal (arXiv 2211.17192)
+A pass over k + 1 positions verifies k drafts (`continuous_batching.advance`). A token is a function of (key,
+sample id, position) and the logits, so a draft is accepted if it equals the token sampled at its position: samples
+and log-probs are those without drafts, up to rounding. Speculative decoding with another proposal (arXiv 2211.17192)
 accepts a draft with some probability instead; prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding.
 
 A pass with drafts may cost more than it saves: `update_accept_rate` and `expected_tokens` estimate its benefit.
