@@ -57,7 +57,7 @@ PLACES = {  # a module or a package -> its names, which may be modules
     "gspax.rollout": "episodes grading in_process",
     "gspax.rollout.completion": "Completion GradedTurns Samples Texts",
     "gspax.rollout.episodes": """
-        Episode _take_step begin begin_conversation encode_demonstration interact sample_conversations
+        Episode _take_step begin_conversation encode_demonstration encode_problem interact sample_conversations
     """,
     "gspax.rollout.grading": """
         Compared FailedRewardsError Started check_batch compute_advantages credit_turns reward_completions

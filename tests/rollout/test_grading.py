@@ -15,9 +15,9 @@ from api import (
     Rollout,
     Texts,
     _take_step,
-    begin,
     check_batch,
     compute_advantages,
+    encode_problem,
     reward_completions,
     reward_metrics,
 )
@@ -274,7 +274,7 @@ def test_a_completion_has_the_thinking_that_its_prompt_opened(calls):
     given = calls(lambda problem, completion: 1.0)
     (sample,) = reward_completions([problem], one, tokenizer=tokenizer, calls=given)
     assert sample.texts.completion == "<think>\n12"
-    assert begin(problem, tokenizer).opening == "<think>\n"
+    assert encode_problem(problem, tokenizer).opening == "<think>\n"
 
 
 class OpensThinking(CharChat):

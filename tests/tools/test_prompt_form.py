@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from api import begin, begin_conversation
+from api import begin_conversation, encode_problem
 from chat_templates import PUBLISHED, write_folder
 
 from gspax.data import hf_chat, mixture, sequence
@@ -50,8 +50,8 @@ def test_a_text_becomes_the_prompt_of_a_rollout(chat, form, environment):
         problem = data.train(index)
         text = next(row["prompt"] for row in ROWS if row["prompt"] in problem.prompt)
         encode = forms[0].encode if forms else lambda tokenizer, text: tokenizer.encode(text)
-        ready = begin(problem, chat) if interaction is None else begin_conversation(problem, interaction)
-        assert list(encode(chat, text)) == list(ready.prompt)
+        encoded = encode_problem(problem, chat) if interaction is None else begin_conversation(problem, interaction)
+        assert list(encode(chat, text)) == list(encoded.prompt)
 
 
 def test_a_mixture_has_a_form_for_each_that_its_sources_have():

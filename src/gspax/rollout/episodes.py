@@ -112,8 +112,8 @@ def list_prompts(
     return prompts, [encoded[place].earlier if place in encoded else () for place in range(places)]
 
 
-def begin(problem: Problem, tokenizer: Tokenizer) -> EncodedProblem:
-    """Begin a problem: encode its prompt."""
+def encode_problem(problem: Problem, tokenizer: Tokenizer) -> EncodedProblem:
+    """Encode the prompt of a problem."""
     prompt = encode_prompt(tokenizer, problem)
     return EncodedProblem(problem, prompt, opening=opening_of(tokenizer, prompt))
 

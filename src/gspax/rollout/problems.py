@@ -23,7 +23,7 @@ from gspax.data.tokenizer import check_ids
 from gspax.errors import UserError, describe_error, warn
 from gspax.parallel import multihost
 from gspax.rollout.agents.interaction import AgentInteraction
-from gspax.rollout.episodes import EncodedProblem, Interaction, begin, begin_conversation
+from gspax.rollout.episodes import EncodedProblem, Interaction, begin_conversation, encode_problem
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows, to_line
 from gspax.sampler.sampler import check_length
@@ -58,7 +58,7 @@ def prepare(
     if isinstance(interaction, AgentInteraction):
         return EncodedProblem(read_problem(read, index), ())  # its agents write the prompts
     problem = read_problem(read, index)
-    encoded = begin(problem, tokenizer) if interaction is None else begin_conversation(problem, interaction)
+    encoded = encode_problem(problem, tokenizer) if interaction is None else begin_conversation(problem, interaction)
     check_ids(encoded.prompt, model.vocab_size, encoded.problem.prompt)
     check_length(encoded.prompt, limit)
     if teachers and (name := getattr(encoded.problem, "teacher", "")) not in teachers:

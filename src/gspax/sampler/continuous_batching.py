@@ -533,7 +533,7 @@ def _write_replies(rows: Rows, replies: tuple[Array, Array, Array], new: NewToke
         tokens_BC=rows.tokens_BC.at[sample_W1, place_WY[:, 1:]].set(reply_WX, mode="drop"),
         expert_BCLA=expert_BCLA,
         finished_B=rows.finished_B | of_samples(rows, rows.waiting_W & (count_W == 0)),
-        stop_state_B=stops.begin(rows.stop_state_B, of_samples(rows, new.gets_W), options.matcher),
+        stop_state_B=stops.reset(rows.stop_state_B, of_samples(rows, new.gets_W), options.matcher),
         length_W=rows.length_W + jnp.maximum(count_W, 0),
         waiting_W=rows.waiting_W & (count_W < 0),
     )

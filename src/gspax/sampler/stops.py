@@ -139,7 +139,7 @@ def _follow_all(next_SX: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
     return state_SV
 
 
-def begin(state_B: Array | None, begins_B: Array, matcher: Matcher | None) -> Array | None:
+def reset(state_B: Array | None, begins_B: Array, matcher: Matcher | None) -> Array | None:
     """Reset the states of the samples that begin a turn; None without a matcher."""
     return None if matcher is None or state_B is None else jnp.where(begins_B, matcher.start, state_B)
 
@@ -173,7 +173,7 @@ def follow(
 
 def follow_first(token_B: Array, stop_ids: tuple[int, ...], matcher: Matcher | None) -> tuple[Array | None, Array]:
     """Apply `follow` to the first token of each sample."""
-    state_B = begin(jnp.zeros_like(token_B), jnp.ones(token_B.shape, bool), matcher)
+    state_B = reset(jnp.zeros_like(token_B), jnp.ones(token_B.shape, bool), matcher)
     state_B1, stops_B1 = follow(state_B, token_B[:, None], stop_ids, matcher)
     return None if state_B1 is None else state_B1[:, 0], stops_B1[:, 0]
 

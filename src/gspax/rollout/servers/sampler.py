@@ -109,7 +109,7 @@ class ServerSampler:
         """Sample each completion by a request of its own, with an environment each turn, in another thread."""
         if isinstance(request.interaction, AgentInteraction):
             return sample_agents(self, weights, request, request.interaction)
-        return self.begin(partial(self._sample, weights, request))
+        return self.submit(partial(self._sample, weights, request))
 
     def hold(self, key: Array, options: SampleOptions) -> HeldSamples:
         """Hold rows on the host."""
@@ -119,8 +119,8 @@ class ServerSampler:
         """Return the rollout unchanged: servers return samples on the host."""
         return rollout
 
-    def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Begin work in another thread, which a push waits for.
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run work in another thread, after what was submitted before; a push waits for it.
 
         With several processes it is done when this returns, because a thread of its own cannot exchange values.
         """
@@ -337,7 +337,7 @@ class SamplesOnServers:
 
     def advance(self, weights: Weights) -> None:
         """Ask for a chunk of each unfinished row, after those that were asked for before."""
-        self._chunks.append(self._sampler.begin(partial(self._sampler.complete, self._rows, weights, self._request)))
+        self._chunks.append(self._sampler.submit(partial(self._sampler.complete, self._rows, weights, self._request)))
 
     def progress(self) -> Progress:
         """Wait for the servers, and report how far all rows are."""
