@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gspax.learner.minibatches import score_first
 from gspax.model.low_rank import combine, partition
-from gspax.training.opened import GradedStep, Opened
+from gspax.training.open_term import GradedStep, OpenTerm
 from gspax.types import Batch, Params
 
 
-class FirstPolicy(Opened):
+class FirstPolicy(OpenTerm):
     """The policy before the first update; with adapters it shares the frozen parameters of the state."""
 
     def __init__(self, trained: Params) -> None:

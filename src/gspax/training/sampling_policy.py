@@ -15,11 +15,11 @@ from gspax.model.low_rank import combine, partition
 from gspax.model.transformer import head_params
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt
-from gspax.training.opened import GradedStep, Opened
+from gspax.training.open_term import GradedStep, OpenTerm
 from gspax.types import Batch, Params, TrainState
 
 
-class SamplingPolicy(Opened):
+class SamplingPolicy(OpenTerm):
     """The policies that sampled the rollouts of a run, from the oldest one that a rollout may be of (`open_terms`)."""
 
     def __init__(self, runtime: Runtime) -> None:

@@ -49,8 +49,8 @@ from gspax.rollout.lost_samples import lost_metrics
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training import judging
-from gspax.training.open_terms import Opened, after_step, heads_of
-from gspax.training.opened import GradedStep
+from gspax.training.open_term import GradedStep
+from gspax.training.open_terms import OpenTerm, after_step, heads_of
 from gspax.training.rollouts import Rollouts
 from gspax.types import Batch, Rollout, Stream, TrainState
 
@@ -73,7 +73,7 @@ class Prepared(NamedTuple):
     layouts: list[Layout]
 
 
-def run_step(runtime: Runtime, state: TrainState, rollouts: Rollouts, opened: Sequence[Opened] = ()) -> StepResult:
+def run_step(runtime: Runtime, state: TrainState, rollouts: Rollouts, opened: Sequence[OpenTerm] = ()) -> StepResult:
     """Sample one rollout, grade it, and update the policy with it.
 
     Args:
@@ -136,7 +136,7 @@ def take_trusted(
 def update_policy(
     runtime: Runtime,
     state: TrainState,
-    opened: Sequence[Opened],
+    opened: Sequence[OpenTerm],
     batches: Sequence[Batch],
     scores: Mapping[int, Scores],
 ) -> Updated:
@@ -164,7 +164,9 @@ def with_versions(runtime: Runtime, graded: GradedBatch) -> Rollout:
     return replace(rollout, version_BT=jnp.full_like(rollout.tokens_BT, graded.version))
 
 
-def prepare_minibatches(runtime: Runtime, state: TrainState, opened: Sequence[Opened], graded: GradedBatch) -> Prepared:
+def prepare_minibatches(
+    runtime: Runtime, state: TrainState, opened: Sequence[OpenTerm], graded: GradedBatch
+) -> Prepared:
     """Split a rollout into minibatches, and compute what the old policy and opened terms say of them.
 
     The first update computes the old log-probs of its minibatch itself. With `old_logp="sampler"`, or a loss that

@@ -30,11 +30,11 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Completion, GradedBatch
 from gspax.rollout.runtime import Runtime
-from gspax.training.opened import GradedStep, Opened
+from gspax.training.open_term import GradedStep, OpenTerm
 from gspax.types import Batch, Params, TrainState
 
 
-class Teaching(Opened):
+class Teaching(OpenTerm):
     """The teachers of a run: their parameters, passes, and the columns that these fill (`training.open_terms`)."""
 
     def __init__(self, term: TeacherTerm, runtime: Runtime) -> None:

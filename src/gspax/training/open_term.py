@@ -1,4 +1,4 @@
-"""The base class of terms that a run opens (`Term.opens`): what is opened fills columns, and may keep parameters."""
+"""The base class of terms that a run opens (`Term.opens`): they fill columns, and may keep parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GradedStep(NamedTuple):
 NO_ENTRIES: Mapping[str, str] = MappingProxyType({})
 
 
-class Opened:
+class OpenTerm:
     """A term while its run lasts; its class is called with the term and the runtime. By default it does nothing.
 
     A subclass has the methods that it needs.
