@@ -54,7 +54,7 @@ def from_scratch(model, params, rollout, key, sampling):
     segment_BT = (jnp.arange(T)[None] < total_B[:, None]).astype(jnp.int32)
     outputs = forward(params, tiny.settings(model), Inputs(rollout.tokens_BT, segment_BT))
     hidden_BTD, routing = transformer.apply(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
-    logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(params))
+    logits_BTV = transformer.logits(params, hidden_BTD, model.logit_cap)
     id_B = np.repeat(IDS, G) + np.tile(np.arange(G, dtype=np.uint32), P)
 
     def sample(id_, position, logits_V):
