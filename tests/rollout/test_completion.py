@@ -1,13 +1,13 @@
 """The JSON lines of completions: their keys, and what joins them from advantages."""
 
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import numpy as np
 import pytest
 from api import Completion, GradedTurns, Samples, Texts, to_line
 
-from gspax.rollout.completion import to_json
+from gspax.rollout.completion import from_dict, to_json
 
 PLAIN = Completion(length=3, finished=True, rewards=(0.5,), texts=Texts("1+1=", "2", "3"))
 LINE = {"prompt": "1+1=", "answer": "2", "completion": "3", "reward": 0.5, "length": 3, "finished": True}
@@ -30,6 +30,11 @@ def test_json_line_has_only_the_fields_with_a_value():
         "environment": {"reply_tokens": 2.0},
         "servers": [2, 1],
     }
+
+
+@pytest.mark.parametrize("completion", [PLAIN, FULL, replace(FULL, texts=None)], ids=["plain", "full", "no texts"])
+def test_a_recorded_completion_is_read_back(completion):
+    assert from_dict(json.loads(json.dumps(asdict(completion)))) == completion
 
 
 def test_samples_and_failures_of_a_step_have_their_advantages():

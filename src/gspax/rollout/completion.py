@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,6 +102,17 @@ def to_json(completion: Completion) -> dict[str, object]:
     optional: dict[str, object] = {"parts": completion.parts, "reason": completion.reason, "error": completion.error}
     optional["servers"] = completion.sources
     return line | {name: value for name, value in optional.items() if value}
+
+
+def from_dict(record: Mapping[str, Any]) -> Completion:
+    """Build a completion from what `dataclasses.asdict` made of it; tuples may be lists, as in JSON."""
+    made, turns, texts = dict(record), record["turns"], record["texts"]
+    if turns is not None:
+        spans, rewards, environment = turns
+        made["turns"] = GradedTurns(tuple(map(tuple, spans)), tuple(rewards), environment)
+    if texts is not None:
+        made["texts"] = Texts(*texts)
+    return Completion(**made | {name: tuple(record[name]) for name in ("rewards", "sources") if name in record})
 
 
 def gather_texts(completions: Sequence[Completion]) -> list[Completion]:

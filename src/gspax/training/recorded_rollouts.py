@@ -22,7 +22,7 @@ from gspax.learner.metrics import Clock
 from gspax.model.passes import Passes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.completion import Completion, GradedBatch, GradedTurns, Texts, gather_texts
+from gspax.rollout.completion import GradedBatch, from_dict, gather_texts
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run.arrays import read_arrays, write_arrays
@@ -125,8 +125,8 @@ def read_rollout(run: RunDir, step: int, group: int, *, mesh: jax.sharding.Mesh)
         try:
             about = json.loads(arrays.pop(ABOUT).tobytes())
             about["version"], about["taken"] = about.pop("policy"), about.pop("prompts")
-            about["completions"] = [_completion(each) for each in about["completions"]]
-            about["replaced"] = [_completion(each) for each in about["replaced"]]
+            about["completions"] = [from_dict(each) for each in about["completions"]]
+            about["replaced"] = [from_dict(each) for each in about["replaced"]]
             if not {each.name for each in fields(Rollout)}.issuperset(arrays):
                 raise KeyError("unknown arrays")
             return arrays, about
@@ -137,16 +137,6 @@ def read_rollout(run: RunDir, step: int, group: int, *, mesh: jax.sharding.Mesh)
     own = named_sharding(mesh, "batch")
     placed = {name: x if name in ON_HOST else multihost.to_devices(x, own) for name, x in arrays.items()}
     return GradedBatch(rollout=Rollout(**placed), problems=[None] * (len(about["completions"]) // group), **about)
-
-
-def _completion(recorded: dict[str, Any]) -> Completion:
-    """Return a completion that `asdict` has written."""
-    turns, texts = recorded.pop("turns"), recorded.pop("texts")
-    rewards = tuple(recorded.pop("rewards"))
-    if turns is not None:
-        spans, own, environment = turns
-        turns = GradedTurns(tuple(map(tuple, spans)), tuple(own), environment)
-    return Completion(rewards=rewards, turns=turns, texts=None if texts is None else Texts(*texts), **recorded)
 
 
 def require_replayable(run: RunDir, passes: Passes, steps: range) -> None:
