@@ -67,6 +67,17 @@ def test_a_wrong_server_of_16_is_found_in_a_rollout(break_one, reason):
         assert min(turns[3:]) > 1.2 * max(turns[:3])
 
 
+def test_one_token_or_one_response_far_from_the_others_accuses_no_server():
+    """A token counts at most 2 nats, and a server with one response, which may be an unusual one, has a wide limit."""
+    rollout, old_logp_NT = healthy()
+    old_logp_NT[7 * RESPONSES, 0] += 600
+    single = 3 * RESPONSES  # server 4's; its others are server 3's
+    rollout.source_BT[single + 1 : single + RESPONSES] -= rollout.mask_BT[0]
+    diff_T = old_logp_NT[single] - rollout.logp_BT[single]
+    old_logp_NT[single] += 11 * diff_T
+    assert not find_outliers(differences_by_source(old_logp_NT, rollout))
+
+
 RESPONSES_OF_4 = 64  # of 4 tokens each after 4 of a prompt, in microbatches of 4 responses
 MIXED, APART = np.arange(RESPONSES_OF_4) % 4 + 1, np.arange(RESPONSES_OF_4) // 16 + 1  # the server of each
 

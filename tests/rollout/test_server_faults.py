@@ -121,7 +121,7 @@ class SixTurns:
 def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers, faults, here, capsys):
     """Each server samples 2,900 tokens, whose log-probs differ from the learner's by 0.02 nats of rounding.
 
-    The stale weights are those before a real update.
+    The stale weights are those before a real update, and the 8-bit ones are those after it.
     """
     tokenizer, letters = CharChat(experiment.tokenizer.alphabet), 60
     changes = {"vocab_size": tokenizer.vocab_size, "dtype": "bfloat16", "initializer_range": 0.5}
@@ -139,7 +139,7 @@ def test_a_wrong_server_is_found_in_one_rollout_of_six_turns_in_bfloat16(servers
             fakes[2].faults.late_tokens = 0.0
             runtime.sampler.set_aside.reasons.clear()
             runtime.sampler.push(state.params, 0)
-            if name == "stale weights":
+            if name in ("stale weights", "8-bit weights"):
                 state = run_step(runtime, state, InFlight()).state
                 runtime.sampler.push(state.params, 1)
             for fake in fakes:

@@ -24,7 +24,7 @@ from gspax.config import row_shape
 from gspax.experiment import load, override
 from gspax.learner.forward import StepSettings
 from gspax.learner.minibatches import gather_logp, score_minibatches, split_minibatches
-from gspax.learner.sources import EXTREME, Differences, find_outliers
+from gspax.learner.sources import find_outliers, summarize
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import make_score
 from gspax.model import transformer
@@ -52,7 +52,7 @@ SETTINGS = (
 
 
 def differences(runtime: Runtime, sampled_by: TrainState, newest: TrainState) -> np.ndarray:
-    """Return how far the log-probs of tokens that a state samples are from the newest state's, in nats."""
+    """Return how far the log-probs of sampled tokens are from the newest state's, in nats, [N, T]; NaN elsewhere."""
     experiment, mesh = runtime.experiment, runtime.mesh
     weights = runtime.sampler.push(sampled_by.params, 0)
     rollout = receive(runtime, start_rollout(runtime, weights, newest, 0, InFlight())).rollout
@@ -61,15 +61,16 @@ def differences(runtime: Runtime, sampled_by: TrainState, newest: TrainState) ->
     _, scores = score_minibatches(runtime.steps.score, newest.params, batches, range(len(batches)))
     logp_NT = gather_logp(scores, layouts, rollout.tokens_BT.shape)
     mask_NT, sampler_NT = multihost.to_host((rollout.mask_BT, rollout.logp_BT))
-    return np.abs(logp_NT - sampler_NT)[mask_NT]
+    return np.where(mask_NT, np.abs(logp_NT - sampler_NT), np.nan)
 
 
-def is_found(stale: np.ndarray, healthy: np.ndarray) -> bool:
+def is_found(stale_NT: np.ndarray, healthy_NT: np.ndarray) -> bool:
     """Return whether the check of a rollout finds the server with older weights, and no other."""
-    parts = np.array_split(healthy, SERVERS - 1)
-    parts.insert(STALE, stale[: len(parts[0])])
-    columns = (len, np.mean, lambda diff: int((diff > EXTREME).sum()))
-    found = find_outliers(Differences(*(np.array([column(part) for part in parts]) for column in columns)))
+    parts = np.array_split(healthy_NT, SERVERS - 1)
+    parts.insert(STALE, stale_NT[: len(parts[0])])
+    source_N = np.repeat(np.arange(1, SERVERS + 1), [len(part) for part in parts])
+    diff_NT = np.concatenate(parts)
+    found = find_outliers(summarize(diff_NT, np.broadcast_to(source_N[:, None], diff_NT.shape)))
     assert {*found} <= {STALE}, found
     return bool(found)
 
@@ -87,13 +88,13 @@ def compare(runtime: Runtime, states: dict[float, TrainState]) -> list[str]:
     rows = probe.choose(score, newest.params, mesh, model, 8, 16)
     ours, _ = probe.learner_scores(score, newest.params, rows, mesh)
     healthy, limit = differences(runtime, newest, newest), probe.tolerance(model, 0.0, 0.0)
-    lines = [f"| {model.dtype} | 0 | {healthy.mean():.2g} | | | |"]
+    lines = [f"| {model.dtype} | 0 | {np.nanmean(healthy):.2g} | | | |"]
     for age in (*PARTS, *AGES):
         stale = differences(runtime, states[age], newest)
         theirs, _ = probe.learner_scores(score, states[age].params, rows, mesh)
         probed = probe.largest_difference(ours, theirs)
         found = ["yes" if there else "no" for there in (is_found(stale, healthy), probed > limit)]
-        lines.append(f"| {model.dtype} | {age} | {stale.mean():.2g} | {found[0]} | {probed:.2g} | {found[1]} |")
+        lines.append(f"| {model.dtype} | {age} | {np.nanmean(stale):.2g} | {found[0]} | {probed:.2g} | {found[1]} |")
     return lines
 
 

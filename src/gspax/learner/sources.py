@@ -1,10 +1,11 @@
 """Which server sampled a token, and which servers' log-probs differ from the learner's by far more than the others'.
 
 A server may compute wrong log-probs, or send other tokens than it sampled, while its weights have the right checksum.
-The learner recomputes log-probs of each server's tokens. The mean of |log π_old - log μ| over them shows it where all
-tokens of a server differ, and the number of tokens that differ by more than `EXTREME` where few do. A server is
-compared with the median of the others. Where no pass computes the log-probs of a server's tokens before the first
-update, rows with `ENOUGH` of them are computed for this purpose. The figures are of
+The learner recomputes log-probs of each server's tokens. The mean of |log π_old - log μ| over them, in which a token
+counts at most `EXTREME`, shows it where all tokens of a server differ, and the number of tokens that differ by more
+where few do. A server is compared with the median of the others. Tokens of one response are alike, so a server with few
+responses may differ more, as may one with few tokens. Where no pass computes the log-probs of a server's tokens before
+the first update, rows with `ENOUGH` of them are computed for this purpose. The figures are of
 `experiments/studies/sources/false_alarms.py`.
 
 Axes: N responses, T tokens, S servers, R rows of a minibatch.
@@ -18,10 +19,11 @@ import numpy as np
 
 from gspax.types import Rollout
 
-FACTOR = 8.0  # times the median of the others, with many tokens
-FEW = 800.0  # tokens: the factor grows by 1 + FEW / tokens, because the mean of few heavy-tailed numbers varies more
+FACTOR = 4.0  # times the median of the others, with many responses
+FEW_RESPONSES = 10.0  # responses: with fewer, the limits grow by 1 + FEW_RESPONSES / responses,
+FEW_TOKENS = 256.0  # tokens: and that of the mean by FEW_TOKENS / tokens more
 EXTREME = 2.0  # nats; rare in healthy tokens, usual in wrong ones
-EXTREMES, EXTREME_FACTOR = 8, 4.0  # extreme tokens that are no sign, and times the others' median share
+EXTREMES, EXTREME_FACTOR = 6.0, 4.0  # extreme tokens that are no sign, and times the others' median share
 FLOOR = 1e-3  # nats; a smaller mean difference is not held against a server
 ENOUGH = 4096  # tokens of a server that show such faults
 FEWEST = 3  # servers; of two that differ nothing says which is wrong
@@ -31,9 +33,32 @@ TURNS = 8  # turns that have a metric of their own
 class Differences(NamedTuple):
     """The differences of each server's tokens."""
 
-    count_S: np.ndarray  # int64    tokens
-    mean_S: np.ndarray  # float64  nats; NaN without tokens
+    tokens_S: np.ndarray  # int64
+    responses_S: np.ndarray  # int64    with any of these tokens
+    mean_S: np.ndarray  # float64  nats; NaN without tokens, as the next one
+    limited_S: np.ndarray  # float64  nats; mean of the differences, each at most `EXTREME`
     extreme_S: np.ndarray  # int64    tokens beyond `EXTREME`
+
+
+def summarize(diff_NT: np.ndarray, source_NT: np.ndarray) -> Differences:
+    """Summarize the differences of each server's tokens.
+
+    Args:
+      diff_NT: float; the differences of tokens in nats, NaN where they are not known.
+      source_NT: int; the server of each token, from 1; 0 where none sampled it.
+    """
+    known_NT, S, N = np.isfinite(diff_NT) & (source_NT > 0), int(source_NT.max()), len(diff_NT)
+    number_K, diff_K = source_NT[known_NT].astype(np.int64) - 1, diff_NT[known_NT]
+    response_K = np.nonzero(known_NT)[0]
+    tokens_S = np.bincount(number_K, minlength=S)
+    responses_S = np.count_nonzero(np.bincount(number_K * N + response_K, minlength=S * N).reshape(S, N), axis=1)
+
+    def mean(value_K: np.ndarray) -> np.ndarray:
+        sum_S = np.bincount(number_K, value_K, minlength=S)
+        return np.divide(sum_S, tokens_S, out=np.full(S, np.nan), where=tokens_S > 0)
+
+    extreme_S = np.bincount(number_K[diff_K > EXTREME], minlength=S)
+    return Differences(tokens_S, responses_S, mean(diff_K), mean(np.minimum(diff_K, EXTREME)), extreme_S)
 
 
 def differences_by_source(old_logp_NT: np.ndarray, rollout: Rollout) -> Differences:
@@ -43,14 +68,8 @@ def differences_by_source(old_logp_NT: np.ndarray, rollout: Rollout) -> Differen
       old_logp_NT: the learner's log-probs, NaN where it has computed none.
       rollout: on the host, with `source_BT`.
     """
-    diff_NT, source_NT = np.abs(old_logp_NT - np.asarray(rollout.logp_BT)), np.asarray(rollout.source_BT)
-    known_NT = np.asarray(rollout.mask_BT) & np.isfinite(diff_NT) & (source_NT > 0)
-    number_K, diff_K = source_NT[known_NT].astype(np.int64) - 1, diff_NT[known_NT]
-    S = int(source_NT.max())
-    count_S = np.bincount(number_K, minlength=S)
-    sum_S = np.bincount(number_K, diff_K, minlength=S)
-    mean_S = np.divide(sum_S, count_S, out=np.full(S, np.nan), where=count_S > 0)
-    return Differences(count_S, mean_S, np.bincount(number_K[diff_K > EXTREME], minlength=S))
+    diff_NT = np.abs(old_logp_NT - np.asarray(rollout.logp_BT))
+    return summarize(np.where(np.asarray(rollout.mask_BT), diff_NT, np.nan), np.asarray(rollout.source_BT))
 
 
 def count_lacking(old_logp_NT: np.ndarray, rollout: Rollout) -> np.ndarray:
@@ -95,20 +114,23 @@ def choose_rows(source_RT: np.ndarray, lacking_S: np.ndarray, multiple: int) -> 
 def find_outliers(differences: Differences) -> dict[int, str]:
     """Find the servers whose differences are far beyond the others'; return by their index a phrase that says how.
 
-    >>> [*find_outliers(Differences(np.array([4096] * 4), np.array([0.011, 0.2, 0.012, 0.01]), np.zeros(4, int)))]
+    >>> diff_NT = np.full((64, 64), 0.01)
+    >>> diff_NT[1::4] = 0.1
+    >>> [*find_outliers(summarize(diff_NT, np.arange(64)[:, None] % 4 + np.ones(64, int)))]
     [1]
     """
-    count_S, mean_S, extreme_S = differences
-    found, (asked,) = dict[int, str](), np.nonzero(count_S)
+    tokens_S, responses_S, _, limited_S, extreme_S = differences
+    found, (asked,) = dict[int, str](), np.nonzero(tokens_S)
     for source in asked.tolist() if len(asked) >= FEWEST else []:
-        others, tokens = asked[asked != source], int(count_S[source])
-        usual, share = float(np.median(mean_S[others])), float(np.median(extreme_S[others] / count_S[others]))
-        if mean_S[source] > max(FLOOR, FACTOR * usual * (1 + FEW / tokens)):
+        others, tokens = asked[asked != source], int(tokens_S[source])
+        usual, share = float(np.median(limited_S[others])), float(np.median(extreme_S[others] / tokens_S[others]))
+        slack = 1 + FEW_RESPONSES / responses_S[source]
+        if limited_S[source] > max(FLOOR, FACTOR * usual * (slack + FEW_TOKENS / tokens)):
             found[source] = (
-                f"its log-probs differ from the learner's by {mean_S[source]:.2g} nats on average over {tokens:,} "
+                f"its log-probs differ from the learner's by {limited_S[source]:.2g} nats on average over {tokens:,} "
                 f"tokens, the others' by {usual:.2g}"
             )
-        elif extreme_S[source] > EXTREMES + EXTREME_FACTOR * share * tokens:
+        elif extreme_S[source] > EXTREMES * slack + EXTREME_FACTOR * share * tokens:
             found[source] = (
                 f"the log-probs of {extreme_S[source]:,} of its {tokens:,} tokens differ from the learner's by more "
                 f"than {EXTREME:g} nats, of the others' a share of {share:.2g}"
