@@ -1,5 +1,6 @@
 """The timeline of a run: events of lanes and rows, as Perfetto reads them."""
 
+import itertools
 import json
 import threading
 import time
@@ -50,6 +51,15 @@ def test_times_are_of_the_clock_and_names_are_any_text():
         "né \\ \x1b",
     ) and before * 1e6 - 1e3 <= begin <= end <= time.time() * 1e6 + 1e3
     assert watched[0] == "devices" and watched[3] >= watched[2]
+
+
+def test_events_that_follow_one_another_do_not_overlap_by_rounding():
+    with timeline.collecting() as collected:
+        ends = [7.0 + 0.7e-6 * number for number in range(40)]
+        for began, ended in itertools.pairwise(ends):
+            timeline.add("a", "follows", began, ended)
+    events = events_in(collected.take())
+    assert all(first[3] == second[2] for first, second in itertools.pairwise(events)), events
 
 
 def test_work_of_the_same_devices_is_one_thing_after_the_other():

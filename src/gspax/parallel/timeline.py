@@ -31,7 +31,7 @@ class Timeline:
         self._numbers = dict[tuple[str, int], int]()  # of a lane's row in the file
         self._watcher = ThreadPoolExecutor(1, "gspax_timeline")
         self._free = dict[str, float]()  # when the devices of a lane had done what they were given before
-        self._offset = time.time() - time.monotonic()
+        self._offset = round((time.time() - time.monotonic()) * 1e6)  # microseconds
 
     def add(self, lane: str, name: str, began: float, ended: float) -> None:
         """Add an event, its times by `time.monotonic`."""
@@ -42,9 +42,10 @@ class Timeline:
             if (lane, row) not in self._numbers:
                 self._numbers[lane, row] = len(self._numbers) + 1
                 self._lines.append(_to_header(self._numbers[lane, row], lane))
-            start, length = round((began + self._offset) * 1e6), round((ended - began) * 1e6)
+            start, end = round(began * 1e6), round(ended * 1e6)  # both, so that an event that follows does not overlap
+            times = f'"ts":{self._offset + start},"dur":{end - start}'
             number, text = self._numbers[lane, row], json.dumps(name)
-            self._lines.append(f'{{"ph":"X","pid":1,"tid":{number},"ts":{start},"dur":{length},"name":{text}}},\n')
+            self._lines.append(f'{{"ph":"X","pid":1,"tid":{number},{times},"name":{text}}},\n')
 
     def watch(self, lane: str, name: str, began: float, arrays: PyTree) -> None:
         """Add an event from its begin, or the end of the one before, until devices have computed the arrays."""
