@@ -20,8 +20,8 @@ import numpy as np
 from gspax.types import Rollout
 
 FACTOR = 4.0  # times the median of the others, with many responses
-FEW_RESPONSES = 10.0  # responses: with fewer, the limits grow by 1 + FEW_RESPONSES / responses,
-FEW_TOKENS = 256.0  # tokens: and that of the mean by FEW_TOKENS / tokens more
+FEW_RESPONSES = 10.0  # both limits are 1 + FEW_RESPONSES / responses times as wide
+FEW_TOKENS = 256.0  # and FEW_TOKENS / tokens is added to this for the limit of the mean
 EXTREME = 2.0  # nats; rare in healthy tokens, usual in wrong ones
 EXTREMES, EXTREME_FACTOR = 6.0, 4.0  # extreme tokens that are no sign, and times the others' median share
 FLOOR = 1e-3  # nats; a smaller mean difference is not held against a server
@@ -116,7 +116,7 @@ def find_outliers(differences: Differences) -> dict[int, str]:
 
     >>> diff_NT = np.full((64, 64), 0.01)
     >>> diff_NT[1::4] = 0.1
-    >>> [*find_outliers(summarize(diff_NT, np.arange(64)[:, None] % 4 + np.ones(64, int)))]
+    >>> [*find_outliers(summarize(diff_NT, np.tile([[1], [2], [3], [4]], (16, 64))))]
     [1]
     """
     tokens_S, responses_S, _, limited_S, extreme_S = differences

@@ -49,8 +49,8 @@ from gspax.rollout.lost_samples import lost_metrics
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training import judging
-from gspax.training.open_term import GradedStep
-from gspax.training.open_terms import OpenTerm, after_step, heads_of
+from gspax.training.open_term import GradedStep, OpenTerm
+from gspax.training.open_terms import after_step, heads_of
 from gspax.training.rollouts import Rollouts
 from gspax.types import Batch, Rollout, Stream, TrainState
 
